@@ -1,0 +1,117 @@
+"""Measures what the library costs, against plain torch and against the peers that are installed, and prints the gates.
+
+    python benchmarks/run.py
+    python benchmarks/run.py --rows P2,P3 --rounds 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import imports
+from launch import Round, measure
+from table import Measure, markdown
+
+DISTRIBUTIONS = {"accel": "accel-core", "accelerate": "accelerate", "fabric": "lightning-fabric"}
+
+ROWS = {
+    "P1": [
+        Measure("P1 import", "import", 0.030, "", unit="s", scale=1),
+        Measure("P1 import and first Accelerator()", "first", 0.040, "", unit="s", scale=1),
+    ],
+    "P2": [
+        Measure("P2 step, over plain", "cpu", 0, "-"),
+        Measure("P2 step, over lean", "cpu", 3, "-", base="lean"),
+    ],
+    "P3": [
+        Measure("P3 accumulation 4, over plain", "cpu", 0, "-"),
+        Measure("P3 accumulation 4, over lean", "cpu", 3, "-", base="lean"),
+    ],
+    "P4": [
+        Measure("P4 DDP on 2 ranks, CPU of the main thread", "cpu", 1, "/"),
+        Measure("P4 DDP on 2 ranks, on the wall", "wall", None, "/"),
+    ],
+    "P7": [
+        Measure("P7 gather_for_metrics, collectives", "collectives", 1, "", unit="", scale=1),
+        Measure("P7 gather_for_metrics, CPU of the main thread", "cpu", 1.3, "/"),
+        Measure("P7 gather_for_metrics, on the wall", "wall", None, "/"),
+    ],
+}
+
+
+def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> list[Round]:
+    """Takes the measurements of one row."""
+    common = {"repeats": options.repeats, "rounds": options.rounds, "batches": options.batches}
+    loops = ["plain", "lean", *libraries]
+    if row == "P1":
+        return imports.measure(libraries, max(1, options.rounds // 2))
+    if row == "P2":
+        return measure("steps.py", loops, world=1, **common)
+    if row == "P3":
+        return measure("steps.py", loops, world=1, accumulation=4, **common)
+    if row == "P4":
+        return measure("steps.py", loops, world=2, **common)
+    return measure("gathering.py", loops, world=2, **common)
+
+
+def machine() -> dict[str, object]:
+    """Where and when this was measured, and how busy the machine is."""
+    cpus = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in cpus.read_text().splitlines() if "model name" in line] if cpus.exists() else []
+    return {
+        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    options = arguments()
+    versions = {name: version for name in options.libraries if (version := installed(DISTRIBUTIONS[name]))}
+    facts = machine() | {name: version for name, version in versions.items()}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    found, cells = {}, []
+    for row in options.rows:
+        found[row] = rounds_of(row, list(versions), options)
+        cells += [line.row(found[row]) for line in ROWS[row]]
+        print(f"{row} measured, load {os.getloadavg()[0]:.1f}", flush=True)
+    print(markdown(cells))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": facts, "table": cells, "rounds": found}), encoding="utf-8")
+    print(f"Every round stands in {options.out}.")
+
+
+def installed(distribution: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def arguments() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description="Measures what the library costs, and prints the gates.")
+    parser.add_argument("--rows", type=names, default=list(ROWS), help=f"of {','.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, default=20, help="in each process; every round measures every library")
+    parser.add_argument("--repeats", type=int, default=3, help="processes that are started per row")
+    parser.add_argument("--batches", type=int, default=240, help="in a round of one library; a multiple of 4")
+    parser.add_argument("--libraries", type=names, default=list(DISTRIBUTIONS), help=f"of {','.join(DISTRIBUTIONS)}")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Rows of the result: what was wanted beside what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from launch import Round
+
+OURS = "accel"
+PEERS = ("accelerate", "fabric")
+COLUMNS = ("row", "gate", "figure", "interval", "raw", *PEERS, "verdict")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of the table.
+
+    Args:
+        name: what is measured.
+        figure: which of the figures of a round.
+        limit: the gate: our median may not be above it. None: there is none, the row is for information.
+        against: whether a figure stands alone (""), or as difference ("-") or ratio ("/") to that of `base` in its round.
+        base: the raw loop that is compared with.
+        unit: of the figure; "x" for a ratio.
+        scale: from seconds to the unit.
+    """
+
+    name: str
+    figure: str
+    limit: float | None
+    against: str
+    base: str = "plain"
+    unit: str = "µs"
+    scale: float = 1e6
+
+    def values(self, library: str, rounds: Sequence[Round]) -> list[float]:
+        """The figure of each round that has this library."""
+        compare: dict[str, Callable[[float, float], float]] = {
+            "": lambda own, _: own * self.scale,
+            "-": lambda own, base: (own - base) * self.scale,
+            "/": lambda own, base: own / base,
+        }
+        return [
+            compare[self.against](measured[library][self.figure], measured[self.base][self.figure] if self.against else 0)
+            for measured in rounds
+            if library in measured
+        ]
+
+    def row(self, rounds: Sequence[Round]) -> dict[str, str]:
+        """The cells, by column."""
+        values = self.values(OURS, rounds)
+        low, middle, high = quartiles(values)
+        raw = [measured[self.base][self.figure] * self.scale for measured in rounds if self.base in measured]
+        cells = {
+            "row": self.name,
+            "gate": "" if self.limit is None else f"≤ {self._text(self.limit)}",
+            "figure": self._text(middle),
+            "interval": f"{self._text(low)} … {self._text(high)}",
+            "raw": f"{statistics.median(raw):.4g} µs" if raw and self.against else "",
+            "verdict": "" if self.limit is None else ("met" if middle <= self.limit else "MISSED"),
+        }
+        for peer in PEERS:
+            figures = self.values(peer, rounds)
+            cells[peer] = self._text(statistics.median(figures)) if figures else "–"
+        return cells
+
+    def _text(self, value: float) -> str:
+        if self.against == "/":
+            return f"× {value:.3f}"
+        return f"{value:+.1f} {self.unit}" if self.against == "-" else f"{value:.3g} {self.unit}".strip()
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The interquartile interval with the median in its middle."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    """A table that is readable in a terminal and as Markdown."""
+    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in COLUMNS}
+    lines = [{column: column for column in COLUMNS}, {column: "-" * widths[column] for column in COLUMNS}, *rows]
+    return "\n".join("| " + " | ".join(line[column].ljust(widths[column]) for column in COLUMNS) + " |" for line in lines)

@@ -1,0 +1,692 @@
+"""The object that the user holds. Every public name is a few lines that delegate to the part that does the work."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from accel_core import collectives, gradients, metrics
+from accel_core.accumulation import Accumulate, Accumulation
+from accel_core.assembly import Arguments, assemble
+from accel_core.checkpoint.weights import save_weights
+from accel_core.feed import Feed
+from accel_core.optimizer import OptimizerGate, gate_of
+from accel_core.options import refuse_unknown, strategy_from_plugin_argument
+from accel_core.plugins import Explanation, explain
+from accel_core.precision import remove_policy
+from accel_core.prepare import (
+    ORDER,
+    Prepared,
+    PreparedModel,
+    PrepareRequest,
+    check_device_map,
+    check_device_placement,
+    has_device_map,
+    held_by,
+    kind_of,
+)
+from accel_core.scheduler import SchedulerRule, gate_scheduler
+from accel_core.seeding import agree_seed
+from accel_core.window import WindowLoop, default_inputs
+
+if TYPE_CHECKING:
+    import os
+
+    from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
+    from accel_core.precision import Precision
+    from accel_core.strategies.strategy import Strategy
+    from accel_core.window import Inputs, LossFn
+
+
+class Accelerator:
+    """One training loop on any hardware, under any strategy that is installed.
+
+        accelerator = Accelerator()
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch, target in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model(batch), target))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    Building one is a collective when it starts the process group: the first one, on every rank that the launcher started.
+
+    Args:
+        device_placement: whether models and batches are moved to the device.
+        split_batches: whether a loader's batch size is that of the whole world, divided among the ranks, instead of each
+            rank's own. Served by the loader component.
+        mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given: the environment
+            variable ACCELERATE_MIXED_PRECISION, else "no".
+        gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not given:
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
+        cpu: whether to train on the CPU although there is an accelerator. It chooses the device only: the number of
+            processes is always what the launcher started. Not given: ACCELERATE_USE_CPU, else False.
+        strategy: the name of an installed strategy, or a `Strategy` object. Not given: ACCELERATE_STRATEGY, else "ddp" in a
+            world larger than one and "single" otherwise. `<name>_plugin=object` is the same argument under an older name.
+        plugins: objects with further hooks, such as observers.
+        even_batches: whether loaders fill the last global batch from the first samples, so that all ranks have equally many
+            batches; metrics leave the filling out. Served by the loader component.
+        gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
+        step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
+        step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless `split_batches`), for
+            schedules whose length was computed for one process.
+        kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`, `InitProcessGroupKwargs`,
+            `AutocastKwargs`.
+        dynamo_backend: backend of `torch.compile` for prepared models. Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
+        log_with: names of trackers; they need a distribution that provides them.
+
+    Raises:
+        NotInstalledError: a name is served by a distribution that is not installed; says which.
+        PluginError: components cannot be found, loaded, or active together.
+        WorldError: the launcher, the devices and the options contradict each other.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | Precision | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        *,
+        strategy: str | Strategy | None = None,
+        plugins: Sequence[object] = (),
+        even_batches: bool | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        step_scheduler_per_process: bool = False,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        log_with: object = None,
+        **older_names: object,
+    ) -> None:
+        strategy = strategy_from_plugin_argument(strategy, older_names)
+        refuse_unknown(type(self), older_names, log_with)
+        loader_options = {"split_batches": split_batches, "even_batches": even_batches}
+        parts = assemble(
+            Arguments(
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                gradient_accumulation_plugin=gradient_accumulation_plugin,
+                cpu=cpu,
+                dynamo_backend=dynamo_backend,
+                strategy=strategy,
+                loader_options={name: value for name, value in loader_options.items() if value is not None},
+                plugins=plugins,
+                handlers=kwargs_handlers or (),
+            )
+        )
+        self._parts = parts
+        self._world = parts.world
+        self._layout = parts.layout
+        self._relay = parts.activation.relay
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        steps = parts.accumulation.num_steps
+        assert steps is not None
+        self._feed = Feed(steps)
+        self._prepared = Prepared()
+        self._accumulation = Accumulation(
+            steps,
+            self._feed,
+            self._prepared.rescale,
+            sync_with_dataloader=parts.accumulation.sync_with_dataloader,
+            sync_each_batch=parts.accumulation.sync_each_batch,
+        )
+        parts.defaults.window_loop = WindowLoop(self._relay, self._accumulation, self._world, self._layout)
+        repeats = self._world.size if step_scheduler_per_process and not split_batches else 1
+        self._scheduler_rule = SchedulerRule(
+            with_optimizer=step_scheduler_with_optimizer,
+            repeat=repeats,
+            per_micro_batch=bool(parts.accumulation.adjust_scheduler),
+        )
+        owners = parts.activation.owners
+        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step"))
+        self._seed: int | None = None
+        self._ended = False
+        self._world.join(self)
+        self._relay.start(self._world, self._layout)
+
+    # ------------------------------------------------------------------ who and where
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._world.device
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        return self._world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process among those on its machine, from 0."""
+        return self._world.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the launcher started."""
+        return self._world.size
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._world.size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process on its machine."""
+        return self._world.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self._world.is_last
+
+    @property
+    def mixed_precision(self) -> str:
+        """The name of the precision: "no" for full precision."""
+        return self._parts.mixed_precision
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a full window of `accumulate`."""
+        return self._accumulation.steps
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the open window so far; 0 when none is open."""
+        return self._accumulation.position
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether no window of accumulation is open: `optimizer.step()` would step now."""
+        return not self._accumulation.open
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer left the parameters as they were (an overflow, say)."""
+        gates = (gate_of(optimizer) for optimizer in self._prepared.optimizers)
+        return any(gate.was_skipped for gate in gates if gate is not None)
+
+    def explain(self) -> Explanation:
+        """What is active and why: every choice with its source, every hook with its owner. Print it."""
+        return explain(self._parts.activation, self._parts.choices)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, once per machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Returns once every process has come here. Collective."""
+        self._world.barrier()
+
+    # ------------------------------------------------------------------ preparing
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
+
+        Models, optimizers, loaders and LR schedulers are prepared, in any order, in any number of calls. Anything else is
+        passed through, unless it would be trained on half prepared. An object that was prepared before comes back as it
+        is. Collective under strategies that exchange parameters (DDP does), and when the first loader is prepared.
+
+        Args:
+            objects: what the loop uses.
+            device_placement: per object, whether it is moved to the device; None: as the Accelerator was told.
+
+        Raises:
+            TypeError: for a list or dict of models and the like, and for a bare tensor that requires a gradient.
+            ValueError: if `device_placement` does not fit the objects, or the strategy places models by itself.
+        """
+        check_device_placement(device_placement, objects, self._parts.strategy.places_models)
+        kinds = [kind_of(obj) for obj in objects]
+        results = list(objects)
+        optimizers = [obj for obj, kind in zip(objects, kinds, strict=True) if kind == "optimizer"]
+        for kind in ORDER:
+            for index, obj in enumerate(objects):
+                if kinds[index] == kind:
+                    placement = None if device_placement is None else device_placement[index]
+                    results[index] = self._prepare_one(obj, kind, placement, optimizers)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares one model.
+
+        Args:
+            model: the user's model.
+            device_placement: whether it is moved to the device; None: as the Accelerator was told.
+            evaluation_mode: whether it is only evaluated: precision and compilation apply, and nothing else.
+        """
+        check_device_placement(
+            None if device_placement is None else [device_placement], [model], self._parts.strategy.places_models
+        )
+        return self._prepare_model(model, device_placement, (), evaluation_mode)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> DataLoader[Any]:
+        """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
+
+        Args:
+            data_loader: the user's loader, which is not changed.
+            device_placement: whether batches are moved to the device; None: as the Accelerator was told.
+        """
+        if any(data_loader is known for known in self._prepared.loaders):
+            return data_loader
+        if self._seed is None:
+            self._seed = agree_seed(self._world)
+        prepared = self._relay.prepare_loader(
+            data_loader, self._layout.shard, self._feed, self._placement(device_placement), self._seed
+        )
+        self._prepared.loaders.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Prepares one optimizer, in place: `step` and `zero_grad` wait for the end of the window.
+
+        Args:
+            optimizer: built before or after its model was prepared.
+            device_placement: whether the state that it has already is moved to the device of its parameters; None: as the
+                Accelerator was told.
+        """
+        if gate_of(optimizer) is None:
+            if device_placement if device_placement is not None else self.device_placement:
+                _place_state(optimizer)
+            OptimizerGate(optimizer, self._accumulation, self._relay, self._needs_backward)
+        if not any(optimizer is known for known in self._prepared.optimizers):
+            self._prepared.optimizers.append(optimizer)
+            self._prepared.unchecked = True
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
+        gate_scheduler(scheduler, self._scheduler_rule)
+        if not any(scheduler is known for known in self._prepared.schedulers):
+            self._prepared.schedulers.append(scheduler)
+        return scheduler
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The user's model inside a prepared one.
+
+        Args:
+            model: a prepared model, or one that was compiled since; any other model is returned as it is.
+            keep_fp32_wrapper: whether calls of the result still go through the precision's casts. False gives the model its
+                original class back, for good.
+        """
+        inner = getattr(model, "_orig_mod", model)
+        record = self._prepared.find_model(inner)
+        if record is not None:
+            inner = record.original
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        if not keep_fp32_wrapper:
+            remove_policy(inner)
+        return inner
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state of a model, under the user's parameter names.
+
+        Collective under strategies that shard parameters, with the full state on the main process only; under the
+        strategies of the core every rank gets it.
+
+        Args:
+            model: a prepared model, or any other.
+            unwrap: False keeps the names that a wrapper adds.
+        """
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a submodule of `model` is spread over several places by its `hf_device_map`."""
+        return has_device_map(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Undresses and forgets everything that was prepared, and frees what memory that gives.
+
+        Args:
+            objects: what the caller is about to drop: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+
+        Returns:
+            As many times None as objects were given.
+        """
+        count = len(objects)
+        del objects
+        self._prepared.release()
+        self._accumulation.reset()
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.memory.empty_cache()
+        return [None] * count
+
+    clear = free_memory
+
+    # ------------------------------------------------------------------ the loop
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
+
+        A window has `gradient_accumulation_steps` micro-batches, and closes early at the end of a prepared loader. Its
+        gradient is the mean over the micro-batches that are in it.
+
+        Args:
+            models: the prepared models whose gradients need not be synchronised before the window closes; none: all.
+        """
+        return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Use it instead of `loss.backward()`: scales for the window and the precision, and synchronises when it closes.
+
+        Outside `accumulate` the gradient is divided by `gradient_accumulation_steps`.
+
+        Args:
+            loss: a scalar tensor, the mean over this rank's micro-batch.
+            kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may have dimensions.
+
+        Raises:
+            TypeError: if the loss is not a tensor.
+            ValueError: if it is not a scalar.
+            RuntimeError: in a world larger than one, if an optimizer holds parameters of no prepared model.
+        """
+        if self._prepared.unchecked:
+            self._prepared.check_orphans(self._world)
+        if type(loss) is not torch.Tensor or loss.dim():
+            _check_loss(loss, kwargs)
+        accumulation = self._accumulation
+        accumulation.count_backward()
+        relay = self._relay
+        weight = accumulation.weight if accumulation.inside else 1.0 / accumulation.steps
+        relay.backward(relay.scale_loss(loss), weight, not accumulation.open, kwargs)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: LossFn,
+        inputs: Inputs | None = None,
+    ) -> torch.Tensor:
+        """Runs a whole window, so that batches of different sizes weigh what they hold.
+
+        The gradient is that of (sum of all losses) / (sum of all weights), over the micro-batches and the data-parallel
+        ranks: the same as one big batch on one rank. Step, clip and schedule afterwards as usual, without `accumulate`.
+        Collective over the data-parallel ranks, which may have different numbers of micro-batches.
+
+        Args:
+            model: a prepared model.
+            micro_batches: the batches of this rank's window, at least one.
+            loss_fn: `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, a scalar tensor, and its weight,
+                a number: over how many tokens or samples it is summed. A weight of 0 is fine.
+            inputs: `inputs(batch)` gives the positional arguments (a tuple) and keyword arguments (a dict) of the model.
+                Not given: a mapping is passed as keywords, of a tuple or list the first element, anything else as it is.
+
+        Returns:
+            The weighted mean loss over the window and the ranks: 0-d, detached, on `device`; nan if all weights are 0.
+
+        Raises:
+            ValueError: without a micro-batch, or if the sum is not a scalar.
+            RuntimeError: inside `accumulate`, or while a window is open.
+        """
+        if self._accumulation.inside or self._accumulation.open:
+            raise RuntimeError(
+                "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out "
+                "of accumulate(), and let that window end before."
+            )
+        if self._prepared.unchecked:
+            self._prepared.check_orphans(self._world)
+        self._accumulation.whole_window()
+        return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.
+
+        A backward outside stays local too if its forward ran inside, until `trigger_sync_in_backward` or the next
+        forward outside.
+
+        Args:
+            model: a prepared model; None: all that are trained.
+        """
+        return self._on_models(self._relay.no_sync, model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward of `model` synchronises all its gradients, although its forward ran inside `no_sync`."""
+        return self._relay.trigger_sync_in_backward(model)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
+
+        While a window is open nothing is clipped: the gradients are parts, and local ones.
+
+        Args:
+            parameters: one, or any iterable of them: all, a subset, a generator. Those without gradient count nothing.
+            max_norm: the largest norm.
+            norm_type: the order of the norm; `inf` for the largest component.
+
+        Returns:
+            The norm before clipping, 0-d; of this rank's pending gradients while a window is open.
+        """
+        clipped = gradients.as_list(parameters)
+        if self._accumulation.open:
+            pending = [parameter.grad for parameter in clipped if parameter.grad is not None]
+            return nn.utils.get_total_norm(pending, norm_type)
+        self._unscale_holders(clipped)
+        return self._relay.clip_gradients(clipped, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
+        clipped = gradients.as_list(parameters)
+        if not self._accumulation.open:
+            self._unscale_holders(clipped)
+            nn.utils.clip_grad_value_(clipped, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Undoes the loss scaling of gradients, once between two steps; nothing happens where nothing is scaled.
+
+        Args:
+            optimizer: one, or several; None: all that are prepared.
+        """
+        given = self._prepared.optimizers if optimizer is None else optimizer
+        for each in [given] if isinstance(given, Optimizer) else given:
+            gate = gate_of(each)
+            if gate is None:
+                raise ValueError(
+                    f"unscale_gradients() was given a {type(each).__name__} that is not prepared. Pass it to prepare() "
+                    f"first."
+                )
+            if not self._accumulation.open:
+                gate.unscale(each)
+
+    def autocast(
+        self, cache_enabled: bool | None = None, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
+        """Runs a block in the precision's compute dtype; in full precision nothing happens.
+
+        Args:
+            cache_enabled: whether weights that were cast are kept until the block ends; None: as the handler says.
+            autocast_handler: options for this block instead of the Accelerator's.
+        """
+        compute = self._parts.precision.policy.compute
+        if compute is None:
+            return nullcontext()
+        handler = autocast_handler or self._parts.autocast
+        cache = handler.cache_enabled if cache_enabled is None else cache_enabled
+        return torch.autocast(self.device.type, dtype=compute, enabled=handler.enabled, cache_enabled=cache)
+
+    # ------------------------------------------------------------------ collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
+
+        Args:
+            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure on all ranks. Sizes may differ in
+                dim 0 only. A 0-d tensor gives one element per rank.
+
+        Returns:
+            The same structure, detached, on every rank.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+        """
+        return collectives.gather(tensor, self._world)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Adds or averages tensors over the ranks. Collective.
+
+        Args:
+            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure and shape on all ranks.
+            reduction: "sum", "mean", or "none", which returns the input.
+            scale: a factor for the result.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if structures, dtypes or shapes differ.
+        """
+        return collectives.reduce(tensor, self._world, reduction, scale)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
+
+        Samples that only fill the last batch are left out. Call it once per batch of a prepared loader.
+
+        Args:
+            input_data: tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of per-sample
+                objects.
+            use_gather_object: whether `input_data` is a list of objects although it holds tensors.
+
+        Raises:
+            ValueError: if a tensor has another number of rows than the batch.
+            CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+        """
+        rows = self._feed.current_rows()
+        return metrics.gather_for_metrics(input_data, rows, self._world, self._layout.data_group, use_gather_object)
+
+    # ------------------------------------------------------------------ saving and ending
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model's weights as plain files that any library reads. Collective; the main process writes.
+
+        Args:
+            model: a prepared model, or any other.
+            save_directory: is made if it does not exist; files of the user's own beside ours are left alone.
+            max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes, "10GiB" 10 * 2^30).
+            safe_serialization: safetensors; False: torch's format.
+        """
+        save_weights(self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, self._world)
+
+    def end_training(self) -> None:
+        """Ends the run: listeners finish, and the process group ends if it was started here and nobody else uses it.
+
+        Collective. Call it last; it may be repeated. A script that does not call it ends cleanly too.
+        """
+        if not self._ended:
+            self._ended = True
+            self._relay.finish()
+            self._world.leave(self)
+
+    def close(self) -> None:
+        """Drops what holds on to the process group. The World calls it before the group ends."""
+        self._parts.strategy.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        return self  # a handle on running processes: a trainer's copy works with the same ones
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "An Accelerator cannot be pickled: it is a handle on running processes. Pickle models, optimizers and loaders, "
+            "and build an Accelerator in the new process."
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
+        if kind == "model":
+            return self._prepare_model(obj, placement, optimizers, evaluation=False)
+        if kind == "loader":
+            return self.prepare_data_loader(obj, placement)
+        if kind == "optimizer":
+            return self.prepare_optimizer(obj, placement)
+        if kind == "scheduler":
+            return self.prepare_scheduler(obj)
+        return obj
+
+    def _prepare_model(
+        self, model: nn.Module, placement: bool | None, optimizers: Sequence[Optimizer], evaluation: bool
+    ) -> nn.Module:
+        known = self._prepared.find_model(model)
+        if known is not None:
+            return known.prepared
+        check_device_map(model, self._world)
+        request = PrepareRequest(
+            policy=self._parts.precision.policy,
+            device=self._placement(placement),
+            device_type=self.device.type,
+            evaluation=evaluation,
+            compile_options=self._parts.compile_options,
+        )
+        prepared = self._relay.prepare_model(model, self._prepared.holders(model, optimizers), request)
+        self._prepared.models.append(PreparedModel(model, prepared, evaluation))
+        return prepared
+
+    def _placement(self, given: bool | None) -> torch.device | None:
+        return self.device if (self.device_placement if given is None else given) else None
+
+    def _on_models(
+        self, hook: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        return hook(model) if model is not None else _on_all(hook, self._prepared.trained())
+
+    def _unscale_holders(self, parameters: Sequence[nn.Parameter]) -> None:
+        clipped = {id(parameter) for parameter in parameters}
+        for optimizer in self._prepared.optimizers:
+            gate = gate_of(optimizer)
+            if gate is not None and any(id(parameter) in clipped for parameter in held_by(optimizer)):
+                gate.unscale(optimizer)
+
+
+@contextmanager
+def _on_all(
+    hook: Callable[[nn.Module], AbstractContextManager[None]], models: Sequence[nn.Module]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(hook(model))
+        yield
+
+
+def _check_loss(loss: object, options: dict[str, Any]) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"backward() was given a {type(loss).__name__}, expected the loss as a tensor: what the loss function "
+            f"returned, without .item()."
+        )
+    if loss.numel() != 1 and "gradient" not in options:
+        raise ValueError(
+            f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
+            f"pass gradient=."
+        )
+
+
+def _place_state(optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
+                state[name] = value.to(parameter.device)

@@ -1,0 +1,180 @@
+"""Windows of gradient accumulation: which micro-batch opens one, which closes it, and what each weighs.
+
+The gradient of a window is the mean over the micro-batches that are really in it. The last window of ten batches with four
+accumulation steps has two, so each weighs 1/2. That has to be known when the window *opens*, hence the feed: loaders report
+how many batches remain.
+
+A window is open from its first `accumulate` until its closing one. While it is open, optimizers and schedulers are held
+back, wherever their `step` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.feed import Feed
+
+NoSync = Any  # the bound hook: (model) -> context manager
+
+
+class Accumulation:
+    """The window of one Accelerator.
+
+    Args:
+        steps: micro-batches in a full window.
+        feed: where the loaders are.
+        rescale: a bound method, called with a factor when a window turns out shorter than it looked when it opened; it multiplies the
+            gradients that are pending.
+        sync_with_dataloader: whether windows close at the end of a loader.
+        sync_each_batch: whether gradients are synchronised at each micro-batch.
+    """
+
+    __slots__ = (
+        "_rescale",
+        "_sync_with_dataloader",
+        "backwards",
+        "feed",
+        "inside",
+        "micro_backwards",
+        "open",
+        "position",
+        "serial",
+        "size",
+        "steps",
+        "sync_each_batch",
+        "total_backwards",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        steps: int,
+        feed: Feed,
+        rescale: Callable[[float], None],
+        *,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.feed = feed
+        self.sync_each_batch = sync_each_batch
+        self._sync_with_dataloader = sync_with_dataloader
+        self._rescale = WeakMethod(rescale)  # what was prepared is not kept alive by an optimizer's gate
+        self.serial = 0
+        self.total_backwards = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets an open window."""
+        self.position = 0  # micro-batches of the window so far, the present one included
+        self.size = self.steps  # micro-batches that the window is to have
+        self.open = False
+        self.inside = False  # between `__enter__` and `__exit__` of `accumulate`
+        self.backwards = 0  # backwards in the window
+        self.micro_backwards = 0  # backwards in the present micro-batch
+        self.weight = 1.0 / self.steps
+
+    def enter(self) -> bool:
+        """A micro-batch begins. Returns whether it closes the window."""
+        self.inside = True
+        self.micro_backwards = 0
+        if self.steps == 1:
+            self.serial += 1
+            self.backwards = 0
+            return True
+        remaining = self.feed.begin_step() if self._sync_with_dataloader else None
+        if self.position == 0:
+            self._begin_window(remaining)
+        self.position += 1
+        if remaining == 0 and self.position < self.size:
+            self._shorten_window()
+        self.open = self.position < self.size
+        return not self.open
+
+    def leave(self) -> None:
+        """The micro-batch has ended."""
+        self.inside = False
+        if not self.open:
+            self.position = 0
+
+    def count_backward(self) -> None:
+        """A backward is about to run."""
+        self.backwards += 1
+        self.micro_backwards += 1
+        self.total_backwards += 1
+
+    def whole_window(self) -> None:
+        """`forward_backward` begins: a window of its own, neither held open nor averaged again."""
+        self.serial += 1
+        self.backwards = self.micro_backwards = 0
+
+    def _begin_window(self, remaining: int | None) -> None:
+        self.serial += 1
+        self.backwards = 0
+        self.size = self.steps if remaining is None else min(self.steps, remaining + 1)
+        self.weight = 1.0 / self.size
+
+    def _shorten_window(self) -> None:
+        # Only when an earlier loop was left in the middle of a window and the loader that goes on is shorter than the
+        # rest of it. What was accumulated weighs 1/size each, and is to weigh 1/position.
+        rescale = self._rescale()
+        if rescale is not None:
+            rescale(self.size / self.position)
+        self.size = self.position
+        self.weight = 1.0 / self.size
+
+    def is_pending(self, settled: int) -> bool:
+        """Whether `zero_grad` would destroy gradients of the present window.
+
+        Args:
+            settled: the serial number of the last window in which the optimizer stepped.
+
+        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means in a plain loop. On
+        the closing micro-batch, after its backward, it stands at the end of the loop body: whoever left the step out
+        (a loss that was not finite, say) wants the gradients gone.
+        """
+        if self.steps == 1 or self.backwards == 0 or settled == self.serial:
+            return False
+        if self.open:
+            return True
+        return self.inside and self.micro_backwards == 0
+
+
+class Accumulate:
+    """The context manager behind `Accelerator.accumulate`: one micro-batch. A class, because it runs in every step."""
+
+    __slots__ = ("_accumulation", "_contexts", "_models", "_no_sync")
+
+    def __init__(self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: NoSync) -> None:
+        self._accumulation = accumulation
+        self._models = models
+        self._no_sync = no_sync
+        self._contexts: list[AbstractContextManager[None]] | None = None
+
+    def __enter__(self) -> None:
+        accumulation = self._accumulation
+        if accumulation.inside:
+            raise RuntimeError(
+                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch would "
+                "be counted twice. Name all models in one call: accumulate(generator, discriminator)."
+            )
+        if accumulation.enter() or accumulation.sync_each_batch:
+            return
+        self._contexts = [self._no_sync(model) for model in self._models]
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._contexts is not None:
+            for context in reversed(self._contexts):
+                context.__exit__(kind, error, trace)
+        self._accumulation.leave()

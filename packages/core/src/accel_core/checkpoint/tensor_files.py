@@ -1,0 +1,197 @@
+"""One file of named tensors: as safetensors or by `torch.save`, written beside its destination and then put in its place.
+
+The safetensors format is written here, and not by `safetensors.torch`, because that needs NumPy, holds the whole file in
+CPU memory, makes files that only their owner can read, and reports a full disk without its errno. What is written is
+read by that library in the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+Aliases = Mapping[str, str]
+Write = Callable[[BinaryIO], None]
+
+# The names are those of the format's description: https://github.com/huggingface/safetensors#format
+SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+def untie(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors without repetitions, and each name left out with the name under which its tensor is kept (the first).
+
+    Only names of the very same memory are tied. Views that overlap in any other way stay tensors of their own and are
+    written whole: a file holds no views, and loading them into the same views gives the same values.
+
+    Raises:
+        ValueError: naming the values that are not plain, dense tensors with data.
+    """
+    meta = [name for name, value in tensors.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if meta:
+        raise ValueError(
+            f"weights are written with their data, but {len(meta)} of {len(tensors)} tensors are on the meta device and have "
+            f"none: {', '.join(meta)}. Load or initialise them before saving."
+        )
+    unique: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in tensors.items():
+        tensor = _plain(name, value)
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and (kept := first.setdefault(memory, name)) != name:
+            aliases[name] = kept
+        else:
+            unique[name] = tensor
+    return unique, aliases
+
+
+def _plain(name: str, value: Any) -> torch.Tensor:
+    # A wrapper subclass (DTensor, quantised weights) has no memory of its own that could be written.
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        raise ValueError(
+            f"weights are written as plain tensors, but {name!r} is a {type(value).__name__}. Make it a whole tensor first "
+            f"(get_state_dict does, under sharding), or take it out of the state dict (get_extra_state puts objects there)."
+        )
+    if value.layout != torch.strided:
+        raise ValueError(
+            f"weights are written as dense tensors, but {name!r} has the layout {value.layout}. Call .to_dense() on it."
+        )
+    return value.detach().resolve_conj().resolve_neg()
+
+
+def check_safetensors(tensors: Tensors) -> None:
+    """Raises ValueError, naming the first tensor whose dtype safetensors does not have."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"safetensors cannot hold {name!r}, whose dtype is {tensor.dtype}. "
+                f"Convert it, or pass safe_serialization=False, which writes it with torch.save."
+            )
+
+
+def write_safetensors(tensors: Tensors, aliases: Aliases, file: BinaryIO) -> None:
+    """Writes tensors on any device; one at a time is copied to the CPU. The aliases go into the metadata, as JSON."""
+    # By falling size of their elements, every tensor lies at a multiple of its own; readers map it without a copy.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    metadata = {"format": "pt"}  # transformers refuses files that do not say so
+    if aliases:
+        metadata["aliases"] = json.dumps(aliases)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name in names:
+        tensor = tensors[name]
+        end = position + tensor.nbytes
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        _write_data(tensors[name], file)
+
+
+def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
+    assert sys.byteorder == "little", "the format is little-endian"
+    if not tensor.numel():
+        return
+    tensor = tensor.contiguous().cpu()  # `tensor` keeps the memory alive while it is written
+    file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def write_pickled(tensors: Tensors, aliases: Aliases, file: BinaryIO) -> None:
+    """Writes a dict under all names with `torch.save`; it loads with `weights_only=True`, and aliases stay tied."""
+    alone = {name: _alone(tensor) for name, tensor in tensors.items()}
+    torch_save(alone | {alias: alone[kept] for alias, kept in aliases.items()}, file)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    # torch.save writes whole storages: a row of an embedding would bring the table with it.
+    tensor = tensor.contiguous().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def torch_save(obj: Any, file: BinaryIO) -> None:
+    """`torch.save`, but a failure of the file is raised as such: its zip writer covers it with "unexpected pos"."""
+    try:
+        torch.save(obj, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def stage(path: Path, write: Write) -> Path:
+    """Writes a temporary file beside `path`, all of it on the disk, and returns it; removes it again if that fails.
+
+    Raises:
+        OSError: naming `path`. What stood there before is untouched.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file, _removed_on_failure(temporary):
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        text = f"cannot be written: {error.strerror or error}. What was saved there is untouched. Make room, or save elsewhere"
+        raise OSError(error.errno, text, str(path)) from error
+    return temporary
+
+
+@contextlib.contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink()
+        raise
+
+
+def replace_file(path: Path, write: Write) -> None:
+    """Writes `path` so that readers and crashes see the old file or the new one, and never a part of it."""
+    temporary = stage(path, write)
+    with _removed_on_failure(temporary):
+        temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk: a rename is durable only after this."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows has no such call, and opens no folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,368 @@
+"""Collectives over nested structures of tensors, and over Python objects.
+
+Each function here is a **collective**: every rank of the group calls it, in the same order, with the same structure,
+dtypes and options. Where they do not, all ranks raise `CollectiveMismatchError` with a table by rank. In a group of one
+they cost next to nothing and copy nothing.
+
+Results are tensors without a gradient history, on the device of the corresponding argument; arguments are not changed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from accel_core.channel import Channel, Letter, Spec, from_bytes, to_bytes
+from accel_core.mismatch import describe
+from accel_core.tree import Tree, flatten_with_shape, outline, paths, unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_core.world import World
+
+Reduction = Literal["sum", "mean", "max", "none"]
+
+REDUCTIONS = ("sum", "mean", "max", "none")
+
+SMALL_REDUCE = 512 << 10
+"""`reduce` sends everything to everyone and sums locally while a rank receives at most this many bytes: one collective.
+Above, it compares headers and then calls all_reduce, which moves less. Measured on 2 gloo ranks, the two cost the main
+thread the same at 0.15 MiB per rank, and take the same time at 1 MiB; this is 0.25 MiB."""
+
+Measured = tuple[Spec | None, int, list[int | str]]
+"""How a leaf travels: dtype and trailing dimensions (None: not at all), rows, and what must agree (`*`: may differ)."""
+
+Measure = Callable[[torch.Tensor], Measured]
+
+SMALL_OBJECT = 1 << 20
+"""`broadcast_object` sends more pickled bytes than this in a second collective, from the source only."""
+
+
+def gather(tree: Tree, world: World, group: ProcessGroup | None = None) -> Tree:
+    """Concatenates the tensors of all ranks along their first dimension, in rank order. A collective, and exactly one.
+
+    Ranks may differ in the first dimension, and it may be zero. A tensor without dimensions gives one element per rank,
+    also in a world of one. Any strided dtype.
+
+    Args:
+        tree: tensors in nested tuples, lists, dicts and other mappings.
+        world: the processes.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        The same structure; each tensor has the shape (sum of first dimensions, *other dimensions). In a world of one
+        the tensors themselves, detached if they required a gradient.
+
+    Raises:
+        TypeError: on every rank, if a leaf is no tensor.
+        CollectiveMismatchError: on every rank, if structures, dtypes or other dimensions differ.
+    """
+    channel = channel_of(world, group)
+    leaves, shape = flatten_with_shape(tree)
+    if channel is None:
+        check_tensors("gather", tree, leaves)
+        return alone(tree, leaves)
+    return unflatten(tree, gather_leaves(channel, tree, leaves, shape))
+
+
+def reduce(
+    tree: Tree,
+    world: World,
+    reduction: Reduction = "sum",
+    scale: float = 1.0,
+    group: ProcessGroup | None = None,
+) -> Tree:
+    """Combines each tensor with those of the other ranks, element by element. A collective, except for `"none"`.
+
+    The result is the same on every rank, bit by bit. Small floating tensors are summed in float64 in rank order and
+    then rounded once; large ones are summed in their own dtype by the backend's all_reduce.
+
+    Args:
+        tree: tensors in nested tuples, lists, dicts and other mappings, with the same shapes on every rank.
+        world: the processes.
+        reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which returns `tree`.
+        scale: a factor for the result.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        The same structure, shapes and dtypes; but booleans are counted as int64 by `"sum"`, and the mean of integers
+        and booleans, or their product with a scale, has the default floating dtype.
+
+    Raises:
+        ValueError: if the reduction is unknown.
+        TypeError: on every rank, if a leaf is no tensor.
+        CollectiveMismatchError: on every rank, if structures, dtypes, shapes, reductions or scales differ.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"reduce(reduction={reduction!r}): there is no such reduction. "
+            f"Choose one of {', '.join(map(repr, REDUCTIONS))}."
+        )
+    if reduction == "none":
+        return tree
+    channel = channel_of(world, group)
+    leaves, shape = flatten_with_shape(tree)
+    if channel is None:
+        check_tensors("reduce", tree, leaves)
+        return unflatten(tree, [_finished(leaf.detach(), 1, leaf, reduction, scale) for leaf in leaves])
+    call = f"reduce({reduction!r})" if scale == 1.0 else f"reduce({reduction!r}, scale={scale!r})"
+    if sum([leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)]) * channel.size > SMALL_REDUCE:
+        return unflatten(tree, _all_reduce(channel, call, tree, leaves, shape, reduction, scale))
+    letter = letter_for(channel, call, tree, leaves, shape, _whole)
+    parts = channel.exchange(letter, leaves)
+    combined = [_combined(torch.cat(part), leaf, reduction, scale) for part, leaf in zip(parts, leaves, strict=True)]
+    return unflatten(tree, combined)
+
+
+def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | None = None) -> list[Any]:
+    """Concatenates the lists of all ranks, in rank order. A collective.
+
+    Objects are pickled between the ranks' memories; tensors inside travel, and arrive, on the CPU where the world has
+    another device.
+
+    Args:
+        objects: a list or tuple, of any length, of objects that can be pickled.
+        world: the processes.
+        group: the ranks that take part; None: all.
+
+    Raises:
+        TypeError: on every rank, if `objects` is no list or tuple.
+    """
+    channel = channel_of(world, group)
+    if not isinstance(objects, (list, tuple)):
+        error = TypeError(
+            f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated over "
+            f"the ranks. Pass [value] for one item per rank."
+        )
+        refuse(channel, error)
+    if channel is None:
+        return objects if isinstance(objects, list) else list(objects)
+    content = _pickled(channel, objects)
+    letter = _letter_of_bytes(channel, "gather_object", len(content))
+    _, parts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(content)])
+    return [item for part in parts for item in _unpickled(part)]
+
+
+def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGroup | None = None) -> Any:
+    """Gives every rank the object of one rank. A collective.
+
+    Args:
+        obj: on the source, an object that can be pickled; elsewhere it is ignored.
+        world: the processes.
+        source: whose object; its rank within the group.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        On the source `obj` itself, elsewhere a copy.
+    """
+    channel = channel_of(world, group)
+    size = 1 if channel is None else channel.size
+    if not 0 <= source < size:
+        refuse(
+            channel,
+            ValueError(f"broadcast(source={source}): the group has {size} ranks; choose one of 0 to {size - 1}."),
+        )
+    if channel is None:
+        return obj
+    content = _pickled(channel, obj) if channel.rank == source else bytearray()
+    sent = content if len(content) <= SMALL_OBJECT else bytearray()
+    letter = _letter_of_bytes(channel, f"broadcast(source={source})", len(sent))
+    lengths, parts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(sent)])
+    length = int(lengths[source])
+    if length > SMALL_OBJECT:
+        large = from_bytes(content).to(channel.device) if content else _empty_bytes(length, channel.device)
+        dist.broadcast(large, group=channel.group, group_src=source)
+        parts[source] = large
+    return obj if channel.rank == source else _unpickled(parts[source])
+
+
+# ---------------------------------------------------------------------- for the modules beside this one
+
+
+def channel_of(world: World, group: ProcessGroup | None) -> Channel | None:
+    """The channel of a group; None if there is nobody else in it."""
+    if world.size == 1:
+        return None
+    channel = world.channel(group)
+    return channel if channel.size > 1 else None
+
+
+def refuse(channel: Channel | None, error: Exception) -> NoReturn:
+    """Raises an error about this rank's arguments; on the other ranks too, if there are any. A collective."""
+    if channel is None:
+        raise error
+    channel.refuse(error)
+
+
+def alone(tree: Tree, leaves: list[torch.Tensor]) -> Tree:
+    """What `gather` gives in a group of one: the same tree, unless a leaf has no dimensions or requires a gradient."""
+    if all([leaf.ndim and not leaf.requires_grad for leaf in leaves]):
+        return tree
+    return unflatten(tree, [leaf.detach() if leaf.ndim else leaf.detach().reshape(1) for leaf in leaves])
+
+
+def gather_leaves(channel: Channel, tree: Tree, leaves: list[Any], shape: Hashable) -> list[torch.Tensor]:
+    """Gathers the leaves of a tree that has been flattened already."""
+    letter = letter_for(channel, "gather", tree, leaves, shape, _rows)
+    gathered = [torch.cat(parts) for parts in channel.exchange(letter, leaves)]
+    return [
+        tensor if tensor.device == leaf.device else tensor.to(leaf.device)
+        for tensor, leaf in zip(gathered, leaves, strict=True)
+    ]
+
+
+def letter_for(channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, measure: Measure) -> Letter:
+    """The letter for these leaves, from the channel's store if such were sent before. Refuses what is no tensor."""
+    try:
+        key = (call, measure, shape, *[(leaf.dtype, leaf.shape) for leaf in leaves])
+        letter = channel.letters.get(key)
+        if letter is not None:
+            return letter
+    except AttributeError:  # not a tensor
+        pass
+    try:
+        check_tensors(call.partition("(")[0], tree, leaves)
+    except TypeError as error:
+        channel.refuse(error)
+    measured = [measure(leaf) for leaf in leaves]
+    described = [
+        (path, leaf.dtype, sizes)
+        for path, leaf, (_, _, sizes) in zip(paths(tree, "data"), leaves, measured, strict=True)
+    ]
+    travelling = [(spec, rows) for spec, rows, _ in measured if spec is not None]
+    specs, rows = [spec for spec, _ in travelling], [rows for _, rows in travelling]
+    letter = channel.letters[key] = Letter(describe(call, outline(tree), described), specs, rows, channel.device)
+    return letter
+
+
+def check_tensors(call: str, tree: Tree, leaves: list[Any]) -> None:
+    """Raises a TypeError that names the first leaf that is no strided tensor. No collective."""
+    for path, leaf in zip(paths(tree, "data"), leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                f"{call}() takes tensors in nested tuples, lists and dicts; {path} is a {type(leaf).__name__}. Use "
+                f"torch.tensor(...) for numbers, and gather_object([...]) for other objects."
+            )
+        if leaf.layout is not torch.strided:
+            raise TypeError(
+                f"{call}() takes strided tensors; {path} has the layout {leaf.layout}. Pass {path}.to_dense()."
+            )
+
+
+# ---------------------------------------------------------------------- how leaves travel
+
+
+def _rows(leaf: torch.Tensor) -> Measured:
+    """For gather: rows may differ between the ranks."""
+    if leaf.ndim == 0:
+        return (leaf.dtype, ()), 1, ["*"]
+    rows, *sizes = leaf.shape
+    return (leaf.dtype, tuple(sizes)), rows, ["*", *sizes]
+
+
+def _whole(leaf: torch.Tensor) -> Measured:
+    """For a small reduce: the leaf is one row, and all of its shape must agree."""
+    return (leaf.dtype, tuple(leaf.shape)), 1, list(leaf.shape)
+
+
+def _header_only(leaf: torch.Tensor) -> Measured:
+    """For a large reduce: the shape must agree, and the values travel by other means."""
+    return None, 0, list(leaf.shape)
+
+
+def _all_reduce(
+    channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, reduction: Reduction, scale: float
+) -> list[torch.Tensor]:
+    """Compares headers, then calls all_reduce once per dtype."""
+    letter = letter_for(channel, call, tree, leaves, shape, _header_only)
+    flats = {}
+    try:
+        for dtype in dict.fromkeys([_wire_dtype(leaf, reduction) for leaf in leaves]):
+            same = [leaf.detach().reshape(-1) for leaf in leaves if _wire_dtype(leaf, reduction) == dtype]
+            flats[dtype] = torch.cat([leaf.to(channel.device, dtype) for leaf in same])
+    except RuntimeError as error:  # out of memory, say: the other ranks are waiting
+        channel.refuse(error)
+    channel.exchange(letter, ())
+    remaining = {}
+    for dtype, flat in flats.items():
+        dist.all_reduce(flat, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=channel.group)
+        sizes = [leaf.numel() for leaf in leaves if _wire_dtype(leaf, reduction) == dtype]
+        remaining[dtype] = iter(flat.split(sizes))
+    totals = [next(remaining[_wire_dtype(leaf, reduction)]).view(leaf.shape) for leaf in leaves]
+    return [_finished(total, channel.size, leaf, reduction, scale) for total, leaf in zip(totals, leaves, strict=True)]
+
+
+def _wire_dtype(leaf: torch.Tensor, reduction: Reduction) -> torch.dtype:
+    """The dtype in which a large tensor is reduced: its own, except where it cannot hold the result."""
+    if leaf.is_floating_point() or leaf.is_complex():
+        return leaf.dtype
+    if reduction == "max":
+        return torch.uint8 if leaf.dtype == torch.bool else leaf.dtype
+    return torch.int64 if reduction == "mean" or leaf.dtype == torch.bool else leaf.dtype
+
+
+def _combined(stacked: torch.Tensor, leaf: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+    """Reduces the first dimension, over the ranks."""
+    if reduction == "max":
+        return _finished(stacked.amax(0), len(stacked), leaf, reduction, scale)
+    wide = torch.float64 if leaf.is_floating_point() else torch.complex128 if leaf.is_complex() else torch.int64
+    return _finished(stacked.sum(0, dtype=wide), len(stacked), leaf, reduction, scale)
+
+
+def _finished(total: torch.Tensor, ranks: int, leaf: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+    """Divides and scales, and gives the result its dtype and device."""
+    if reduction == "mean" and ranks > 1:
+        total = total / ranks
+    if scale != 1.0:
+        total = total * scale
+    dtype = leaf.dtype
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        if reduction == "mean" or scale != 1.0:
+            dtype = torch.get_default_dtype()
+        elif reduction == "sum" and dtype == torch.bool:
+            dtype = torch.int64
+    return total.to(leaf.device, dtype)
+
+
+# ---------------------------------------------------------------------- how objects travel
+
+
+class _Pickler(pickle.Pickler):
+    """Puts tensors on the CPU first: a device's index means another device to another rank."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(channel: Channel, obj: Any) -> bytearray:
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
+    except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; the other ranks are waiting)
+        channel.refuse(error)
+    return bytearray(stream.getbuffer())
+
+
+def _unpickled(content: torch.Tensor) -> Any:
+    return pickle.loads(to_bytes(content))  # noqa: S301  (from another rank's memory, never from a file)
+
+
+def _letter_of_bytes(channel: Channel, call: str, count: int) -> Letter:
+    """Two tensors: how many bytes this rank has, and those of them that travel in this message."""
+    letter = channel.letters.get((call, count))
+    if letter is None:
+        specs = [(torch.int64, ()), (torch.uint8, ())]
+        letter = channel.letters[call, count] = Letter(describe(call), specs, [1, count], channel.device)
+    return letter
+
+
+def _empty_bytes(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)

@@ -1,0 +1,109 @@
+"""What the core does where no component owns a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.errors import NotInstalledError
+from accel_core.hookspecs import hookimpl
+from accel_core.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from accel_core.feed import Feed
+    from accel_core.layout import Shard
+    from accel_core.window import Inputs, LossFn, WindowLoop
+    from accel_core.world import World
+
+_NOTHING = nullcontext()
+
+
+class CoreDefaults:
+    """The core's own implementations. `prepare_model` is missing: a strategy must have it.
+
+    `window_loop` is set once the hooks are bound, for it calls them.
+    """
+
+    window_loop: WindowLoop
+
+    def __init__(self) -> None:
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    @hookimpl
+    def layout(self, world: World) -> Layout:
+        """Pure data parallelism."""
+        return Layout.data_parallel(world)
+
+    @hookimpl
+    def prepare_loader(
+        self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None
+    ) -> DataLoader[Any]:
+        """Places batches and reports them, in a world of one."""
+        from accel_core.loading import prepare_local_loader
+
+        if shard.count > 1:
+            raise NotInstalledError(
+                f"prepare() was given a {type(loader).__name__} on {shard.count} data-parallel ranks, but no loader "
+                f"plugin is installed, so all of them would read the same batches. Type `pip install accel-data`, or "
+                f"give the loader a torch.utils.data.DistributedSampler and leave it out of prepare()."
+            )
+        return prepare_local_loader(loader, feed, device)
+
+    @hookimpl
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing travels, so nothing is held back."""
+        return _NOTHING
+
+    @hookimpl
+    def trigger_sync_in_backward(self) -> AbstractContextManager[None]:
+        """Nothing travels, so nothing is triggered."""
+        return _NOTHING
+
+    @hookimpl
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is."""
+        return loss
+
+    @hookimpl
+    def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
+        """`loss.backward()`; the factor enters as the seed of the backward, which is exact and costs no kernel."""
+        if weight == 1.0:
+            loss.backward(**options)
+        elif loss.dim() or "gradient" in options:
+            (loss * weight).backward(**options)
+        else:
+            loss.backward(self._seed(loss, weight), **options)
+
+    @hookimpl
+    def unscale_gradients(self) -> None:
+        """Nothing was scaled."""
+
+    @hookimpl
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """torch's clipping; every rank holds the whole gradient."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @hookimpl
+    def optimizer_step(self, step: Callable[[], Any]) -> Any:
+        """The optimizer's own step."""
+        return step()
+
+    @hookimpl
+    def forward_backward(
+        self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs
+    ) -> torch.Tensor:
+        """A loop over the window."""
+        return self.window_loop.run(model, micro_batches, loss_fn, inputs)
+
+    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        key = (weight, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None:
+            seed = self._seeds[key] = torch.tensor(weight, dtype=loss.dtype, device=loss.device)
+        return seed

@@ -1,0 +1,139 @@
+"""Where the loaders are: what gradient accumulation and exact metrics need to know, without globals.
+
+One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared loader *enters* at its
+first `next` and receives a `Passage`, *advances* it with every batch that it yields, and *leaves* at its end or death:
+
+    passage = feed.enter()
+    try:
+        for remaining, rows, batch in …:
+            passage.advance(remaining, rows)
+            yield batch
+    finally:
+        passage.leave()
+
+Rules, each of which some loop in the wild depends on:
+
+- Advancing a passage forgets those entered after it: an evaluation loop that was broken out of, but whose iterator is
+  still referenced, no longer counts once training goes on.
+- A window of accumulation closes when an iterator that has advanced since the last `accumulate` stands at its end, so an
+  idle iterator at its end closes nothing.
+- Metrics refer to the innermost live passage, else to the batch yielded last: in `gather_for_metrics(next(iter(loader)))`
+  the iterator is dead by the time that the metrics are gathered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+
+class Rows(NamedTuple):
+    """How many rows a batch has on this rank, and how many of them are real; padding stands at the end."""
+
+    rows: int
+    real: int
+
+
+class Passage:
+    """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
+
+    __slots__ = ("__weakref__", "_feed", "advanced", "remaining", "rows")
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.remaining: int | None = None
+        self.rows: Rows | None = None
+        self.advanced = False
+
+    def advance(self, remaining: int | None, rows: Rows | None = None) -> None:
+        """Reports the batch that is about to be yielded.
+
+        Args:
+            remaining: how many batches this iterator will still yield on this rank after this one. A loader that does
+                not know its length looks `Feed.lookahead` batches ahead and reports at least that; None means unknown.
+            rows: the rows of the batch on this rank (make one `Rows` for all full batches: this runs once per batch);
+                None if the batch has no countable rows.
+        """
+        feed = self._feed
+        self.remaining = remaining
+        self.rows = feed.latest = rows
+        self.advanced = True
+        if feed.newest() is not self:
+            feed.forget_after(self)
+
+    def leave(self) -> None:
+        """The iterator has ended, or is being collected."""
+        self._feed.forget(self)
+
+
+class Feed:
+    """The live passages of one Accelerator's loaders, outermost first.
+
+    Args:
+        lookahead: how many batches a loader without a length must look ahead, so that the last, shorter window of
+            accumulation is known when it begins (the number of accumulation steps).
+    """
+
+    def __init__(self, lookahead: int = 1) -> None:
+        self.lookahead = lookahead
+        self.latest: Rows | None = None
+        self._live: list[weakref.ref[Passage]] = []
+        self.newest: weakref.ref[Passage] | _Nobody = _nobody
+
+    def enter(self) -> Passage:
+        """A new innermost passage. The iterator keeps it; the feed only refers to it weakly."""
+        passage = Passage(self)
+        self.newest = weakref.ref(passage)
+        self._live.append(self.newest)
+        return passage
+
+    def forget(self, passage: Passage) -> None:
+        """Takes one passage, and whatever has died meanwhile, off the list."""
+        self._keep([ref for ref in self._live if ref() is not None and ref() is not passage])
+
+    def forget_after(self, passage: Passage) -> None:
+        """`passage` has advanced: whatever was entered after it is over. One that was itself forgotten comes back."""
+        kept: list[weakref.ref[Passage]] = []
+        for ref in self._live:
+            if ref() is passage:
+                break
+            if ref() is not None:
+                kept.append(ref)
+        self._keep([*kept, weakref.ref(passage)])
+
+    def _keep(self, live: list[weakref.ref[Passage]]) -> None:
+        self._live = live
+        self.newest = live[-1] if live else _nobody
+
+    def begin_step(self) -> int | None:
+        """Called once per `accumulate`: batches that remain after this one, over the iterators that advanced for it.
+
+        Returns None when no prepared loader advanced since the last call, or none of them knows.
+        """
+        fewest: int | None = None
+        for ref in self._live:
+            passage = ref()
+            if passage is None or not passage.advanced:
+                continue
+            passage.advanced = False
+            if passage.remaining is not None and (fewest is None or passage.remaining < fewest):
+                fewest = passage.remaining
+        return fewest
+
+    def current_rows(self) -> Rows | None:
+        """The rows of the batch that metrics now refer to; None when no prepared loader counted any."""
+        for ref in reversed(self._live):
+            passage = ref()
+            if passage is not None:
+                return passage.rows
+        return self.latest
+
+
+class _Nobody:
+    """Stands for a dead reference: nobody is the newest."""
+
+    def __call__(self) -> None:
+        return None
+
+
+_nobody = _Nobody()

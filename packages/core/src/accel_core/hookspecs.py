@@ -1,0 +1,224 @@
+"""Every hook, in one place.
+
+Read the loop in the docstring of `HookSpecs` first: it shows when each hook runs. A hook has either **one owner** or
+**many listeners**:
+
+- `@owner`: exactly one active component may implement it, else the core's default serves (`accel_core.defaults`). The
+  winner is bound once, when the Accelerator is built; two implementations are an error that names both. What the owner
+  returns is the answer, `None` included.
+- `@listener`: everyone who implements it is called, in the order of registration. A listener that raises is switched off
+  with one warning; the run goes on.
+
+A plugin implements a hook by a method of the same name marked with `@hookimpl`, taking the arguments that it needs, by
+name, and leaving out the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import pluggy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from accel_core.feed import Feed
+    from accel_core.layout import Layout, Shard
+    from accel_core.prepare import PrepareRequest
+    from accel_core.world import World
+
+PROJECT = "accel"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+Kind = Literal["owner", "listener"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def owner(function: F) -> F:
+    """Declares a hook that has exactly one implementation."""
+    function.accel_kind = "owner"  # type: ignore[attr-defined]
+    return hookspec(function)
+
+
+def listener(function: F) -> F:
+    """Declares a hook to which everyone may listen; its calls return nothing."""
+    function.accel_kind = "listener"  # type: ignore[attr-defined]
+    return hookspec(function)
+
+
+class HookSpecs:
+    """The training loop, with the hooks in the order in which they run.
+
+        accelerator = Accelerator(...)              # layout, start
+        model, optimizer, loader, scheduler = accelerator.prepare(...)
+                                                    # prepare_model (per model), prepare_loader (per loader)
+        for batch in loader:
+            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window
+                loss = model(batch)
+                accelerator.backward(loss)          # scale_loss, backward
+                accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
+                optimizer.step()                    # optimizer_step, once per window
+                scheduler.step()
+                optimizer.zero_grad()
+        accelerator.end_training()                  # finish
+
+        # or a whole window in one call, in which a pipeline can run:
+        loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
+    """
+
+    # ------------------------------------------------------------------ listeners
+
+    @listener
+    def start(self, world: World, layout: Layout) -> None:
+        """The Accelerator is about to be ready.
+
+        When: at the end of the constructor, on every rank.
+        Arguments: the processes, and which part of the data this one reads.
+        """
+
+    @listener
+    def finish(self) -> None:
+        """Training has ended.
+
+        When: in `end_training`, on every rank, before the process group may end; at most once.
+        """
+
+    # ------------------------------------------------------------------ owners: where, and what
+
+    @owner
+    def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
+        """Says which part of the data this process reads.
+
+        When: in the constructor of the Accelerator, before anything is prepared.
+        Usual owner: the strategy.
+        Returns: the layout. May create process groups through `world.subgroup`, the same on every rank.
+        Default: pure data parallelism.
+        """
+
+    @owner
+    def prepare_model(  # type: ignore[empty-body]
+        self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest
+    ) -> nn.Module:
+        """Makes a model ready to be trained, or only evaluated, under the strategy.
+
+        When: once per model in `prepare`, before the optimizers and schedulers of that call are gated.
+        Usual owner: the strategy, which must have it.
+        Arguments: the user's model; every optimizer known so far that holds one of its parameters (if parameters are
+            replaced, `group["params"][:]` is to be re-pointed in place); the frozen request: precision policy, device or
+            None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
+        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. After the closing
+            backward of a window, `.grad` of each parameter is the mean over the data-parallel ranks.
+        Default: none.
+        """
+
+    @owner
+    def prepare_loader(  # type: ignore[empty-body]
+        self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None, seed: int
+    ) -> DataLoader[Any]:
+        """Makes a loader yield this process's part of each global batch.
+
+        When: once per loader in `prepare`.
+        Usual owner: the loader component.
+        Arguments: the user's loader, which must not be changed; the part to read; the feed to which iterators report;
+            the device on which batches are put, None to leave them where they are; the seed of the run, the same on
+            every rank, from which orders are derived.
+        Returns: a loader with the same class, attributes and worker settings.
+        Default: in a world of one, the loader with batches placed and reported; in a larger world it raises, for all
+            ranks would read the same batches.
+        """
+
+    # ------------------------------------------------------------------ owners: the loop
+
+    @owner
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
+        """Forwards inside the context lead to backwards that do not synchronise gradients.
+
+        When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
+        Usual owner: the strategy.
+        Arguments: a prepared model. Returns: a context manager. Hot: one per model and micro-batch.
+        Default: nothing happens.
+        """
+
+    @owner
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
+        """The next backward of `model` synchronises, although its forward ran inside `no_sync`.
+
+        When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
+        Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        """
+
+    @owner
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[empty-body]
+        """Multiplies the loss so that small gradients survive a narrow dtype.
+
+        When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
+        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss. Default: the loss as it is.
+        """
+
+    @owner
+    def backward(self, loss: torch.Tensor, weight: float, closes: bool, options: dict[str, Any]) -> None:
+        """Runs the backward pass of one micro-batch.
+
+        When: in `accelerator.backward`, and for each micro-batch of the default `forward_backward`.
+        Usual owner: the strategy.
+        Arguments: the (scaled) loss; the factor that its gradient is to have, 1/k in a window of k micro-batches;
+            whether this micro-batch closes its window; keyword arguments of `torch.Tensor.backward` given by the user.
+        Default: `loss.backward()` with that factor.
+        """
+
+    @owner
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of an optimizer by what `scale_loss` multiplied.
+
+        When: at most once between two steps of the optimizer: before clipping, or when the user asks for it.
+        Usual owner: the precision's scaler, or the strategy's engine. Default: nothing happens.
+        """
+
+    @owner
+    def clip_gradients(  # type: ignore[empty-body]
+        self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
+
+        When: in `accelerator.clip_grad_norm_`, at the end of a window, gradients synchronised and unscaled.
+        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the parameters.
+        Default: torch's own.
+        """
+
+    @owner
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Takes one step of an optimizer, or leaves it out.
+
+        When: in `optimizer.step()`, at the end of a window.
+        Usual owner: the precision's scaler, or the strategy's engine.
+        Arguments: the optimizer; `step`, its own step with the user's closure bound. `optimizer.step()` called from
+            inside reaches the optimizer's own step too.
+        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        Default: `step()`.
+        """
+
+    @owner
+    def forward_backward(  # type: ignore[empty-body]
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]],
+        inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> torch.Tensor:
+        """Runs one whole window: forward and backward of every micro-batch.
+
+        When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules it).
+        Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving the summed loss
+            (0-d) and its weight (how many tokens or samples it sums); `inputs(batch)` giving the positional and keyword
+            arguments with which the model is called.
+        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached. Afterwards `.grad`
+            holds the gradient of that mean, added to what was there before.
+        Default: a loop over the window (`accel_core.window`).
+        """

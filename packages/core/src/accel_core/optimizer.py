@@ -1,0 +1,158 @@
+"""Gating optimizers: `step` and `zero_grad` do nothing while a window of accumulation is open.
+
+Both are shadowed on the *instance*, by functions bound to the optimizer. The alternatives fail in ways that were tried:
+a swapped class is bypassed as soon as an LR scheduler exists (it captures `step`), recurses through loss scalers and
+cannot be pickled; a proxy object makes fused optimizers compute wrong moments. The functions are bound to the optimizer,
+and not to the gate, because LR schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core.accumulation import Accumulation
+    from accel_core.plugins import Relay
+
+_GATE = "_accel_gate"
+
+
+class _Skipped:
+    def __repr__(self) -> str:
+        return "SKIPPED"
+
+
+SKIPPED: Final = _Skipped()
+"""What the hook `optimizer_step` returns when the parameters were not changed (an overflow under loss scaling, say)."""
+
+
+class OptimizerGate:
+    """What the Accelerator knows about one prepared optimizer.
+
+    Args:
+        optimizer: is dressed in place, until `remove`.
+        accumulation: the window that holds it back.
+        relay: the bound hooks.
+        needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
+            or an engine takes part.
+    """
+
+    __slots__ = (
+        "_inside",
+        "_needs_backward",
+        "_own_step",
+        "_own_zero_grad",
+        "_relay",
+        "_shadowed",
+        "_unscaled",
+        "accumulation",
+        "seen_backwards",
+        "settled",
+        "was_skipped",
+    )
+
+    def __init__(self, optimizer: Optimizer, accumulation: Accumulation, relay: Relay, needs_backward: bool) -> None:
+        self.accumulation = accumulation
+        self._relay = relay
+        self._needs_backward = needs_backward
+        self._inside = False
+        self._unscaled = False
+        self.was_skipped = False
+        self.settled = -1  # the window in which it stepped last
+        self.seen_backwards = accumulation.total_backwards
+        self._own_step = optimizer.step
+        self._own_zero_grad = optimizer.zero_grad
+        attributes = vars(optimizer)
+        self._shadowed = {name: attributes[name] for name in ("step", "zero_grad") if name in attributes}
+        attributes.update(
+            {
+                _GATE: self,
+                "step": MethodType(_known_to_schedulers if _is_known(optimizer.step) else _gated_step, optimizer),
+                "zero_grad": MethodType(_gated_zero_grad, optimizer),
+            }
+        )
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer its own methods back."""
+        attributes = vars(optimizer)
+        for name in (_GATE, "step", "zero_grad"):
+            attributes.pop(name, None)
+        attributes.update(self._shadowed)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps, unless the window is open. Returns what the optimizer's own step returns, None if it did not step."""
+        if self._inside:  # called by `optimizer_step`, a loss scaler for example
+            return self._own_step(*args, **kwargs)
+        accumulation = self.accumulation
+        if accumulation.open:
+            return None
+        if not (args or kwargs):
+            self._check_backward()
+            step = self._own_step
+        else:  # a closure runs its own backward
+            step = partial(self._own_step, *args, **kwargs)
+        self._inside = True
+        try:
+            result = self._relay.optimizer_step(optimizer, step)
+        finally:
+            self._inside = False
+        self.settled = accumulation.serial
+        self.seen_backwards = accumulation.total_backwards
+        self._unscaled = False
+        self.was_skipped = result is SKIPPED
+        return None if self.was_skipped else result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients, unless they belong to the open window."""
+        if self._inside or not self.accumulation.is_pending(self.settled):
+            self._own_zero_grad(*args, **kwargs)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscales the gradients, once between two steps."""
+        if not self._unscaled:
+            self._relay.unscale_gradients(optimizer)
+            self._unscaled = True
+
+    def _check_backward(self) -> None:
+        accumulation = self.accumulation
+        if accumulation.steps > 1 and accumulation.inside and accumulation.backwards == 0:
+            found = f"no accelerator.backward(loss) ran in this window of {accumulation.size} micro-batches"
+        elif self._needs_backward and self.seen_backwards == accumulation.total_backwards:
+            found = "no accelerator.backward(loss) ran since its last step"
+        else:
+            return
+        raise RuntimeError(
+            f"optimizer.step() was called, but {found}: gradients of a plain loss.backward() would be neither scaled "
+            f"nor averaged over the window. Replace loss.backward() by accelerator.backward(loss)."
+        )
+
+
+def gate_of(optimizer: object) -> OptimizerGate | None:
+    """The gate that a prepared optimizer wears, None if it wears none."""
+    gate: OptimizerGate | None = getattr(optimizer, "__dict__", {}).get(_GATE)
+    return gate
+
+
+def _gated_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return vars(optimizer)[_GATE].step(optimizer, *args, **kwargs)
+
+
+def _known_to_schedulers(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return vars(optimizer)[_GATE].step(optimizer, *args, **kwargs)
+
+
+# An LR scheduler wraps `optimizer.step` to learn that it was called, and warns at its first step if the mark of the wrapper
+# is gone. It is still there, under ours.
+_known_to_schedulers._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _is_known(step: Any) -> bool:
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def _gated_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    vars(optimizer)[_GATE].zero_grad(*args, **kwargs)

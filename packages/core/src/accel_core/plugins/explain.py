@@ -1,0 +1,146 @@
+"""What runs, and why: the answer to `accelerator.explain()` and `python -m accel_core plugins`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accel_core.errors import PluginError
+from accel_core.plugins.offers import Offer, list_offers
+
+if TYPE_CHECKING:
+    from accel_core.plugins.manager import Activation
+    from accel_core.plugins.relay import Listener
+    from accel_core.plugins.selection import Selected
+
+CORE_DEFAULT = "accel-core's default"
+
+
+class Part(NamedTuple):
+    """One active component: its role, what it is, who brings it (None: the user's own code), and why it runs."""
+
+    role: str
+    name: str
+    component: str
+    distribution: str | None
+    version: str | None
+    source: str
+
+
+class Inactive(NamedTuple):
+    """One offer that is installed and not active."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one Accelerator runs. `str()` gives tables; `as_dict()` what can be written as JSON.
+
+    Args:
+        parts: the active components, in order.
+        owners: for each owner hook, who owns it.
+        listeners: for each listener hook, who listens, in order of call.
+        inactive: what else is installed. Whether it can be imported is not tried.
+    """
+
+    parts: tuple[Part, ...]
+    owners: dict[str, str]
+    listeners: dict[str, list[str]]
+    inactive: tuple[Inactive, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and strings, under the names of the fields."""
+        return {
+            "parts": [part._asdict() for part in self.parts],
+            "owners": dict(self.owners),
+            "listeners": {hook: list(names) for hook, names in self.listeners.items()},
+            "inactive": [offer._asdict() for offer in self.inactive],
+        }
+
+    def __str__(self) -> str:
+        parts = [(part.role, part.name, _provider(part), part.component, part.source) for part in self.parts]
+        hooks = [
+            *self.owners.items(),
+            *((hook, ", ".join(names) or "nobody") for hook, names in self.listeners.items()),
+        ]
+        blocks = [
+            table(("role", "name", "distribution", "component", "chosen by"), parts),
+            table(("hook", "runs"), hooks),
+            table(("installed, not active", "name", "distribution", "version", "state"), self.inactive),
+        ]
+        return "\n\n".join(blocks)
+
+
+def explain(activation: Activation, selections: Sequence[tuple[str, Selected, str]]) -> Explanation:
+    """Describes an activation.
+
+    Args:
+        activation: what `activate` has returned.
+        selections: (role, component, source) of every part, where the source says who chose it: "argument", "environment
+            variable NAME" or "default".
+    """
+    offers = list_offers()
+    active = [selected.offer for _, selected, _ in selections]
+    parts = []
+    for role, selected, source in selections:
+        distribution, version = selected.provider() or (None, None)
+        parts.append(Part(role, selected.name, selected.where, distribution, version, source))
+    return Explanation(
+        parts=tuple(parts),
+        owners={hook: _owner(selected) for hook, selected in activation.owners.items()},
+        listeners={hook: [_listener(one) for one in listeners] for hook, listeners in activation.listeners.items()},
+        inactive=tuple(
+            Inactive(offer.group, offer.name, offer.distribution, offer.version, state(offer, offers))
+            for offer in offers
+            if offer not in active
+        ),
+    )
+
+
+def state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
+    """Says "ok", or why an offer cannot simply be chosen by its name.
+
+    Args:
+        offers: all that is installed, among which another may have the same name.
+        load: also import it, which runs the plugin's code and takes as long as its engine's import.
+    """
+    if (misfit := offer.misfit()) is not None:
+        return f"misfit: {misfit}"
+    if load:
+        try:
+            offer.load()
+        except PluginError as error:
+            cause = error.__cause__
+            return f"broken: {type(cause).__name__}: {cause}"
+    rivals = [other for other in offers if (other.group, other.name) == (offer.group, offer.name) and other != offer]
+    if rivals:
+        return f"conflicts with {', '.join(other.provider for other in rivals)}: choose '{offer.distribution}:{offer.name}'"
+    return "ok"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns under a header; "none" where there are no rows."""
+    lines = [header, *(rows or [("none", *[""] * (len(header) - 1))])]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _provider(part: Part) -> str:
+    return "-" if part.distribution is None else f"{part.distribution} {part.version}"
+
+
+def _owner(selected: Selected | None) -> str:
+    return CORE_DEFAULT if selected is None else f"{selected.noun} {selected.name!r}"
+
+
+def _listener(listener: Listener) -> str:
+    name = _owner(listener.selected)
+    return name if listener.failure is None else f"{name} (switched off: {listener.failure})"

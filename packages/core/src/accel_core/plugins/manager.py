@@ -1,0 +1,197 @@
+"""Activation: which component owns which hook, who listens, and that nobody is overridden in silence.
+
+pluggy keeps the conventions that plugin authors know: the markers, and what counts as a marked method of an object. It
+neither keeps the components nor calls the hooks. Its manager compares components by `==`, to which two observers with equal
+settings are one; it is a cycle of references, so that a component would outlive its last user until the next garbage
+collection; parameters with defaults escape its checks. Why hooks are not dispatched is told in `accel_core.plugins.relay`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import pluggy
+
+from accel_core.errors import PluginError
+from accel_core.hookspecs import PROJECT, HookSpecs, Kind
+from accel_core.plugins.offers import nearest
+from accel_core.plugins.relay import Listener, Listeners, Relay, bind
+from accel_core.plugins.selection import Selected
+
+MARK = "Mark a hook with @accel_core.hookimpl"
+
+Methods = dict[str, Callable[..., Any]]
+
+
+class Spec(NamedTuple):
+    """One hook as declared: its name, who may implement it, and its arguments in order."""
+
+    name: str
+    kind: Kind
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """The bound hooks of one Accelerator, and who stands behind them.
+
+    Args:
+        relay: what the core calls.
+        owners: for each owner hook, the component that owns it; None where the core's default serves.
+        listeners: for each listener hook, its listeners in the order in which they are called.
+    """
+
+    relay: Relay
+    owners: Mapping[str, Selected | None]
+    listeners: Mapping[str, Sequence[Listener]]
+
+
+def hook_specs() -> dict[str, Spec]:
+    """Every hook by name, in the order of `HookSpecs`."""
+    return {
+        name: Spec(name, function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
+        for name, function in vars(HookSpecs).items()
+        if hasattr(function, "accel_kind")
+    }
+
+
+def activate(components: Sequence[Selected], defaults: object) -> Activation:
+    """Checks that the components fit together and binds every hook.
+
+    Args:
+        components: all active ones, in the order in which listeners are to be called.
+        defaults: an object whose marked methods serve where no component owns a hook.
+
+    Raises:
+        PluginError: a marked method that no spec names, a method named like a hook without the marker, an argument that
+            the spec does not have, an option of the marker, a plugin without hooks, a component passed twice, two owners
+            of one hook, or an owner hook with neither owner nor default (no strategy).
+    """
+    specs = hook_specs()
+    manager = pluggy.PluginManager(PROJECT)
+    _check_identities(components)
+    implemented = [(selected, _hooks_of(manager, selected, specs)) for selected in components]
+    fallback = _hooks_of(manager, Selected(defaults, "core defaults"), specs)
+    relay = Relay()
+    owners: dict[str, Selected | None] = {}
+    listeners: dict[str, Sequence[Listener]] = {}
+    everyone = [(Listener(selected), methods) for selected, methods in implemented]
+    for name, spec in specs.items():
+        if spec.kind == "listener":
+            calls = [
+                (listener, bind(methods[name], spec.arguments)) for listener, methods in everyone if name in methods
+            ]
+            setattr(relay, name, Listeners(name, calls))
+            listeners[name] = tuple(listener for listener, _ in calls)
+        else:
+            owners[name], method = _owner_of(name, implemented, fallback)
+            setattr(relay, name, bind(method, spec.arguments))
+    return Activation(relay, owners, listeners)
+
+
+def _check_identities(components: Sequence[Selected]) -> None:
+    for position, selected in enumerate(components):
+        for other in components[:position]:
+            if other.component is selected.component:
+                raise PluginError(
+                    f"One object was passed twice: as {other.describe()} and as {selected.describe()}.\n"
+                    f"Pass it once: all its hooks are found, whatever its role."
+                )
+
+
+def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]) -> Methods:
+    """The hooks that a component implements, each checked against its spec, as bound methods."""
+    methods = dict(_marked_methods(manager, selected, specs))
+    for name, method in methods.items():
+        if name not in specs:
+            raise _misspelt(selected, name, specs)
+        _check_arguments(selected, specs[name], method)
+    if selected.group is None and not methods:
+        raise PluginError(
+            f"{_upper(selected)} was passed as a plugin, but it implements no hook.\n"
+            f"Hooks are: {', '.join(specs)}. {MARK}, or leave the object out."
+        )
+    return methods
+
+
+def _marked_methods(
+    manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every method with the marker, by name. Properties are not run. A hook without the marker is an error."""
+    component = selected.component
+    for name in dir(component):
+        static = inspect.getattr_static(component, name, None)
+        if not isinstance(static, (FunctionType, MethodType, staticmethod, classmethod)):
+            continue
+        options = manager.parse_hookimpl_opts(component, name)
+        if options is not None:
+            _check_marker(selected, name, [option for option, value in options.items() if value])
+            yield name, getattr(component, name)
+        elif name in specs:
+            raise PluginError(
+                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
+                f"never be called.\n{MARK}, or give the method another name."
+            )
+
+
+def _check_marker(selected: Selected, name: str, options: Sequence[str]) -> None:
+    if options:
+        raise PluginError(
+            f"Hook {name!r} of {selected.describe()} is marked with {', '.join(f'{option}=...' for option in options)}, "
+            f"but hooks are bound as they are, and the core alone decides on their order.\n"
+            f"Write @accel_core.hookimpl without options, on a method with the hook's name."
+        )
+
+
+def _check_arguments(selected: Selected, spec: Spec, method: Callable[..., Any]) -> None:
+    """Refuses parameters that the spec does not have, also those with a default: they would never be given a value."""
+    parameters = inspect.signature(method).parameters.values()
+    stars: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    unknown = [
+        stars.get(one.kind, "") + one.name for one in parameters if one.name not in spec.arguments or one.kind in stars
+    ]
+    if unknown:
+        raise PluginError(
+            f"Hook {spec.name!r} of {selected.describe()} takes {', '.join(unknown)}, which the hook does not have.\n"
+            f"Its arguments are: {', '.join(spec.arguments) or 'none'}. Take those that are needed, by these names."
+        )
+
+
+def _misspelt(selected: Selected, name: str, specs: Mapping[str, Spec]) -> PluginError:
+    meant = nearest(name, list(specs))
+    hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
+    return PluginError(
+        f"{_upper(selected)} marks {name!r} as a hook, but there is no such hook in the installed accel-core.\n{hint}"
+    )
+
+
+def _owner_of(
+    name: str, implemented: Sequence[tuple[Selected, Methods]], fallback: Methods
+) -> tuple[Selected | None, Callable[..., Any]]:
+    """The one component that implements an owner hook, and its method; else None and the core's default."""
+    found = [(selected, methods[name]) for selected, methods in implemented if name in methods]
+    if len(found) > 1:
+        raise PluginError(
+            f"Hook {name!r} has one owner, but {len(found)} active components implement it: "
+            f"{' and '.join(selected.describe() for selected, _ in found)}.\n"
+            f"Leave out {' or '.join(f'the {selected.noun} {selected.name!r}' for selected, _ in found)}."
+        )
+    if found:
+        return found[0]
+    if name in fallback:
+        return None, fallback[name]
+    active = ", ".join(selected.describe() for selected, _ in implemented) or "none"
+    raise PluginError(
+        f"No strategy: hook {name!r} has no owner among the active components, and the core has no default for it. "
+        f"Active: {active}.\n"
+        f"Pass a strategy that implements it, for example Accelerator(strategy='single')."
+    )
+
+
+def _upper(selected: Selected) -> str:
+    text = selected.describe()
+    return text[0].upper() + text[1:]

@@ -1,0 +1,177 @@
+"""What is installed: names that distributions offer through entry points.
+
+Entry points give names, hooks give behaviour. `strategy="fsdp"` is looked up in the metadata of what is installed, which
+takes about a millisecond and imports nothing; only the offer that is chosen is loaded. Nothing is cached here: one caller
+lists once and passes the list on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal, cast
+
+from accel_core.errors import NotInstalledError, PluginError
+from accel_core.plugins.versions import admits, canonical, requirement_on
+from accel_core.vocabulary import KNOWN_PROVIDERS
+
+Group = Literal["accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.commands"]
+
+CORE = "accel-core"
+NOUNS: dict[Group, str] = {
+    "accel.strategies": "strategy",
+    "accel.precisions": "precision",
+    "accel.loaders": "loader",
+    "accel.trackers": "tracker",
+    "accel.commands": "command",
+}
+"""The groups in which offers are looked for, and what one member of each is called."""
+
+SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One name that an installed distribution offers.
+
+    Args:
+        group: the entry-point group, `accel.strategies` for example.
+        name: what is written in code or configuration to choose it.
+        value: where the component is found, `module:attribute`.
+        distribution: the distribution that brings it, and its `version`.
+        core: the accel-core versions that this distribution asks for, such as `>=0.1,<1`; empty for all.
+    """
+
+    group: Group
+    name: str
+    value: str
+    distribution: str
+    version: str
+    core: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.provider})"
+
+    @property
+    def noun(self) -> str:
+        """Strategy, precision, loader, tracker or command."""
+        return NOUNS[self.group]
+
+    @property
+    def provider(self) -> str:
+        """The distribution with its version."""
+        return f"{self.distribution} {self.version}"
+
+    def misfit(self) -> str | None:
+        """Why this offer cannot run with the installed accel-core; None if it can. Imports nothing."""
+        if not self.core:
+            return None
+        installed = metadata.version(CORE)
+        try:
+            fits = admits(self.core, installed)
+        except ValueError as error:
+            return f"{self.provider} asks for {CORE} {self.core}, which cannot be compared with {installed}: {error}"
+        return None if fits else f"{self.provider} needs {CORE} {self.core}, and {CORE} {installed} is installed"
+
+    def load(self) -> Callable[..., Any]:
+        """Imports the component's module and returns the callable that makes the component.
+
+        Raises `PluginError` if the distribution does not fit the installed core or cannot be imported.
+        """
+        asked = f"The {self.noun} {self.name!r} was asked for, but"
+        if (misfit := self.misfit()) is not None:
+            raise PluginError(
+                f"{asked} {misfit}.\n"
+                f"Type: pip install --upgrade {self.distribution}, or, to keep that one: pip install '{CORE}{self.core}'"
+            )
+        try:
+            factory = metadata.EntryPoint(self.name, self.value, self.group).load()
+            if not callable(factory):
+                raise TypeError(f"{self.value} is {type(factory).__name__}, which cannot be called")
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"{asked} {self.provider} is broken: {self.value} could not be imported: "
+                f"{type(error).__name__}: {error}.\n"
+                f"Type: pip install --upgrade {self.distribution}, or choose another {self.noun}. {SHOW_ALL}"
+            ) from error
+        return cast("Callable[..., Any]", factory)
+
+
+def list_offers(group: Group | None = None) -> list[Offer]:
+    """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin.
+
+    Of a distribution that stands on `sys.path` twice (editable and as a wheel) the first counts, as it does for `import`.
+    """
+    offers: list[Offer] = []
+    seen: set[str] = set()
+    for distribution in metadata.distributions():
+        # Most distributions have nothing for us; reading their whole metadata would take most of the time.
+        text = distribution.read_text("entry_points.txt")
+        if text is None or "[accel." not in text:
+            continue
+        about = distribution.metadata
+        if canonical(about["Name"]) in seen:
+            continue
+        seen.add(canonical(about["Name"]))
+        core = requirement_on(CORE, about.get_all("Requires-Dist"))
+        offers.extend(
+            Offer(point.group, point.name, point.value, about["Name"], about["Version"], core)
+            for point in distribution.entry_points
+            if point.group in NOUNS and group in (None, point.group)
+        )
+    return sorted(offers, key=lambda offer: (offer.group, offer.name, offer.distribution))
+
+
+def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
+    """The one offer of `name`, which may be qualified by its distribution: `other-fsdp:fsdp`. Imports nothing.
+
+    Args:
+        offers: what `list_offers` has returned, to look up several names with one listing.
+
+    Raises:
+        NotInstalledError: nothing installed offers the name, but a distribution is known that does.
+        PluginError: the name is unknown, or several distributions offer it.
+    """
+    installed = [offer for offer in (list_offers(group) if offers is None else offers) if offer.group == group]
+    distribution, _, plain = name.rpartition(":")
+    found = [
+        offer
+        for offer in installed
+        if offer.name == plain and (not distribution or canonical(offer.distribution) == canonical(distribution))
+    ]
+    if not found:
+        raise _not_found(group, name, installed)
+    if len(found) > 1:
+        raise PluginError(
+            f"The {NOUNS[group]} {name!r} was asked for, and {len(found)} distributions offer it: "
+            f"{', '.join(f'{offer.provider} ({offer.value})' for offer in found)}.\n"
+            f"Say which: {' or '.join(repr(f'{offer.distribution}:{plain}') for offer in found)}."
+        )
+    return found[0]
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """The name that was probably meant, letter case aside; None if nothing is close."""
+    by_folded = {candidate.casefold(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
+    return by_folded[close[0]] if close else None
+
+
+def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginError:
+    """The error for a name that nothing installed offers."""
+    noun, known = NOUNS[group], KNOWN_PROVIDERS.get(group, {})
+    distribution, _, plain = name.rpartition(":")
+    listing = ", ".join(map(str, installed)) or "none"
+    opening = f"The {noun} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
+    providers = {canonical(offer.distribution) for offer in installed}
+    provider = canonical(distribution) if distribution else known.get(plain)
+    if provider is not None and provider not in providers:
+        return NotInstalledError(f"{opening}Type: pip install {provider}")
+    meant = nearest(plain, [*(offer.name for offer in installed), *known])
+    if meant is None or meant == plain:
+        return PluginError(f"{opening}Choose one of these, or pass an object. {SHOW_ALL}")
+    is_here = any(offer.name == meant for offer in installed)
+    hint = "" if is_here else f" (not installed: pip install {known[meant]})"
+    return PluginError(f"{opening}Type {meant!r} if that was meant{hint}. {SHOW_ALL}")

@@ -1,0 +1,202 @@
+"""Preparing: which object is what, in which order they are prepared, and what is remembered of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from accel_core import gradients
+from accel_core.compilation import forget_compiled
+from accel_core.optimizer import gate_of
+from accel_core.precision import remove_policy
+from accel_core.scheduler import is_scheduler, ungate_scheduler
+
+if TYPE_CHECKING:
+    from accel_core.precision import PrecisionPolicy
+    from accel_core.world import World
+
+Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
+
+ORDER: tuple[Kind, ...] = ("model", "loader", "optimizer", "scheduler", "other")
+"""Models first, for a strategy may replace the parameters that optimizers hold."""
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """What is asked of `prepare_model`.
+
+    Args:
+        policy: the dtypes that are to hold.
+        device: where the model goes; None leaves it where it is.
+        device_type: the kind of device on which it will run.
+        evaluation: whether it is only evaluated: precision and compilation apply, gradients are not synchronised.
+        compile_options: arguments of `torch.nn.Module.compile`, None to leave compilation out.
+    """
+
+    policy: PrecisionPolicy
+    device: torch.device | None
+    device_type: str
+    evaluation: bool = False
+    compile_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A user's model, and what the loop calls."""
+
+    original: nn.Module
+    prepared: nn.Module
+    evaluation: bool
+
+
+class Prepared:
+    """What one Accelerator has prepared, in order."""
+
+    def __init__(self) -> None:
+        self.models: list[PreparedModel] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[DataLoader[Any]] = []
+        self.unchecked = False  # whether optimizers came since the last check for orphans
+
+    def find_model(self, model: nn.Module) -> PreparedModel | None:
+        """The record in which `model` stands, as the user's or as the prepared one."""
+        for record in self.models:
+            if record.original is model or record.prepared is model:
+                return record
+        return None
+
+    def trained(self) -> list[nn.Module]:
+        """The prepared models that are trained."""
+        return [record.prepared for record in self.models if not record.evaluation]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the models that are trained."""
+        for model in self.trained():
+            yield from model.parameters()
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients that are pending."""
+        gradients.scale(self.parameters(), factor)
+
+    def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
+        """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
+        own = {id(parameter) for parameter in model.parameters()}
+        known = list(self.optimizers)
+        known += [optimizer for optimizer in candidates if not any(optimizer is other for other in known)]
+        return [optimizer for optimizer in known if any(id(parameter) in own for parameter in held_by(optimizer))]
+
+    def check_orphans(self, world: World) -> None:
+        """Raises when an optimizer trains parameters whose gradients no strategy averages."""
+        self.unchecked = False
+        if world.size == 1:
+            return
+        known = {id(parameter) for parameter in self.parameters()}
+        for optimizer in self.optimizers:
+            orphans = [name for name, parameter in _named(optimizer) if id(parameter) not in known]
+            if orphans:
+                shown = ", ".join(orphans[:8]) + (f" and {len(orphans) - 8} more" if len(orphans) > 8 else "")
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {shown}. In a world "
+                    f"of {world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
+                    f"build the optimizer from the parameters of the model that you prepare."
+                )
+
+    def release(self) -> None:
+        """Undresses everything and forgets it."""
+        for scheduler in self.schedulers:
+            ungate_scheduler(scheduler)
+        for optimizer in self.optimizers:
+            gate = gate_of(optimizer)
+            if gate is not None:
+                gate.remove(optimizer)
+        for record in self.models:
+            remove_policy(record.original)
+            forget_compiled(record.original)
+        self.__init__()  # type: ignore[misc]
+
+
+def kind_of(obj: object) -> Kind:
+    """What `obj` is to `prepare`.
+
+    Raises:
+        TypeError: for what would be trained on half prepared: a container of models, optimizers or loaders, or a tensor
+            that requires a gradient.
+    """
+    if isinstance(obj, nn.Module):
+        return "model"
+    if isinstance(obj, Optimizer):
+        return "optimizer"
+    if isinstance(obj, DataLoader):
+        return "loader"
+    if is_scheduler(obj):
+        return "scheduler"
+    if isinstance(obj, torch.Tensor) and obj.requires_grad:
+        raise TypeError(
+            "prepare() was given a tensor that requires a gradient, which no strategy can synchronise by itself. Make it "
+            "a parameter of a torch.nn.Module, and prepare that."
+        )
+    if isinstance(obj, (list, tuple, dict, set)):
+        _refuse_container(obj)
+    return "other"
+
+
+def held_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """The parameters in an optimizer's groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def check_device_placement(given: Sequence[bool] | None, objects: Sequence[object], places_models: bool) -> None:
+    """Raises unless `device_placement=[...]` has an entry per object, and the strategy leaves placing to the user."""
+    if given is None:
+        return
+    if places_models:
+        raise ValueError(
+            f"prepare(device_placement={list(given)}) was given, but the chosen strategy places models by itself. Leave "
+            f"device_placement out."
+        )
+    if len(given) != len(objects):
+        raise ValueError(
+            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. Give one True "
+            f"or False per object, in the same order."
+        )
+
+
+def check_device_map(model: nn.Module, world: World) -> None:
+    """Raises for a model that is spread over devices by a device map, in a world larger than one."""
+    if world.size > 1 and has_device_map(model):
+        raise ValueError(
+            f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "
+            f"started, which would each spread it over the same devices. Load it without a device map, or start one "
+            f"process."
+        )
+
+
+def has_device_map(model: nn.Module) -> bool:
+    """Whether a submodule's `hf_device_map` has more than one entry."""
+    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for position, parameter in enumerate(group["params"]):
+            name = names[position] if names else f"param_groups[{index}]['params'][{position}]"
+            yield f"{name} {tuple(parameter.shape)}", parameter
+
+
+def _refuse_container(container: Any) -> None:
+    members = container.values() if isinstance(container, dict) else container
+    for member in members:
+        if isinstance(member, (nn.Module, Optimizer, DataLoader, nn.Parameter)) or is_scheduler(member):
+            raise TypeError(
+                f"prepare() was given a {type(container).__name__} that holds a {type(member).__name__}. It takes the "
+                f"objects themselves: prepare(*objects), which returns them in the same order."
+            )

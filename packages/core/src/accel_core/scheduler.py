@@ -1,0 +1,85 @@
+"""Gating LR schedulers: one `scheduler.step()` is one step per real optimizer step.
+
+The gate is a dress (see `accel_core.dressing`), because instance attributes would appear in the scheduler's `state_dict`.
+For the same reason the rule lives on the optimizer that the scheduler drives: the dressed `step` looks it up there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_core.dressing import Dress, dress, undress
+from accel_core.optimizer import gate_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core.optimizer import OptimizerGate
+
+_RULE = "_accel_scheduler_rule"
+
+
+@dataclass(frozen=True)
+class SchedulerRule:
+    """How often a call of `scheduler.step()` really steps.
+
+    Args:
+        with_optimizer: False: always once, whatever the optimizer does (the user steps it per epoch, say).
+        repeat: steps per real optimizer step (the peer's rule is one per process).
+        per_micro_batch: whether it advances by the micro-batches of the window.
+    """
+
+    with_optimizer: bool = True
+    repeat: int = 1
+    per_micro_batch: bool = False
+
+    def steps(self, gate: OptimizerGate) -> int:
+        """How many steps a call makes now."""
+        if not self.with_optimizer:
+            return 1
+        accumulation = gate.accumulation
+        if accumulation.open or gate.was_skipped:
+            return 0
+        return self.repeat * (accumulation.size if self.per_micro_batch and accumulation.inside else 1)
+
+
+class _Gated(Dress):
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps as often as the rule says; without a prepared optimizer it steps once."""
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        gate = gate_of(optimizer)
+        times = vars(optimizer)[_RULE].steps(gate) if gate is not None and _RULE in vars(optimizer) else 1
+        for _ in range(times):
+            if times > 1 and _is_exhausted(self):
+                return
+            super().step(*args, **kwargs)  # type: ignore[misc]
+
+
+def is_scheduler(obj: object) -> bool:
+    """Whether `obj` behaves like an LR scheduler: steps, has a state, and drives an optimizer."""
+    return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict")) and hasattr(obj, "optimizer")
+
+
+def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
+    """Holds `scheduler.step()` back as long as its optimizer is."""
+    vars(scheduler.optimizer)[_RULE] = rule
+    dress(scheduler, _Gated)
+
+
+def ungate_scheduler(scheduler: Any) -> None:
+    """Gives the scheduler its original class back."""
+    undress(scheduler, _Gated)
+    vars(scheduler.optimizer).pop(_RULE, None)
+
+
+def optimizer_of(scheduler: Any) -> Optimizer:
+    """The optimizer that a scheduler drives."""
+    optimizer: Optimizer = scheduler.optimizer
+    return optimizer
+
+
+def _is_exhausted(scheduler: Any) -> bool:
+    # Schedules of a fixed length (OneCycleLR) raise beyond their last step; repeated steps must not run over it.
+    total = getattr(scheduler, "total_steps", None)
+    return total is not None and scheduler.last_epoch >= total - 1

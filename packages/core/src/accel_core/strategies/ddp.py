@@ -1,0 +1,258 @@
+"""Distributed data parallelism over `torch.nn.parallel.DistributedDataParallel`.
+
+Every rank holds the whole model, reads its own part of the data, and gradients are averaged during the backward. The
+wrapper keeps the user's parameters, so an optimizer may be built, and prepared, before or after the model.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_core.dressing import Dress, dress
+from accel_core.errors import WorldError
+from accel_core.handlers import KwargsHandler
+from accel_core.hookspecs import hookimpl
+from accel_core.layout import Layout
+from accel_core.strategies.placing import place_model
+from accel_core.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.precision import PrecisionPolicy
+    from accel_core.prepare import PrepareRequest
+    from accel_core.world import World
+
+CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
+CommWrapper = Literal["no", "fp16", "bf16"]
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """The options of `DDP` as a handler: `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)])`."""
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: CommHook = "no"
+    comm_wrapper: CommWrapper = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+
+class DDP(Strategy):
+    """Distributed data parallelism. The options are those of torch's wrapper, and of its communication hooks.
+
+    Args:
+        broadcast_buffers: whether buffers are taken from rank 0 at each synchronising forward.
+        bucket_cap_mb: size of a bucket of gradients that travels at once, in MiB.
+        find_unused_parameters: whether parameters may take no part in a backward; costs a walk over the graph.
+        gradient_as_bucket_view: whether `.grad` shares memory with the buckets.
+        static_graph: whether the same parameters are used in the same way in every iteration.
+        comm_hook: how gradients travel: as they are, as fp16 or bf16, or compressed by PowerSGD.
+        comm_wrapper: a dtype in which PowerSGD's factors travel.
+        comm_state_option: arguments of PowerSGD's state, such as `matrix_approximation_rank`.
+    """
+
+    handler = DistributedDataParallelKwargs
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        comm_hook: CommHook = "no",
+        comm_wrapper: CommWrapper = "no",
+        comm_state_option: dict[str, Any] | None = None,
+    ) -> None:
+        _check_choice("comm_hook", comm_hook, get_args(CommHook))
+        _check_choice("comm_wrapper", comm_wrapper, get_args(CommWrapper))
+        if comm_hook != "power_sgd" and (comm_state_option or comm_wrapper != "no"):
+            raise ValueError(
+                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but "
+                f"comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
+            )
+        self._options: dict[str, Any] = {
+            "forward_sync_buffers": broadcast_buffers,  # its older name is deprecated in torch
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        self._comm_hook: CommHook = comm_hook
+        self._comm_wrapper: CommWrapper = comm_wrapper
+        self._comm_state_option = comm_state_option or {}
+        self._world: World | None = None
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @hookimpl
+    def layout(self, world: World) -> Layout:
+        """Pure data parallelism. Raises `WorldError` in a world of one, which has no gradients to average."""
+        if world.group is None:
+            raise WorldError(
+                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with "
+                f"`torchrun --nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
+            )
+        self._world = world
+        return Layout.data_parallel(world)
+
+    @hookimpl
+    def prepare_model(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
+        """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated.
+
+        The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
+        buckets, so that gradients still travel while the backward goes on.
+        """
+        place_model(model, request)
+        trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
+        return self._wrap(model, request) if trains and not isinstance(model, DistributedDataParallel) else model
+
+    @hookimpl
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Backwards of forwards inside stay local."""
+        return _NoSync(model)
+
+    @hookimpl
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward synchronises, although its forward did not announce it."""
+        return _synchronised(model)
+
+    def close(self) -> None:
+        """Drops the reducers. A process that exits with a live one aborts now and then, even without a group."""
+        for wrapper in list(self._wrappers):
+            for name in ("reducer", "logger"):
+                vars(wrapper).pop(name, None)
+        self._wrappers.clear()
+
+    def _wrap(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
+        assert self._world is not None, "layout() runs in the constructor of the Accelerator"
+        device = next(model.parameters()).device
+        wrapper = DistributedDataParallel(
+            model,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=self._world.group,
+            **self._options,
+        )
+        self._register_comm_hook(wrapper, request.policy)
+        dress(wrapper, _NamesUnused)
+        self._wrappers.add(wrapper)
+        return wrapper
+
+    def _register_comm_hook(self, wrapper: DistributedDataParallel, policy: PrecisionPolicy) -> None:
+        name = self._comm_hook
+        if policy.reduce is not None and policy.reduce is not policy.param and policy.reduce is not torch.float32:
+            wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.reduce)
+            if wanted is None or name not in ("no", wanted):
+                raise ValueError(
+                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. "
+                    f"Leave comm_hook out for float16 and bfloat16; other dtypes DDP cannot reduce in."
+                )
+            name = wanted  # type: ignore[assignment]
+        if name != "no":
+            state, hook = _comm_hook(name, self._comm_wrapper, self._comm_state_option, self._world)
+            wrapper.register_comm_hook(state, hook)
+
+
+class _NamesUnused(Dress):
+    """Says which parameters took no part in the loss, by name; torch gives their indices."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            names = _unused_parameters(self, str(error))
+            if not names:
+                raise
+            raise RuntimeError(
+                f"{len(names)} parameters took no part in the loss of the previous iteration, so their gradients never "
+                f"arrived on the other ranks: {', '.join(names)}. If that is intended, pass "
+                f"kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] (or "
+                f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
+                f"requires_grad_(False) on them before prepare."
+            ) from error
+
+
+def _unused_parameters(wrapper: Any, message: str) -> list[str]:
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+    if found is None:
+        return []
+    names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
+    return [names[int(index)] for index in found.group(1).split()]
+
+
+class _NoSync:
+    """What DDP's own `no_sync` does, without its generator: this runs in every micro-batch."""
+
+    __slots__ = ("_before", "_model")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._before = True
+
+    def __enter__(self) -> None:
+        model = self._model
+        if not isinstance(model, DistributedDataParallel):
+            return  # frozen, or prepared for evaluation only
+        self._before = model.require_backward_grad_sync
+        # A static graph learns its order in the first backward, which has to synchronise. That changes no result: the
+        # mean over the ranks of a mean over the ranks is the same.
+        if not (model.static_graph and not model._static_graph_delay_allreduce_enqueued):
+            model.require_backward_grad_sync = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.require_backward_grad_sync = self._before
+
+
+@contextmanager
+def _synchronised(model: Any) -> Iterator[None]:
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+def _comm_hook(name: str, wrapper: str, options: dict[str, Any], world: World | None) -> tuple[Any, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    assert world is not None, "layout() runs in the constructor of the Accelerator"
+    hooks: dict[str, Any] = {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+    }
+    wrappers: dict[str, Any] = {
+        "no": lambda hook: hook,
+        "fp16": default_hooks.fp16_compress_wrapper,
+        "bf16": default_hooks.bf16_compress_wrapper,
+    }
+    hook = wrappers[wrapper](hooks[name])
+    state = powerSGD_hook.PowerSGDState(world.group, **options) if name == "power_sgd" else world.group
+    # torch knows its bf16 hooks by their names and refuses them where it sees no native bf16 collective, although the
+    # reduction works there. Hence another name; and no annotations, which torch compares by identity.
+    return state, lambda state, bucket: hook(state, bucket)
+
+
+def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"DDP({option}={value!r}): expected one of {', '.join(map(repr, choices))}.")

@@ -1,0 +1,38 @@
+"""One process: the model is placed, and otherwise left as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_core.errors import WorldError
+from accel_core.hookspecs import hookimpl
+from accel_core.layout import Layout
+from accel_core.strategies.placing import place_model
+from accel_core.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.prepare import PrepareRequest
+    from accel_core.world import World
+
+
+class Single(Strategy):
+    """Trains in one process. It has no options."""
+
+    @hookimpl
+    def layout(self, world: World) -> Layout:
+        """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
+        if world.size > 1:
+            raise WorldError(
+                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, "
+                f"which would train {world.size} separate models. Leave strategy= out (the default here is 'ddp'), or "
+                f"start one process."
+            )
+        return Layout.data_parallel(world)
+
+    @hookimpl
+    def prepare_model(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
+        """Places, casts and compiles the model in place. Gradients do not travel, so any `reduce` dtype holds."""
+        place_model(model, request)
+        return model

@@ -1,0 +1,38 @@
+"""What a strategy is.
+
+A strategy distributes: it decides where a model's parameters live, how gradients meet, and which part of the data a
+process reads. It is a plain object whose constructor arguments are its options, all optional, and whose methods marked
+with `hookimpl` take over hooks of `accel_core.hookspecs`. Only `prepare_model` is mandatory.
+
+The base class is abstract and has no behaviour: subclass it directly, and not its subclasses; to vary a strategy, wrap it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.prepare import PrepareRequest
+
+
+class Strategy(ABC):
+    """A way to distribute training. See `accel_core.hookspecs` for the hooks, and `accel_core.testing` for the suite.
+
+    Class attributes that a strategy may declare:
+
+    - `places_models`: it puts models on their devices by itself, so `device_placement=[...]` per object is refused.
+    """
+
+    places_models: ClassVar[bool] = False
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
+        """See `accel_core.hookspecs.HookSpecs.prepare_model`. Mark the implementation with `hookimpl`."""
+
+    def close(self) -> None:  # noqa: B027  (optional: most strategies hold nothing)
+        """Drops wrappers and whatever else holds on to the process group. Called before the group ends; may be repeated."""

@@ -1,0 +1,143 @@
+"""A whole window of accumulation in one call: the default of the hook `forward_backward`.
+
+Batches hold different numbers of tokens, so the mean of their means is not the mean over their tokens. Here every
+micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of weights), over the micro-batches
+of the window and the data-parallel ranks.
+
+The total weight is known only after the last forward. Holding all graphs until then would cost the memory that
+accumulation is there to save. So each backward runs at once, divided by a reference (the total of the window before), and
+at the end the gradients are multiplied once by reference / total, which is exact up to rounding. The reference only keeps
+the numbers in range, which matters to narrow dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import gradients
+from accel_core.collectives import reduce
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.accumulation import Accumulation
+    from accel_core.layout import Layout
+    from accel_core.plugins import Relay
+    from accel_core.world import World
+
+LossFn = Callable[[Any, Any], tuple[torch.Tensor, "torch.Tensor | float"]]
+Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+
+Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
+
+_END = object()
+_NOTHING = nullcontext()
+
+
+class WindowLoop:
+    """Forward and backward over the micro-batches of a window, one after the other."""
+
+    def __init__(self, relay: Relay, accumulation: Accumulation, world: World, layout: Layout) -> None:
+        self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
+        self._accumulation = accumulation
+        self._world = world
+        self._layout = layout
+        self._reference: float | None = None
+
+    def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
+        """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
+        batches = iter(micro_batches)
+        batch = next(batches, _END)
+        if batch is _END:
+            raise ValueError(
+                "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out when "
+                "the loader is exhausted, on all ranks alike."
+            )
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        earlier = gradients.set_aside(parameters)
+        try:
+            parts = []
+            while batch is not _END:
+                following = next(batches, _END)
+                parts.append(self._micro_batch(model, batch, loss_fn, inputs, closes=following is _END))
+                batch = following
+            mean, correction = self._settle(parts)
+            gradients.scale(parameters, correction)
+        finally:
+            gradients.bring_back(earlier)
+        return torch.tensor(mean, device=self._world.device)
+
+    def _micro_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool) -> Part:
+        relay = self._relay()
+        assert relay is not None, "the relay calls this"
+        args, kwargs = inputs(batch)
+        with _NOTHING if closes else relay.no_sync(model):
+            loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
+            part = (loss.detach(), weight)
+            if self._reference is None:
+                self._reference = self._total([part])[1] / self._layout.shard.count or 1.0
+            self._accumulation.count_backward()
+            relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
+        return part
+
+    def _settle(self, parts: list[Part]) -> tuple[float, float]:
+        """The mean loss over the window and the ranks, and the factor that its gradient still lacks."""
+        total_loss, total_weight = self._total(parts)
+        if total_weight == 0:
+            return math.nan, 1.0  # nothing was summed: the gradient is zero, and there is no mean
+        assert self._reference is not None
+        # The strategy has averaged over the ranks what is to be summed, hence the number of ranks.
+        ranks = self._layout.shard.count
+        correction = ranks * self._reference / total_weight
+        self._reference = total_weight / ranks  # the same on all ranks, as it has to be
+        return total_loss / total_weight, correction
+
+    def _total(self, parts: list[Part]) -> tuple[float, float]:
+        # Collected on the host at once, so that a device is waited for once in a window.
+        local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
+        loss, weight = reduce(local, self._world, "sum", group=self._layout.data_group).tolist()
+        return loss, weight
+
+
+def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with a batch: a mapping as keywords, the first of a tuple or list, anything else as it is."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return (batch[0],), {}
+    return (batch,), {}
+
+
+def _checked(result: object) -> Part:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): the loss summed "
+            f"over the micro-batch, and over how many tokens or samples. For example "
+            f"(cross_entropy(output, y, reduction='sum'), y.numel())."
+        )
+    loss, weight = result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: "
+            f"reduction='sum', or loss.sum()."
+        )
+    if isinstance(weight, torch.Tensor):
+        weight = weight.detach()
+        if weight.numel() != 1:
+            raise ValueError(
+                f"loss_fn(output, batch) returned a weight of shape {tuple(weight.shape)}, expected one number: over "
+                f"how many tokens or samples the loss is summed."
+            )
+    elif not isinstance(weight, (int, float)):
+        raise TypeError(
+            f"loss_fn(output, batch) returned a weight of type {type(weight).__name__}, expected a number: over how many "
+            f"tokens or samples the loss is summed."
+        )
+    return loss.reshape(()), weight

@@ -1,0 +1,416 @@
+"""The processes of a run: who they are, where they compute, and how they meet and part.
+
+A `World` is shared by all Accelerators of a process. It adopts torch's default process group if one runs; otherwise it
+starts one from what the launcher says, and then also ends it. A process that nobody launched is a world of one and has no
+process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from accel_core.errors import WorldError
+from accel_core.launch_environment import Place, read_place
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+    from accel_core.channel import Channel
+
+PATIENCE = timedelta(seconds=5)
+"""How long a rank that ends waits for the others, in all."""
+
+logger = logging.getLogger(__name__)
+
+
+class Tenant(Protocol):
+    """What holds on to process groups, and has to let go before they end: a strategy, for instance."""
+
+    def close(self) -> None:
+        """Lets go. May be called more than once."""
+
+
+class World:
+    """The ranks of a run as seen from one of them. Made by `World.current`.
+
+    Attributes:
+        rank, size: the position of this process, and how many there are: what the launcher started, on any device.
+        local_rank, local_size: the same on this machine.
+        device: where this process computes by default.
+        timeout: after how long a collective of the default group gives up.
+        source: who said so: "torchrun", "slurm", "mpi", "running group" (somebody else started torch's default group)
+            or "alone".
+    """
+
+    def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: ProcessGroup | None) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.source = place.source
+        self.device = device
+        self.timeout = timeout
+        # Weak: `_shared` would keep world and group alive for ever, and torch's own references decide how long a group lives.
+        self._group = None if group is None else weakref.ref(group)
+        self._store: Store | None = None  # where this world met; None if somebody else started the group
+        self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._channels: dict[ProcessGroup | None, Channel] = {}
+        self._tenants: list[weakref.ref[Tenant]] = []
+
+    @classmethod
+    def current(
+        cls,
+        *,
+        cpu: bool = False,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        init_method: str | None = None,
+    ) -> World:
+        """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
+
+        The first call in a world larger than one is a collective: it starts torch's default group, unless that runs.
+
+        Args:
+            cpu: compute on the CPU, although there is an accelerator. The number of processes stays as launched.
+            timeout: of every process group made here; None takes torch's default.
+            backend: of the default group, in torch's notation. None takes gloo on CPUs; with accelerators gloo for CPU
+                tensors beside the default backend of the device.
+            init_method: where the ranks meet, as in `torch.distributed.init_process_group`. None takes it from the launcher.
+
+        Raises:
+            WorldError: if the launch environment contradicts itself, if there are fewer devices than local ranks, if the
+                ranks do not meet, or if a group runs already and is not as asked for here.
+        """
+        group = _default_group()
+        if group is not None:
+            world = _shared.get(group) or cls._adopt(group, cpu)
+            world._require(group, cpu, timeout, backend)
+            return world
+        place = read_place(os.environ)
+        device = _device(place, cpu)
+        if place.size == 1:
+            return cls(place, device, timeout or dist.default_pg_timeout, None)
+        return cls._start(place, device, timeout, backend, init_method)
+
+    @classmethod
+    def _adopt(cls, group: ProcessGroup, cpu: bool) -> World:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        place = read_place(os.environ)
+        if place.source == "alone":
+            # Nobody says which ranks share a machine; a script that starts its own group usually runs on one.
+            place = Place(rank=rank, size=size, local_rank=rank, local_size=size)
+        elif (place.rank, place.size) != (rank, size):
+            raise WorldError(
+                f"torch's default process group runs, with rank {rank} of {size}, but the environment says rank "
+                f"{place.rank} of {place.size} ({place.source}). Start the group with the launcher's rank and world size, or "
+                f"unset the launcher's variables before the Accelerator is made."
+            )
+        place = dataclasses.replace(place, source="running group")
+        timeouts = _timeouts(group)
+        return cls(place, _device(place, cpu), min(timeouts, default=dist.default_pg_timeout), group)._share(group)
+
+    @classmethod
+    def _start(
+        cls, place: Place, device: torch.device, timeout: timedelta | None, backend: str | None, init_method: str | None
+    ) -> World:
+        url = init_method or place.meeting_point()
+        try:
+            store = _meet(url, place, timeout or dist.default_pg_timeout)
+            backend = backend or _default_backend(device)
+            dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
+        except dist.DistError as error:
+            raise WorldError(
+                f"A world of {place.size} ranks was asked for ({place.source}), but rank {place.rank} did not meet the "
+                f"others at {url}: {error}. Check that {place.size} processes run, each with a rank of its own, that every "
+                f"host reaches this address, and that no other job uses its port; set MASTER_ADDR and MASTER_PORT else."
+            ) from error
+        group = _default_group()
+        assert group is not None, "init_process_group has returned"
+        timeouts = _timeouts(group)
+        world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
+        world._store = store
+        _check_timeouts(group, timeout)
+        return world._share(group)
+
+    def _share(self, group: ProcessGroup) -> World:
+        _shared[group] = self
+        _all.add(self)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+        return self
+
+    def _require(self, group: ProcessGroup, cpu: bool, timeout: timedelta | None, backend: str | None) -> None:
+        """Compares what is asked for with the group that runs, because it cannot be changed any more."""
+        asked: list[tuple[str, object, object]] = []
+        if timeout is not None and any(found != timeout for found in _timeouts(group) or [self.timeout]):
+            asked.append(("timeout", timeout, ", ".join(sorted({str(found) for found in _timeouts(group)}))))
+        if backend is not None and _config(backend) != dist.get_backend_config(group):
+            asked.append(("backend", backend, dist.get_backend_config(group)))
+        if cpu and self.device.type != "cpu":
+            asked.append(("cpu", True, f"device {self.device}"))
+        if asked:
+            differences = "; ".join(f"{name}={wanted} was asked for, it has {found}" for name, wanted, found in asked)
+            raise WorldError(
+                f"The process group of this process runs already ({self.source}) and cannot be changed: {differences}. Say so "
+                f"where the group is started (the first Accelerator, or init_process_group), or leave the argument out here."
+            )
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The default process group; None in a world of one without a group. Raises `WorldError` once it has ended."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None or group is not _default_group():
+            raise WorldError(
+                f"The process group of this world ({self.size} ranks, {self.source}) was asked for, but it has ended: "
+                f"end_training() or destroy_process_group() was called. Communicate before that, or make a new Accelerator."
+            )
+        return group
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0 of all."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the rank with the highest number."""
+        return self.rank == self.size - 1
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The process group of `ranks`, made once, with this world's timeout and backend.
+
+        A collective: every rank of the world calls it, with the same ranks and in the same order of calls. On a rank that
+        is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`, as from `torch.distributed.new_group`.
+
+        Raises:
+            ValueError: if a rank occurs twice or does not exist.
+            WorldError: in a world of one, which has no process groups.
+        """
+        members = tuple(sorted(ranks))
+        if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= self.size:
+            raise ValueError(
+                f"subgroup({list(ranks)}) was asked for in a world of {self.size} ranks: give ranks from 0 to "
+                f"{self.size - 1}, at least one and each once."
+            )
+        group = self.group
+        if group is None:
+            raise WorldError(
+                f"subgroup({list(ranks)}) was asked for, but this process is alone ({self.source}) and has no process groups. "
+                f"Start several processes (`torchrun --nproc-per-node 2 script.py`), or do without a group when size is 1."
+            )
+        if len(members) == self.size:
+            return group
+        if members not in self._subgroups:
+            subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
+            if self.rank in members:
+                _check_timeouts(subgroup, self.timeout)
+            self._subgroups[members] = subgroup
+        return self._subgroups[members]
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here. A collective; does nothing in a world of one."""
+        if self.size > 1:
+            dist.barrier(self.group, device_ids=None if self.device.type == "cpu" else [self.device.index])
+
+    def channel(self, group: ProcessGroup | None = None) -> Channel:
+        """What carries messages between the ranks of `group`, or of the whole world; one for each group."""
+        if group is self.group:
+            group = None  # which stands for the default group, and holds no reference to it
+        if group not in self._channels:
+            from accel_core.channel import Channel
+
+            rank, size = (self.rank, self.size) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+            self._channels[group] = Channel(group, rank, size, self.device)
+        return self._channels[group]
+
+    def join(self, tenant: Tenant) -> None:
+        """Has `tenant.close()` called before the group ends, or the process. The reference is weak."""
+        self._tenants = [reference for reference in self._tenants if reference() is not None]
+        self._tenants.append(weakref.ref(tenant))
+
+    def leave(self, tenant: Tenant) -> None:
+        """`tenant` needs the group no more. If nobody else does, the world ends, which is a collective: see `end`."""
+        tenant.close()
+        self._tenants = [reference for reference in self._tenants if reference() not in (None, tenant)]
+        if not self._tenants:
+            self.end()
+
+    def end(self) -> None:
+        """Closes the tenants, and ends the process group if this world started it. Does nothing the second time.
+
+        Every rank calls it, or comes here when its process exits: a group that one rank destroys while another still works
+        in it takes that one down. So each waits for the others, for `PATIENCE` at most.
+        """
+        self._end(patient=True)
+
+    def _end(self, patient: bool) -> None:
+        with contextlib.ExitStack() as last_to_first:  # all of it happens, even if one of them raises
+            last_to_first.callback(self._part, patient)
+            for reference in self._tenants:
+                tenant = reference()
+                if tenant is not None:
+                    last_to_first.callback(tenant.close)
+            self._tenants = []
+
+    def _part(self, patient: bool) -> None:
+        """Forgets the group, and destroys it if this world started it."""
+        group = None if self._group is None else self._group()
+        self._subgroups.clear()
+        self._channels.clear()
+        _all.discard(self)
+        if group is None or _shared.pop(group, None) is None:
+            return
+        store, self._store = self._store, None
+        if store is None or group is not _default_group():
+            return
+        farewell = _Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0))
+        farewell.ready()
+        del group
+        dist.destroy_process_group()
+        farewell.gone()
+
+
+class _Farewell:
+    """How ranks part: through the store, because a collective could fail when one has gone already.
+
+    First everyone waits until nobody works in the group any more. Then rank 0, which may host the store, waits until the
+    others need the store no more.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, patience: timedelta) -> None:
+        self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
+        self._deadline = time.monotonic() + patience.total_seconds()
+
+    def ready(self) -> None:
+        """Says that this rank works in the group no more, and waits for the others to say so."""
+        self._say("ready", wait=True)
+
+    def gone(self) -> None:
+        """Says that this rank has left the group; on rank 0, waits for the others to say so."""
+        self._say("gone", wait=self._rank == 0)
+
+    def _say(self, word: str, wait: bool) -> None:
+        left = timedelta(seconds=self._deadline - time.monotonic())
+        if left <= timedelta(0):
+            return  # out of patience, which has been said, or in a hurry
+        try:
+            self._store.set(f"{word}/{self._rank}", "")
+            if wait:
+                self._store.wait([f"{word}/{rank}" for rank in range(self._size)], left)
+        except dist.DistError as error:
+            self._deadline = time.monotonic()
+            reason = str(error).partition("\n")[0]
+            logger.warning(
+                "Rank %d of %d ends without the others, which were not all %s within %g s: %s",
+                self._rank, self._size, word, PATIENCE.total_seconds(), reason,
+            )  # fmt: skip
+
+
+# What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
+_shared: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+# Every world with a group that somebody still uses, its group ended or not: its tenants are closed at exit.
+_all: weakref.WeakSet[World] = weakref.WeakSet()
+# The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
+# quick to start the next world must not find the server of the last one about to vanish.
+_met: dict[str, tuple[Store, int]] = {}
+
+
+def _end_all() -> None:
+    """At exit: ends the worlds that still have a group. A process that leaves one alive aborts now and then.
+
+    A process that ends because of an exception does not wait: the others had better notice.
+    """
+    for world in list(_all):
+        world._end(patient=not _exiting_on_error())
+
+
+def _exiting_on_error() -> bool:
+    """Whether the interpreter has reported an exception that nobody caught; `atexit` callbacks run after that."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def _default_group() -> ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _meet(url: str, place: Place, timeout: timedelta) -> Store:
+    """The store of the next world that these ranks make at `url`. Raises `WorldError` if another process has this rank."""
+    if url in _met:
+        store, count = _met[url]
+    else:
+        store, _, _ = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))
+        count = 0
+        if not place.agent:  # else the launcher hosts the store, gives the ranks, and keeps the store when it restarts them
+            _claim(store, url, place)
+    store.set_timeout(timeout)
+    _met[url] = store, count + 1
+    return dist.PrefixStore(f"accel/{place.attempt}/{count}", store)
+
+
+def _claim(store: Store, url: str, place: Place) -> None:
+    """Takes this rank, or finds that somebody has it."""
+    if store.add(f"accel/rank/{place.rank}", 1) > 1:
+        raise WorldError(
+            f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
+            f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
+        )
+
+
+def _device(place: Place, cpu: bool) -> torch.device:
+    """The device of this process, made the current one of its type."""
+    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if place.local_size > count:
+        raise WorldError(
+            f"{place.local_size} processes run on this machine ({place.source}) and each wants a device of its own, but this "
+            f"process sees {count} ({accelerator.type}). Start {count}, let every process see all devices, or compute on the "
+            f"CPU with Accelerator(cpu=True)."
+        )
+    device = torch.device(accelerator.type, place.local_rank)
+    torch.accelerator.set_device_index(place.local_rank)
+    return device
+
+
+def _default_backend(device: torch.device) -> str:
+    """gloo, and beside it the backend of the device: what lives on the CPU can then travel as it is."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _config(backend: str) -> str:
+    """A backend as the configuration of a running group shows it."""
+    return repr(dist.BackendConfig(dist.Backend(backend)))
+
+
+def _timeouts(group: ProcessGroup) -> list[timedelta]:
+    """The timeout of each backend of `group`, as the backend itself has it; nothing for one that does not tell."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+
+
+def _check_timeouts(group: ProcessGroup, asked: timedelta | None) -> None:
+    found = _timeouts(group)
+    if asked is not None and any(timeout != asked for timeout in found):
+        raise WorldError(
+            f"timeout={asked} was asked for, but torch made a process group with {', '.join(map(str, found))}. Leave "
+            f"timeout= out, or choose another backend= that honours it."
+        )

@@ -1,0 +1,531 @@
+"""Collectives over trees and objects: exact results, one collective per call, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_core import channel as channel_module
+from accel_core.channel import Channel, Letter, from_bytes, to_bytes
+from accel_core.collectives import broadcast_object, gather, gather_objects, reduce
+from accel_core.errors import CollectiveMismatchError
+from accel_core.mismatch import describe, mismatch
+from accel_core.testing import run_ranks
+from accel_core.world import World
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+)
+
+
+class Alone:
+    """A world of one, as far as collectives look at it."""
+
+    rank = 0
+    size = 1
+    device = torch.device("cpu")
+
+    def channel(self, group: Any = None) -> Channel:
+        raise AssertionError("a world of one needs no channel")
+
+
+ALONE: Any = Alone()
+
+
+def count_collectives(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a function returns, and the names of the functions of torch.distributed that it called."""
+    calls: list[str] = []
+    names = [
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_gather_single",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "monitored_barrier",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+        "send",
+    ]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counting(name))
+        return function(), calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+# ---------------------------------------------------------------------- gather
+
+
+def rows_of(rank: int, dtype: torch.dtype, rows: int, *sizes: int) -> torch.Tensor:
+    """Deterministic content that differs by rank."""
+    count = rows * int(torch.tensor(sizes).prod())
+    return (torch.arange(count).reshape(rows, *sizes) * 3 + rank).to(dtype)
+
+
+def gather_many() -> int:
+    world = World.current()
+    cases = 0
+    for rows in ([3, 3], [3, 5], [0, 2], [2, 0], [0, 0], [700, 1], [1, 700], [40, 40]):
+        for dtype in DTYPES:
+            for sizes in ((), (4,), (2, 3), (0,)):
+                mine = rows_of(world.rank, dtype, rows[world.rank], *sizes)
+                expected = torch.cat([rows_of(rank, dtype, rows[rank], *sizes) for rank in range(2)])
+                got = gather({"a": mine, "b": [mine.transpose(0, -1).contiguous().transpose(0, -1)]}, world)
+                for tensor in (got["a"], got["b"][0]):
+                    assert tensor.dtype == dtype
+                    assert tensor.shape == expected.shape
+                    assert torch.equal(tensor, expected)
+                cases += 1
+    return cases
+
+
+def test_gather_concatenates_ragged_rows_of_any_dtype() -> None:
+    """B2, semantics 17: ranks may differ in dim 0, a rank may have no rows, any dtype, contiguous or not."""
+    assert run_ranks(gather_many) == [256, 256]
+
+
+def gather_odd_ones() -> None:
+    world = World.current()
+    rank = float(world.rank)
+    scalar = gather(torch.tensor(rank), world)
+    assert scalar.tolist() == [0.0, 1.0]
+    leaf = torch.full((1,), rank, requires_grad=True)
+    result = gather(OrderedDict(x=leaf, y=(leaf * 2, torch.tensor(rank))), world)
+    assert type(result) is OrderedDict
+    assert result["y"][0].tolist() == [0.0, 2.0]
+    assert not result["x"].requires_grad
+    assert not result["y"][0].requires_grad
+    assert leaf.grad_fn is None
+    assert gather(torch.nn.Parameter(torch.ones(2)), world).shape == (4,)
+    assert gather(torch.full((1,), 1j * rank).conj(), world).tolist() == [0, -1j]
+    assert gather({}, world) == {}
+    with torch.inference_mode():
+        assert gather(torch.full((9000,), rank), world).sum() == 9000  # grows the buffers in inference mode
+    assert gather(torch.full((9000,), rank), world).sum() == 9000
+    first = gather(torch.full((3,), rank), world)
+    gather(torch.full((3,), -1.0), world)
+    assert first.tolist() == [0, 0, 0, 1, 1, 1]  # the result is no view of a buffer
+
+
+def test_gather_of_scalars_gradients_views_and_inference_tensors() -> None:
+    """Semantics 17: a 0-d leaf gives N elements. Results are detached and stay what they were."""
+    run_ranks(gather_odd_ones)
+
+
+def test_a_world_of_one_copies_nothing() -> None:
+    """Semantics 17: a 0-d leaf gives one element, for N = 1 too."""
+    tensor = torch.zeros(2, 3)
+    batch = {"a": tensor, "b": [tensor]}
+    assert gather(batch, ALONE) is batch
+    assert gather(torch.tensor(3.0), ALONE).shape == (1,)
+    leaf = torch.ones(2, requires_grad=True)
+    result = gather(leaf, ALONE)
+    assert not result.requires_grad
+    assert result.data_ptr() == leaf.data_ptr()
+    assert reduce(tensor, ALONE).data_ptr() == tensor.data_ptr()
+    assert gather_objects([1], ALONE) == [1]
+    assert gather_objects((1,), ALONE) == [1]
+    assert broadcast_object(batch, ALONE) is batch
+
+
+def test_what_is_no_tensor_is_named_with_its_path() -> None:
+    with pytest.raises(
+        TypeError, match=r"gather\(\) takes tensors .*; data\['a'\]\[1\] is a str\. Use torch.tensor\(\.\.\.\)"
+    ):
+        gather({"a": [torch.zeros(1), "text"]}, ALONE)
+    with pytest.raises(TypeError, match=r"reduce\(\) takes tensors .*; data is a int.* gather_object\(\[\.\.\.\]\)"):
+        reduce(3, ALONE)
+    with pytest.raises(TypeError, match=r"layout torch.sparse_coo\. Pass data\.to_dense\(\)"):
+        gather(torch.eye(2).to_sparse(), ALONE)
+    with pytest.raises(TypeError, match=r"gather_object\(dict\): expected a list or a tuple.*Pass \[value\]"):
+        gather_objects({}, ALONE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"broadcast\(source=1\): the group has 1 ranks; choose one of 0 to 0"):
+        broadcast_object(1, ALONE, source=1)
+
+
+# ---------------------------------------------------------------------- one collective
+
+
+def count_in_a_loop() -> dict[str, list[int]]:
+    world = World.current()
+    logits, labels = torch.randn(32, 10), torch.arange(32)
+    large = torch.randn(300, 1000)
+    kinds: dict[str, Callable[[int], Any]] = {
+        "same": lambda step: gather((logits, labels), world),
+        "ragged": lambda step: gather((logits[: 32 - step % 3 - world.rank], labels), world),
+        "reduce": lambda step: reduce(labels, world, "mean"),
+        "objects": lambda step: gather_objects(["text"] * 3, world),
+        "broadcast": lambda step: broadcast_object({"seed": 7}, world),
+        "large": lambda step: gather(large, world),
+        "alternating": lambda step: gather(large, world) if step % 2 else reduce(labels, world),
+        "padded to other widths": lambda step: gather(torch.zeros(64, 100 + step), world),
+    }
+    counts = {}
+    for name, call in kinds.items():
+        counts[name] = [len(count_collectives(lambda step=step, call=call: call(step))[1]) for step in range(16)]
+    return counts
+
+
+def test_a_repeated_call_takes_exactly_one_collective() -> None:
+    """P7: exactly one collective per call in a steady loop, also where small and large calls alternate."""
+    for counts in run_ranks(count_in_a_loop):
+        assert {name: sum(steps[4:]) for name, steps in counts.items() if name != "padded to other widths"} == {
+            name: 12 for name in counts if name != "padded to other widths"
+        }
+        assert sum(counts["padded to other widths"]) <= 16 + 6  # the capacity grows by eighths
+        assert all(sum(steps[:4]) <= 4 + 2 for steps in counts.values())
+
+
+def capacities_after_one_large_call() -> list[int]:
+    world = World.current()
+    channel = world.channel()
+    sent: list[int] = []
+    original = dist.all_gather_single
+
+    def recording(output: Any, given: torch.Tensor, **kwargs: Any) -> Any:
+        sent.append(given.numel())
+        return original(output, given, **kwargs)
+
+    dist.all_gather_single = recording
+    try:
+        for _ in range(3):
+            reduce(torch.zeros(4), world)
+        gather(torch.zeros(1 << 20), world)
+        del sent[:]
+        for _ in range(12):
+            reduce(torch.zeros(4), world)
+    finally:
+        dist.all_gather_single = original
+    assert len(channel._frames) <= channel_module.KEPT_FRAMES
+    return sent
+
+
+def test_one_large_gather_does_not_make_later_calls_large() -> None:
+    for sent in run_ranks(capacities_after_one_large_call):
+        assert len(sent) == 12
+        assert sum(size > channel_module.GRAIN for size in sent) <= channel_module.MEMORY
+        assert set(sent[-4:]) == {channel_module.GRAIN}
+
+
+def huge_buffers_are_dropped() -> int:
+    world = World.current()
+    gather(torch.zeros(24 << 20, dtype=torch.uint8), world)
+    return sum(frame.received.numel() for frame in world.channel()._frames.values())
+
+
+def test_huge_buffers_are_not_kept() -> None:
+    for kept in run_ranks(huge_buffers_are_dropped):
+        assert kept < 1 << 20
+
+
+# ---------------------------------------------------------------------- reduce
+
+
+def reduce_many() -> None:
+    world = World.current()
+    rank = world.rank
+    for count in (3, 200_000):  # locally, and by all_reduce
+        values = torch.arange(count, dtype=torch.float32) + rank
+        total = 2 * torch.arange(count, dtype=torch.float32) + 1
+        kept = values.clone()
+        tree = {"f": values, "i": values.long(), "b": values.long() % 2 == 0, "h": (values % 100).bfloat16()}
+        summed = reduce(tree, world)
+        assert torch.equal(values, kept)
+        assert torch.equal(summed["f"], total)
+        assert torch.equal(summed["i"], total.long())
+        assert summed["i"].dtype == torch.int64
+        assert torch.equal(summed["b"], torch.ones(count, dtype=torch.int64))
+        assert summed["h"].dtype == torch.bfloat16
+        mean = reduce(tree, world, "mean")
+        assert torch.equal(mean["f"], total / 2)
+        assert torch.equal(mean["i"], total / 2)
+        assert mean["i"].dtype == torch.float32
+        assert torch.equal(mean["b"], torch.full((count,), 0.5))
+        largest = reduce(tree, world, "max")
+        assert torch.equal(largest["f"], values - rank + 1)
+        assert largest["b"].dtype == torch.bool
+        assert largest["b"].all()
+        scaled = reduce((values, values.long()), world, scale=0.5)
+        assert torch.equal(scaled[0], total / 2)
+        assert torch.equal(scaled[1], total / 2)
+        assert torch.equal(reduce(values + 1j, world), total + 2j)
+        assert not reduce(values.clone().requires_grad_(), world).requires_grad
+        assert torch.equal(reduce(values.reshape(1, -1).t(), world), total[:, None])
+    scalar = reduce(torch.tensor(rank + 1.0), world, "mean")
+    assert (scalar.shape, scalar.item()) == ((), 1.5)
+    assert reduce(torch.zeros(0), world).shape == (0,)
+    tree = {"x": "anything"}
+    assert reduce(tree, world, "none") is tree
+
+
+def test_reduce_sums_averages_and_leaves_its_input_alone() -> None:
+    """B2, semantics 17: every reduction, small and large, for every kind of dtype; `"none"` returns its input."""
+    run_ranks(reduce_many)
+
+
+def test_a_world_of_one_gives_the_dtypes_of_a_larger_one() -> None:
+    flags = torch.tensor([True, False])
+    assert reduce(flags, ALONE).dtype == torch.int64
+    assert reduce(flags, ALONE, "max").dtype == torch.bool
+    assert reduce(torch.tensor([3]), ALONE, "mean").dtype == torch.float32
+    assert reduce(torch.tensor([3]), ALONE, scale=0.5).item() == 1.5
+
+
+def test_an_unknown_reduction_is_an_error_with_the_list() -> None:
+    with pytest.raises(ValueError, match=r"reduction='avg'.*Choose one of 'sum', 'mean', 'max', 'none'"):
+        reduce(torch.zeros(1), ALONE, "avg")  # type: ignore[arg-type]
+
+
+def reduce_collectives() -> list[list[str]]:
+    world = World.current()
+    large = [torch.zeros(100_000), torch.zeros(100_000), torch.zeros(4, dtype=torch.int64)]
+    return [count_collectives(lambda tree=tree: reduce(tree, world))[1] for tree in (large[2], large)]
+
+
+def test_a_large_reduce_compares_headers_and_calls_all_reduce_once_per_dtype() -> None:
+    for small, large in run_ranks(reduce_collectives):
+        assert small == ["all_gather_single"]
+        assert large == ["all_gather_single", "all_reduce", "all_reduce"]
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def move_objects() -> None:
+    world = World.current()
+    mine = [{"id": world.rank, "text": "x" * 100 * world.rank}] * (world.rank + 1)
+    assert [item["id"] for item in gather_objects(mine, world)] == [0, 1, 1]
+    assert gather_objects((), world) == []
+    assert gather_objects([None] * world.rank, world) == [None]
+    assert gather_objects([torch.tensor([world.rank])], world) == [torch.tensor([0]), torch.tensor([1])]
+    for size in (10, 3_000_000):
+        obj = {"from": world.rank, "data": bytes(size)}
+        got = broadcast_object(obj, world, source=1)
+        assert got == {"from": 1, "data": bytes(size)}
+        assert (got is obj) == (world.rank == 1)
+    assert broadcast_object(None, world) is None
+
+
+def test_objects_are_gathered_and_broadcast() -> None:
+    """B2: lists of any length on each rank, empty ones too; objects larger than a message."""
+    run_ranks(move_objects)
+
+
+def in_pairs() -> list[Any]:
+    world = World.current()
+    pairs = [world.subgroup([0, 1]), world.subgroup([2, 3])]
+    group = pairs[world.rank // 2]
+    mine = torch.full((world.rank + 1,), world.rank)
+    return [
+        gather(mine, world, group).tolist(),
+        reduce(torch.tensor(world.rank), world, group=group).item(),
+        gather_objects([world.rank], world, group),
+        broadcast_object(world.rank, world, source=1, group=group),
+        gather(torch.tensor(world.rank), world).tolist(),
+    ]
+
+
+def test_groups_have_collectives_of_their_own() -> None:
+    results = run_ranks(in_pairs, 4)
+    assert results[0] == results[1] == [[0, 1, 1], 1, [0, 1], 1, [0, 1, 2, 3]]
+    assert results[2] == results[3] == [[2, 2, 2, 3, 3, 3, 3], 5, [2, 3], 3, [0, 1, 2, 3]]
+
+
+# ---------------------------------------------------------------------- mismatches
+
+
+def mismatched(first: bool, world: World, case: str) -> None:
+    """Calls something on rank 0 that does not fit what rank 1 calls."""
+    x, y = torch.zeros(4, 3), torch.zeros(4)
+    big = torch.zeros(300, 300)
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "structure": (lambda: gather({"a": x}, world), lambda: gather({"b": x}, world)),
+        "container": (lambda: gather((x, y), world), lambda: gather([x, y], world)),
+        "count": (lambda: gather((x, y), world), lambda: gather((x, y, y), world)),
+        "dtype": (lambda: gather((x, y), world), lambda: gather((x, y.long()), world)),
+        "trailing": (lambda: gather((x, y), world), lambda: gather((torch.zeros(4, 5), y), world)),
+        "dims": (lambda: gather(x, world), lambda: gather(y, world)),
+        "call": (lambda: gather(x, world), lambda: reduce(x, world)),
+        "large call": (lambda: gather(big, world), lambda: reduce(big, world)),
+        "reduction": (lambda: reduce(x, world), lambda: reduce(x, world, "mean")),
+        "scale": (lambda: reduce(x, world), lambda: reduce(x, world, scale=2.0)),
+        "shape": (lambda: reduce(x, world), lambda: reduce(x[:2], world)),
+        "small and large": (lambda: reduce(x, world), lambda: reduce(torch.zeros(400_000), world)),
+        "object": (lambda: gather(x, world), lambda: gather_objects(["a"], world)),
+        "large object": (lambda: gather(x, world), lambda: gather_objects(["a" * 100_000], world)),
+        "source": (lambda: broadcast_object(1, world, 0), lambda: broadcast_object(1, world, 1)),
+        "no tensor": (lambda: gather(x, world), lambda: gather("text", world)),
+        "no pickle": (lambda: gather_objects([1], world), lambda: gather_objects([lambda: 1], world)),
+        "meta": (lambda: gather(big, world), lambda: gather(big.to("meta"), world)),
+    }
+    calls[case][0 if first else 1]()
+
+
+CASES = (
+    *(
+        "structure",
+        "container",
+        "count",
+        "dtype",
+        "trailing",
+        "dims",
+        "call",
+        "large call",
+        "reduction",
+        "scale",
+        "shape",
+    ),
+    *("small and large", "object", "large object", "source", "no tensor", "no pickle", "meta"),
+)
+
+
+def raise_mismatches() -> dict[str, tuple[str, str, float]]:
+    world = World.current()
+    outcomes = {}
+    for case in CASES:
+        began = time.monotonic()
+        try:
+            mismatched(world.rank == 0, world, case)
+        except Exception as error:
+            outcomes[case] = (type(error).__name__, str(error), time.monotonic() - began)
+        gathered = gather(torch.full((2,), world.rank), world)  # and life goes on
+        assert gathered.tolist() == [0, 0, 1, 1]
+    return outcomes
+
+
+def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
+    """L8, semantics 17: another structure, dtype, dimension, call or option is an error with a table."""
+    first, second = run_ranks(raise_mismatches)
+    own = {"no tensor": "TypeError", "no pickle": ("AttributeError", "PicklingError"), "meta": "NotImplementedError"}
+    for case in CASES:
+        kind, text, seconds = first[case]
+        assert kind == CollectiveMismatchError.__name__, (case, first[case])
+        assert seconds < 5
+        if case in own:
+            assert second[case][0] in own[case], (case, second[case])
+            assert f"rank 1: {second[case][0]}" in text
+            assert "Correct the call on the ranks that show an error." in text
+        else:
+            assert second[case][:2] == (kind, text), case
+    assert "rank 0: gather: data[0]: float32[*, 3]; 1 alike on all ranks\n" in first["trailing"][1]
+    assert "rank 1: gather: data[0]: float32[*, 5]; 1 alike on all ranks\n" in first["trailing"][1]
+    assert [case for case in CASES if "pad_across_processes" in first[case][1]] == ["trailing"]
+    assert "different collectives" in first["call"][1]
+    assert "rank 1: reduce('sum'): data: float32[4, 3]" in first["call"][1]
+    assert "rank 1: gather: data[1]: int64[*]" in first["dtype"][1]
+    assert "rank 0: gather: tuple(*, *); 2 alike" in first["container"][1]
+    assert "rank 1: gather: list(*, *); 2 alike" in first["container"][1]
+    assert "rank 1: reduce('sum'): data: float32[2, 3]" in first["shape"][1]
+    assert "data is a str" in first["no tensor"][1]
+
+
+def both_wrong() -> str:
+    world = World.current()
+    with pytest.raises(TypeError) as caught:
+        gather(["one", 2.0][world.rank], world)
+    assert gather(torch.zeros(1), world).shape == (2,)
+    return str(caught.value)
+
+
+def test_each_rank_reports_its_own_mistake_when_all_make_one() -> None:
+    first, second = run_ranks(both_wrong)
+    assert "data is a str" in first
+    assert "data is a float" in second
+
+
+def test_the_table_joins_ranks_that_agree_and_is_short() -> None:
+    wide: list[Any] = [(f"data[{index}]", torch.float32, ["*", index]) for index in range(20)]
+    good = describe("gather", "tuple(...)", wide)
+    odd = describe("gather", "tuple(...)", [(path, torch.int64, sizes) for path, _, sizes in wide])
+    text = str(mismatch([good, good, good, odd, good]))
+    assert "rank 0, 1, 2, 4: gather: data[0]: float32[*, 0]" in text
+    assert "data[7]: int64[*, 7], and 12 more\n" in text
+    assert text.endswith(
+        "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
+    )
+    assert "rank 0-2: " in str(mismatch([good, good, good, odd]))
+    assert "a call that stands under a condition" in str(mismatch([good, describe("reduce('sum')")]))
+
+
+# ---------------------------------------------------------------------- packing
+
+
+leaves = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3).map(tuple))
+
+
+@given(specs=st.lists(leaves, max_size=5), data=st.data())
+def test_any_tensors_survive_packing(specs: list[Any], data: st.DataObject) -> None:
+    """The messages of two ranks are written, joined and read in one process."""
+    counts = st.lists(st.integers(0, 4) | st.just(300), min_size=len(specs), max_size=len(specs))
+    rows = [data.draw(counts), data.draw(counts)]
+    description = describe("gather", "", [("", dtype, ["*", *sizes]) for dtype, sizes in specs])
+    cpu = torch.device("cpu")
+    letters = [Letter(description, specs, rows[rank], cpu) for rank in range(2)]
+    assert letters[0].digest == letters[1].digest
+    tensors = [
+        [rows_of(rank, dtype, count, *sizes) for (dtype, sizes), count in zip(specs, rows[rank], strict=True)]
+        for rank in range(2)
+    ]
+    capacity = channel_module._rounded(max(letter.size for letter in letters))
+    frames = [channel_module._Frame(capacity, 2, cpu) for _ in range(2)]
+    views = [frame.write(letter, given) for frame, letter, given in zip(frames, letters, tensors, strict=True)]
+    frames[0].received.copy_(torch.cat([frame.sent for frame in frames]))
+    parts = frames[0].parts(letters[0], views[0].tolist())
+    for index in range(len(specs)):
+        for rank in range(2):
+            assert parts[index][rank].shape == tensors[rank][index].shape
+            assert torch.equal(parts[index][rank], tensors[rank][index])
+
+
+@given(st.integers(0, 1 << 40))
+def test_capacities_are_at_most_an_eighth_larger_than_needed(need: int) -> None:
+    capacity = channel_module._rounded(need)
+    assert need <= capacity <= max(need * 9 // 8, need + channel_module.GRAIN)
+    assert capacity % channel_module.GRAIN == 0
+
+
+def test_bytes_travel_as_tensors() -> None:
+    for content in (b"", b"abc"):
+        assert bytes(to_bytes(from_bytes(bytearray(content)))) == content
+
+
+def test_digests_do_not_depend_on_the_process() -> None:
+    """Python's own hash differs between processes; ours is computed from the text."""
+    letter = Letter(describe("gather"), [], [], torch.device("cpu"))
+    assert letter.digest == channel_module._digest(json.dumps({"call": "gather", "structure": "", "leaves": []}))
+    assert channel_module._digest("a") == int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little", signed=True)

@@ -1,0 +1,477 @@
+"""DDP on two real gloo ranks: what synchronises when, clipping, orphans, unused parameters, options."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_core import (
+    DDP,
+    Accelerator,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    NotInstalledError,
+    Precision,
+    PrecisionPolicy,
+)
+from accel_core.testing import RanksFailed, run_ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def rows(count: int = 16) -> torch.Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+
+
+def own(x: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+    """This rank's part of a global batch."""
+    return x.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def reference_gradients(x: torch.Tensor) -> list[torch.Tensor]:
+    model = net()
+    model(x).pow(2).mean().backward()
+    return gradients(model)
+
+
+def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(left, right, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------- synchronisation
+
+
+def synchronisation() -> dict[str, bool]:
+    accelerator = Accelerator()
+    x, found = rows(), {}
+    reference = reference_gradients(x)
+    model = accelerator.prepare(net())
+    loss = lambda: model(own(x, accelerator)).pow(2).mean()  # noqa: E731
+
+    accelerator.backward(loss())
+    found["a backward synchronises"] = close(gradients(model), reference)
+
+    model.zero_grad()
+    with accelerator.no_sync():
+        inside = loss()
+    accelerator.backward(inside)
+    found["a forward inside no_sync does not, wherever its backward runs"] = not close(gradients(model), reference)
+    accelerator.backward(loss())
+    twice = [2 * gradient for gradient in reference]
+    found["the next forward outside synchronises what is pending"] = close(gradients(model), twice)
+
+    model.zero_grad()
+    with accelerator.no_sync(model):
+        first, second = loss(), loss()
+    accelerator.backward(first)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    found["trigger_sync_in_backward synchronises what is pending"] = close(gradients(model), twice)
+    found["and leaves the model as it was"] = model.require_backward_grad_sync
+
+    frozen = accelerator.prepare(net().requires_grad_(False))
+    evaluated = accelerator.prepare_model(net(), evaluation_mode=True)
+    with accelerator.no_sync(frozen), accelerator.trigger_sync_in_backward(evaluated):
+        found["frozen and evaluated models are not wrapped, and fit in everywhere"] = (
+            not hasattr(frozen, "module") and not hasattr(evaluated, "module") and bool(frozen(x).isfinite().all())
+        )
+    found["the wrapper has the name that users know"] = type(model).__name__ == "DistributedDataParallel"
+    return found
+
+
+def test_where_the_forward_ran_decides_whether_a_backward_synchronises() -> None:
+    """Semantics 10."""
+    for found in run_ranks(synchronisation, 2):
+        assert [name for name, holds in found.items() if not holds] == []
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+def train(steps: int, accumulation: int, order: str, options: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    handlers = [DistributedDataParallelKwargs(**options)] if options else None
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation, kwargs_handlers=handlers)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    if order == "together":
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    elif order == "scheduler, optimizer, model":
+        scheduler, optimizer, model = accelerator.prepare(scheduler, optimizer, model)
+    elif order == "one by one, optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+        scheduler = accelerator.prepare(scheduler)
+    else:
+        model = accelerator.prepare(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer, scheduler = accelerator.prepare(optimizer, LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+    rates, norms = [], []
+    for step in range(steps):
+        for micro in rows().roll(step, 0).chunk(accumulation):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(own(micro, accelerator)).pow(2).mean())
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.05))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    weights = [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
+    return [*weights, torch.tensor(rates), torch.stack(norms)]
+
+
+ORDERS = ["together", "scheduler, optimizer, model", "one by one, optimizer first", "optimizer made after prepare"]
+
+
+def every_order() -> dict[str, list[torch.Tensor]]:
+    return {f"{order}, {accumulation}": train(3, accumulation, order) for order in ORDERS for accumulation in (1, 4)}
+
+
+def test_any_order_of_prepare_trains_alike_on_one_process_and_on_two() -> None:
+    """L1 (the LR trace), L5, L9 (the norm is that of one process)."""
+    alone = every_order()
+    reference = alone["together, 1"]
+    for results in (alone, *run_ranks(every_order, 2)):
+        for name, values in results.items():
+            assert close(values, reference), name
+
+
+def with_options() -> dict[str, list[torch.Tensor]]:
+    choices: dict[str, dict[str, Any]] = {
+        "static graph": {"static_graph": True},
+        "bucket view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+        "unused": {"find_unused_parameters": True},
+        "fp16": {"comm_hook": "fp16"},
+        "bf16": {"comm_hook": "bf16"},
+        "power_sgd": {
+            "comm_hook": "power_sgd",
+            "comm_wrapper": "bf16",
+            "comm_state_option": {"matrix_approximation_rank": 1},
+        },
+    }
+    return {name: train(2, 2, "together", options) for name, options in choices.items()}
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_the_options_and_hooks_of_ddp_train() -> None:
+    """D1: DDP with communication hooks. The static graph also under accumulation from the first iteration."""
+    exact = train(2, 2, "together")
+    for results in run_ranks(with_options, 2):
+        for name in ("static graph", "bucket view", "unused"):
+            assert close(results[name], exact), name
+        for name in ("fp16", "bf16", "power_sgd"):
+            assert torch.allclose(results[name][0], exact[0], atol=3e-2), name
+            assert not torch.equal(results[name][0], exact[0]), name
+
+
+def two_models() -> list[torch.Tensor]:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    generator, critic = accelerator.prepare(net(), nn.Sequential(nn.Linear(1, 1)))
+    g_optimizer = accelerator.prepare(torch.optim.SGD(generator.parameters(), lr=0.1))
+    c_optimizer = accelerator.prepare(torch.optim.SGD(critic.parameters(), lr=0.1))
+    for micro in rows().chunk(4):
+        x = own(micro, accelerator)
+        with accelerator.accumulate(generator, critic):
+            accelerator.backward(critic(generator(x).detach()).pow(2).mean())
+            c_optimizer.step()
+            c_optimizer.zero_grad()
+            accelerator.backward(generator(x).pow(2).mean())
+            g_optimizer.step()
+            g_optimizer.zero_grad()
+    return [parameter.detach().clone() for model in (generator, critic) for parameter in model.parameters()]
+
+
+def test_two_models_and_optimizers_accumulate_in_one_loop() -> None:
+    """L6."""
+    torch.manual_seed(0)
+    first, second = run_ranks(two_models, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---------------------------------------------------------------------- clipping
+
+
+def norms() -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = net()
+    model[0].requires_grad_(False)
+    model = accelerator.prepare(model)
+    x = rows()
+    found: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(own(x, accelerator)).pow(2).mean())
+            if not accelerator.sync_gradients:
+                before = gradients(model)
+                accelerator.clip_grad_norm_(model.parameters(), 1e-6)
+                accelerator.clip_grad_value_(model.parameters(), 1e-6)
+                found["clipping in an open window touches nothing"] = torch.tensor(close(before, gradients(model)))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found["list"] = accelerator.clip_grad_norm_(parameters, 1e9)
+    found["generator with a frozen backbone"] = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    found["subset"] = accelerator.clip_grad_norm_(parameters[:1], 1e9)
+    found["one parameter"] = accelerator.clip_grad_norm_(parameters[0], 1e9)
+    found["infinity norm"] = accelerator.clip_grad_norm_(parameters, 1e9, norm_type=float("inf"))
+    accelerator.clip_grad_value_(parameters, 0.01)
+    found["largest after clip_grad_value_"] = torch.stack([g.abs().max() for g in gradients(model)]).max()
+    return found
+
+
+def test_the_norm_is_that_of_one_process() -> None:
+    """L9."""
+    alone = norms()
+    for found in run_ranks(norms, 2):
+        assert found["clipping in an open window touches nothing"]
+        for name, norm in found.items():
+            torch.testing.assert_close(norm, alone[name], msg=name)
+
+
+# ---------------------------------------------------------------------- what is refused, on every rank
+
+
+def orphan() -> str:
+    accelerator = Accelerator()
+    model = accelerator.prepare(net())
+    accelerator.prepare(torch.optim.SGD(net().parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as raised:
+        accelerator.backward(model(rows(2)).mean())
+    return str(raised.value)
+
+
+def test_an_optimizer_of_another_model_is_refused_on_every_rank() -> None:
+    """L5; semantics 8."""
+    for message in run_ranks(orphan, 2):
+        assert "SGD holds parameters that belong to no prepared model: param_groups[0]['params'][0] (4, 3)" in message
+        assert "Pass their model to prepare()" in message
+
+
+def named_orphan() -> str:
+    accelerator = Accelerator()
+    accelerator.prepare(net())
+    optimizer = accelerator.prepare(torch.optim.SGD(net().named_parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as raised:
+        accelerator.forward_backward(net(), [rows(2)], lambda output, batch: (output.sum(), 1))
+    del optimizer
+    return str(raised.value)
+
+
+def test_orphans_are_called_by_their_names_where_the_optimizer_knows_them() -> None:
+    """L5."""
+    for message in run_ranks(named_orphan, 2):
+        assert "0.weight (4, 3), 0.bias (4,), 2.weight (1, 4)" in message
+
+
+class Partial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def unused() -> str:
+    accelerator = Accelerator()
+    model = accelerator.prepare(Partial())
+    accelerator.backward(model(rows(2)).mean())
+    with pytest.raises(RuntimeError) as raised:
+        model(rows(2))
+    return str(raised.value)
+
+
+def test_unused_parameters_are_named_with_the_option_to_set() -> None:
+    """L13."""
+    for message in run_ranks(unused, 2):
+        assert "2 parameters took no part in the loss" in message
+        assert "spare.weight, spare.bias" in message
+        assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in message
+
+
+def other_errors_of_a_forward() -> str:
+    model = Accelerator().prepare(net())
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 7))
+    return str(raised.value)
+
+
+def test_other_errors_of_a_forward_pass_through() -> None:
+    assert all("shapes cannot be multiplied" in message for message in run_ranks(other_errors_of_a_forward, 2))
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    spread = nn.Sequential(nn.Linear(1, 1))
+    spread[0].hf_device_map = {"a": 0, "b": 1}
+
+    class Odd(Precision):
+        policy = PrecisionPolicy(reduce=torch.float64)
+
+    for name, attempt in {
+        "single": lambda: Accelerator(strategy="single"),
+        "device map": lambda: Accelerator().prepare(spread),
+        "reduce dtype": lambda: Accelerator(mixed_precision=Odd()).prepare(net()),
+        "timeout": lambda: Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=5))]),
+    }.items():
+        try:
+            attempt()
+        except Exception as error:  # noqa: BLE001
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_what_cannot_work_is_refused_on_every_rank() -> None:
+    """Semantics 13 (device map); design section 4 (a strategy that cannot honour a policy raises)."""
+    for found in run_ranks(refusals, 2):
+        assert "started 2 processes, which would train 2 separate models" in found["single"]
+        assert "is spread over several devices by its hf_device_map, and 2 processes were started" in found["device map"]
+        assert "asks for gradients that travel as torch.float64, but DDP has comm_hook='no'" in found["reduce dtype"]
+        assert "WorldError" in found["timeout"]
+
+
+def loader_without_a_plugin() -> str:
+    from accel_core.defaults import CoreDefaults
+    from accel_core.feed import Feed
+    from accel_core.layout import Shard
+
+    with pytest.raises(NotInstalledError) as raised:
+        CoreDefaults().prepare_loader(torch.utils.data.DataLoader(range(4)), Shard(0, 2), Feed(), None)  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+def test_a_loader_without_a_loader_plugin_is_refused_in_a_larger_world() -> None:
+    message = loader_without_a_plugin()
+    assert "all of them would read the same batches. Type `pip install accel-data`" in message
+
+
+def a_rank_fails() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(net())
+    if accelerator.process_index == 1:
+        raise ValueError("bad sample 17")
+    accelerator.backward(model(rows(2)).mean())
+
+
+def test_the_first_cause_stands_in_the_failure() -> None:
+    with pytest.raises(RanksFailed, match="bad sample 17"):
+        run_ranks(a_rank_fails, 2)
+
+
+# ---------------------------------------------------------------------- groups, devices, ends
+
+
+def timeouts() -> list[timedelta]:
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
+    model = accelerator.prepare(net())
+    group = model.process_group
+    return [accelerator._world.timeout, group._get_backend(torch.device("cpu")).options._timeout]
+
+
+def test_the_timeout_asked_for_is_that_of_the_group_that_trains() -> None:
+    """L12."""
+    for found in run_ranks(timeouts, 2):
+        assert found == [timedelta(seconds=77)] * 2
+
+
+def world_under_cpu() -> tuple[int, str, bool]:
+    accelerator = Accelerator(cpu=True)
+    return accelerator.num_processes, accelerator.device.type, accelerator.use_distributed
+
+
+def test_cpu_chooses_the_device_and_not_the_number_of_processes() -> None:
+    """L10; semantics 6."""
+    assert run_ranks(world_under_cpu, 2) == [(2, "cpu", True)] * 2
+
+
+class LowCompute(Precision):
+    policy = PrecisionPolicy(compute=torch.bfloat16, reduce=torch.bfloat16, output=torch.float32)
+
+
+def policy_under_ddp() -> list[torch.dtype]:
+    accelerator = Accelerator(mixed_precision=LowCompute())
+    seen: list[torch.dtype] = []
+    module = net()
+    module.register_forward_hook(lambda model, args, output: seen.append(output.dtype))
+    model = accelerator.prepare(module)
+    output = model(rows(2))
+    accelerator.backward(output.mean())
+    return [*seen, output.dtype, gradients(model)[0].dtype]
+
+
+def test_a_policy_holds_under_ddp() -> None:
+    """L11; semantics 15."""
+    for dtypes in run_ranks(policy_under_ddp, 2):
+        assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def compiled() -> tuple[bool, list[torch.Tensor]]:
+    accelerator = Accelerator(dynamo_backend="aot_eager")
+    model = accelerator.prepare(net())
+    accelerator.backward(model(own(rows(), accelerator)).pow(2).mean())
+    names = accelerator.get_state_dict(model)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0 and "0.weight" in names, gradients(model)
+
+
+def test_compiled_models_train_under_ddp() -> None:
+    """Semantics 14."""
+    reference = reference_gradients(rows())
+    for was_compiled, found in run_ranks(compiled, 2, timeout=120):
+        assert was_compiled
+        assert close(found, reference)
+
+
+def lives() -> list[bool]:
+    gone = []
+    for _ in range(3):
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        module = net()
+        model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for micro in rows(4).chunk(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(micro).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        references = [weakref.ref(each) for each in (accelerator, module, model, optimizer)]
+        del accelerator, module, model, optimizer, micro
+        gc.collect()
+        gone += [reference() is None for reference in references]
+    gone.append(dist.is_initialized())
+    accelerator = Accelerator()
+    other = Accelerator()
+    accelerator.end_training()
+    gone.append(dist.is_initialized())  # somebody else still lives
+    other.end_training()
+    gone.append(not dist.is_initialized())
+    return gone
+
+
+def test_everything_dies_with_its_last_reference_and_the_group_with_its_last_user() -> None:
+    """L14; semantics 26 (end_training)."""
+    for gone in run_ranks(lives, 2):
+        assert all(gone), gone
+
+
+def test_an_object_passed_as_strategy_is_used_as_it_is() -> None:
+    assert run_ranks(object_strategy, 2) == [3.0, 3.0]
+
+
+def object_strategy() -> float:
+    model = Accelerator(strategy=DDP(bucket_cap_mb=3)).prepare(net())
+    return model.bucket_bytes_cap / 2**20

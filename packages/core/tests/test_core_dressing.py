@@ -1,0 +1,67 @@
+"""Dressing an object in place: identity, names, copies and pickles stay what they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import torch
+from torch import nn
+
+from accel_core.dressing import Dress, dress, undress
+
+
+class Louder(Dress):
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return super().__call__(*args, **kwargs) * 10  # type: ignore[misc]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def test_the_class_keeps_its_name_and_the_object_its_identity() -> None:
+    net = Net()
+    assert dress(net, Louder) is net
+    assert (type(net).__name__, type(net).__qualname__, type(net).__module__) == ("Net", "Net", Net.__module__)
+    assert isinstance(net, Net)
+    assert net(torch.tensor(2.0)) == 20
+
+
+def test_one_class_is_made_per_class_and_dies_with_its_last_object() -> None:
+    first, second = dress(Net(), Louder), dress(Net(), Louder)
+    assert type(first) is type(second)
+    made = weakref.ref(type(first))
+    del first, second
+    gc.collect()
+    assert made() is None
+
+
+def test_dressing_twice_is_once_and_undressing_gives_the_class_back() -> None:
+    net = dress(dress(Net(), Louder), Louder)
+    assert net(torch.tensor(1.0)) == 10
+    assert type(undress(net, Louder)) is Net
+    assert net(torch.tensor(1.0)) == 1
+
+
+def test_a_deep_copy_is_dressed_and_runs_its_own_weights() -> None:
+    """L14: a wrapper on `forward` makes a copy run the original's weights."""
+    net = dress(Net(), Louder)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin.weight.fill_(3.0)
+    assert twin(torch.tensor(1.0)) == 30
+    assert net(torch.tensor(1.0)) == 10
+
+
+def test_a_pickle_is_dressed_when_it_is_read() -> None:
+    """L14."""
+    net = pickle.loads(pickle.dumps(dress(Net(), Louder)))
+    assert net(torch.tensor(2.0)) == 20

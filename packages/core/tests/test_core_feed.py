@@ -1,0 +1,88 @@
+"""The feed: which iterator counts, in every kind of loop."""
+
+from __future__ import annotations
+
+import gc
+
+from accel_core.feed import Feed, Rows
+
+
+def test_an_iterator_that_advanced_reports_what_remains() -> None:
+    feed = Feed()
+    passage = feed.enter()
+    passage.advance(3)
+    assert feed.begin_step() == 3
+
+
+def test_an_idle_iterator_says_nothing() -> None:
+    feed = Feed()
+    passage = feed.enter()
+    passage.advance(0)
+    assert feed.begin_step() == 0
+    assert feed.begin_step() is None  # it stands at its end, but did not advance since
+
+
+def test_zipped_iterators_end_with_the_shorter_one() -> None:
+    feed = Feed()
+    longer, shorter = feed.enter(), feed.enter()
+    longer.advance(9)
+    shorter.advance(1)
+    longer.advance(8)
+    shorter.advance(0)
+    assert feed.begin_step() == 0
+
+
+def test_advancing_forgets_an_iterator_that_was_entered_later_and_left_behind() -> None:
+    """L3: an evaluation loop that was broken out of, its iterator still referenced."""
+    feed = Feed()
+    training = feed.enter()
+    training.advance(5, Rows(4, 4))
+    evaluation = feed.enter()
+    evaluation.advance(0, Rows(2, 1))
+    training.advance(4, Rows(4, 4))
+    assert feed.begin_step() == 4
+    assert feed.current_rows() == Rows(4, 4)
+    evaluation.leave()
+    assert feed.begin_step() is None
+
+
+def test_an_iterator_that_died_is_forgotten() -> None:
+    """L3: a loop that was broken out of on its last batch must not close every later window."""
+    feed = Feed()
+    passage = feed.enter()
+    passage.advance(0)
+    del passage
+    gc.collect()
+    assert feed.begin_step() is None
+
+
+def test_metrics_refer_to_the_innermost_live_iterator() -> None:
+    """Semantics 18."""
+    feed = Feed()
+    outer, inner = feed.enter(), feed.enter()
+    outer.advance(1, Rows(8, 8))
+    inner = feed.enter()
+    inner.advance(1, Rows(3, 2))
+    assert feed.current_rows() == Rows(3, 2)
+    inner.leave()
+    assert feed.current_rows() == Rows(8, 8)
+
+
+def test_metrics_refer_to_a_batch_whose_iterator_is_dead() -> None:
+    """Semantics 18: `gather_for_metrics(next(iter(loader)))`."""
+    feed = Feed()
+    passage = feed.enter()
+    passage.advance(0, Rows(5, 4))
+    passage.leave()
+    assert feed.current_rows() == Rows(5, 4)
+
+
+def test_an_iterator_that_was_forgotten_comes_back_when_it_advances() -> None:
+    feed = Feed()
+    outer = feed.enter()
+    outer.advance(7)
+    inner = feed.enter()
+    inner.advance(3)
+    outer.advance(6)
+    inner.advance(2)
+    assert feed.begin_step() == 2

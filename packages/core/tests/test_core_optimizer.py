@@ -1,0 +1,341 @@
+"""Gated optimizers and schedulers: held back while a window is open, and otherwise what they were."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from accel_core import SKIPPED, Accelerator, GradientAccumulationPlugin, Precision, hookimpl
+
+
+def line() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(2, 1, bias=False)
+
+
+X = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [2.0, 2.0]])
+
+
+def reference_step(batches: list[torch.Tensor], lr: float = 0.1) -> torch.Tensor:
+    model = line()
+    (sum(model(x).pow(2).mean() for x in batches) / len(batches)).backward()  # type: ignore[union-attr]
+    with torch.no_grad():
+        return model.weight - lr * model.weight.grad  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("zero_grad", ["first in the body", "last in the body", "before accumulate", "after accumulate"])
+def test_zero_grad_may_stand_anywhere_in_the_body(zero_grad: str) -> None:
+    """Semantics 11."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in X[:2]:
+        if zero_grad == "before accumulate":
+            optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            if zero_grad == "first in the body":
+                optimizer.zero_grad()
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            if zero_grad == "last in the body":
+                optimizer.zero_grad()
+        if zero_grad == "after accumulate":
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, reference_step([X[0], X[1]]))
+
+
+def test_a_step_outside_the_block_waits_for_the_window_too() -> None:
+    """Semantics 9, 11: scripts place `optimizer.step()` and tests of `sync_gradients` behind the block."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert accelerator.sync_gradients
+    steps = []
+    for x in X[:2]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(accelerator.sync_gradients)
+    assert steps == [False, True]
+    torch.testing.assert_close(model.weight, reference_step([X[0], X[1]]))
+
+
+def test_gradients_are_dropped_when_the_step_of_a_closing_window_is_left_out() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for index, x in enumerate(X):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            if index >= 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, reference_step([X[2], X[3]]))
+
+
+def test_outside_accumulate_everything_acts_and_backward_divides() -> None:
+    """Semantics 9: outside `accumulate`, `backward` divides by `gradient_accumulation_steps`."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(X[0]).pow(2).mean())
+    accelerator.backward(model(X[1]).pow(2).mean())
+    optimizer.step()
+    torch.testing.assert_close(model.weight, reference_step([X[0], X[1]]))
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_plain_backward_trains_where_nothing_is_scaled() -> None:
+    """Semantics 9."""
+    accelerator = Accelerator()
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with accelerator.accumulate(model):
+        model(X[0]).pow(2).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight, reference_step([X[0]]))
+
+
+def test_a_plain_backward_under_accumulation_is_refused_at_the_step() -> None:
+    """Semantics 11."""
+    accelerator = Accelerator(gradient_accumulation_steps=1 + 1)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(
+        RuntimeError,
+        match=r"step\(\) was called, but no accelerator.backward\(loss\) ran in this window of 2 micro-batches: .*"
+        r"Replace loss.backward\(\) by accelerator.backward\(loss\)",
+    ):
+        for x in X[:2]:
+            with accelerator.accumulate(model):
+                model(x).pow(2).mean().backward()
+                optimizer.step()
+
+
+def test_a_closure_runs_its_own_backward() -> None:
+    accelerator = Accelerator()
+    model = line()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(X).pow(2).mean()
+        accelerator.backward(loss)
+        return loss
+
+    before = model(X).pow(2).mean().item()
+    assert optimizer.step(closure) is not None
+    assert model(X).pow(2).mean().item() < before
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "scheduler first", "scheduler built after prepare"])
+def test_schedulers_and_optimizers_in_any_order(order: str) -> None:
+    """Semantics 8, 12: LR schedulers capture `optimizer.step` when they are built, and look for their mark on it."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    if order == "scheduler built after prepare":
+        optimizer = accelerator.prepare(optimizer)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    else:
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    objects = [optimizer, scheduler] if order == "optimizer first" else [scheduler, optimizer]
+    for each in objects:
+        accelerator.prepare(each)
+    model = accelerator.prepare(model)
+    rates = []
+    for x in [*X, *X]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == pytest.approx([1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 4, 1 / 4, 1 / 5])
+
+
+def test_the_scheduler_state_holds_nothing_of_ours_and_resumes_in_a_bare_one() -> None:
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(line().parameters(), lr=1.0)
+    bare = LambdaLR(torch.optim.SGD(line().parameters(), lr=1.0), lambda step: 1.0)
+    scheduler = accelerator.prepare(LambdaLR(optimizer, lambda step: 1.0))
+    assert scheduler.state_dict().keys() == bare.state_dict().keys()
+    assert isinstance(scheduler, LambdaLR)
+
+
+def drive(accelerator: Accelerator, make_scheduler: Any, batches: int) -> list[float]:
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = make_scheduler(optimizer)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for index in range(batches):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X[index % 4]).pow(2).mean() * 0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return [scheduler.last_epoch]
+
+
+def counting(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_adjust_scheduler_given_explicitly_advances_by_micro_batches() -> None:
+    """Semantics 12."""
+    plain = GradientAccumulationPlugin(num_steps=4)
+    adjusted = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
+    assert drive(Accelerator(gradient_accumulation_plugin=plain), counting, 8) == [2]
+    assert drive(Accelerator(gradient_accumulation_plugin=adjusted), counting, 8) == [8]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch's own remark on what this test does
+def test_step_scheduler_with_optimizer_false_is_never_held_back() -> None:
+    """Semantics 12."""
+    accelerator = Accelerator(gradient_accumulation_steps=4, step_scheduler_with_optimizer=False)
+    assert drive(accelerator, counting, 8) == [8]
+
+
+def test_repeated_steps_do_not_run_over_the_end_of_a_schedule() -> None:
+    """Semantics 12."""
+    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+        return OneCycleLR(optimizer, max_lr=1.0, total_steps=6)
+
+    assert drive(Accelerator(gradient_accumulation_plugin=plugin), one_cycle, 8) == [5]
+
+
+def test_a_scheduler_that_takes_a_metric_gets_it() -> None:
+    accelerator = Accelerator()
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for _ in range(3):
+        accelerator.backward(model(X).pow(2).mean())
+        optimizer.step()
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_prepared_optimizer_pickles_and_copies_as_an_ordinary_one() -> None:
+    """L14: copies have the state, and belong to no Accelerator."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.1))
+    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert type(twin) is torch.optim.Adam
+        assert twin.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+        assert "_accel_gate" not in vars(twin)
+
+
+class Scaling(Precision):
+    """Loss scaling as torch does it: the scaler itself calls `optimizer.step()`."""
+
+    def __init__(self, scale: float = 1024.0) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        self.unscaled = 0
+
+    @hookimpl
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.scaler.scale(loss)
+
+    @hookimpl
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.unscaled += 1
+        self.scaler.unscale_(optimizer)
+
+    @hookimpl
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> Any:
+        before = self.scaler.get_scale()
+        result = self.scaler.step(optimizer)
+        self.scaler.update()
+        return SKIPPED if self.scaler.get_scale() < before else result
+
+
+def test_a_scaler_that_calls_step_reaches_the_optimizers_own() -> None:
+    """Semantics 11, 13."""
+    accelerator = Accelerator(mixed_precision=Scaling(), gradient_accumulation_steps=2)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in X[:2]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, reference_step([X[0], X[1]]))
+
+
+def test_unscaling_twice_is_once_and_clipping_unscales_first() -> None:
+    """Semantics 13."""
+    precision = Scaling()
+    accelerator = Accelerator(mixed_precision=precision)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(X[0]).pow(2).mean())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    accelerator.unscale_gradients()
+    accelerator.unscale_gradients(optimizer)
+    assert precision.unscaled == 1
+    bare = line()
+    bare(X[0]).pow(2).mean().backward()
+    torch.testing.assert_close(norm, bare.weight.grad.norm())  # type: ignore[union-attr]
+    optimizer.step()
+    accelerator.backward(model(X[0]).pow(2).mean())
+    accelerator.unscale_gradients(optimizer)
+    assert precision.unscaled == 2
+
+
+def test_an_overflow_holds_the_scheduler_back_and_is_reported() -> None:
+    """Semantics 12; A2 `optimizer_step_was_skipped`."""
+    accelerator = Accelerator(mixed_precision=Scaling())
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    before = model.weight.detach().clone()
+    accelerator.backward(model(X[0]).sum() * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert scheduler.last_epoch == 0
+    torch.testing.assert_close(model.weight.detach(), before)
+    optimizer.zero_grad()
+    accelerator.backward(model(X[0]).sum())
+    optimizer.step()
+    scheduler.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert scheduler.last_epoch == 1
+
+
+def test_a_plain_backward_under_a_scaler_is_refused_at_the_step() -> None:
+    """Semantics 11."""
+    accelerator = Accelerator(mixed_precision=Scaling())
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(X[0]).pow(2).mean().backward()
+    with pytest.raises(RuntimeError, match=r"no accelerator.backward\(loss\) ran since its last step"):
+        optimizer.step()
+
+
+def test_unscaling_an_optimizer_that_is_not_prepared_is_refused() -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match=r"given a SGD that is not prepared. Pass it to prepare\(\) first"):
+        accelerator.unscale_gradients(torch.optim.SGD(line().parameters(), lr=0.1))

@@ -1,0 +1,219 @@
+"""`BatchSamplerShard`: one process's part of what any batch sampler yields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any, TypeVar
+
+from torch.utils.data import BatchSampler, Sampler
+
+from accel_core.feed import Rows
+from accel_core.loading import length_of, looked_ahead
+from accel_data.parts import Parts
+
+T = TypeVar("T")
+Indices = list[int]
+Part = tuple[Indices, Rows]
+
+
+class BatchSamplerShard(Sampler[Indices]):
+    """Wraps a batch sampler to yield the index batches of one process.
+
+    Without `split_batches`, `num_processes` consecutive batches make a global step, and each process gets one of them;
+    with it, a batch is a global step, and each process gets an equal piece. With `drop_last=True` (an attribute of the
+    batch sampler), an incomplete last step is left out on all processes.
+
+    Batches are never lost. If their sizes vary, whether or not the batch sampler has a `batch_size`, they are handed out
+    as they come, and whole first batches fill the last step. A single process gets what the batch sampler yields.
+
+    Args:
+        batch_sampler: any iterable of lists of indices. Every process must see the same ones.
+        num_processes: how many processes share them.
+        process_index: which of them this is.
+        split_batches: whether a batch is cut in pieces, or given to one process whole.
+        even_batches: whether an incomplete last step is filled from the start of the epoch, so that all processes get as
+            many batches, all of one size. Otherwise the last batch may be short, and a process may get one batch less.
+
+    Raises:
+        ValueError: for a process that does not exist; with `split_batches`, for a batch sampler without a `batch_size`,
+            or with one that the number of processes does not divide, and, when iterated, for batches of another size.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        if num_processes < 1 or not 0 <= process_index < num_processes:
+            raise ValueError(
+                f"BatchSamplerShard(num_processes={num_processes}, process_index={process_index}) names no process: "
+                f"process_index must be at least 0 and below num_processes."
+            )
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        if split_batches:
+            self._check_divisible()
+
+    @property
+    def batch_size(self) -> int | None:
+        """The `batch_size` of the batch sampler; None if it has none."""
+        size = getattr(self.batch_sampler, "batch_size", None)
+        return None if size is None else int(size)
+
+    @property
+    def drop_last(self) -> bool:
+        """The `drop_last` of the batch sampler; False if it has none."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the batch sampler and its sampler, where they take it."""
+        for target in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            forward = getattr(target, "set_epoch", None)
+            if forward is not None:
+                forward(epoch)
+
+    def __len__(self) -> int:
+        """The number of batches of this process.
+
+        It is an upper bound with `split_batches=True, even_batches=False` and a batch sampler of the user's own, for what
+        its last batch holds is not known beforehand.
+
+        Raises:
+            TypeError: if the batch sampler has no length.
+        """
+        parts = self.parts()
+        if parts is not None:
+            return len(parts)
+        batches = length_of(self.batch_sampler)
+        if batches is None:
+            raise TypeError(
+                f"The number of batches was asked for, but {type(self.batch_sampler).__name__} has no length. Give it a "
+                f"__len__ that returns the number of batches over all processes, or iterate without asking."
+            )
+        if self.split_batches or self.num_processes == 1:
+            return batches
+        if self.drop_last:
+            return batches // self.num_processes
+        first = 0 if self.even_batches else self.process_index
+        return math.ceil(max(batches - first, 0) / self.num_processes)
+
+    def __iter__(self) -> Iterator[Indices]:
+        for indices, _ in self.rows():
+            yield indices
+
+    def parts(self) -> Parts | None:
+        """The arithmetic of this shard, where batches are known to be cut from a sampler with a length."""
+        if type(self.batch_sampler) is not BatchSampler:
+            return None
+        total = length_of(self.batch_sampler.sampler)
+        if total is None:
+            return None
+        size, count = self.batch_sampler.batch_size, self.num_processes
+        part = size // count if self.split_batches else size
+        return Parts(total, part, self.process_index, count, self.drop_last, self.even_batches)
+
+    def rows(self) -> Iterator[Part]:
+        """The index batches of this process, each with its number of rows and of real ones among them."""
+        if self.num_processes == 1:
+            return (_real(batch) for batch in map(list, self.batch_sampler))
+        return self._pieces() if self.split_batches else self._whole_batches()
+
+    def _whole_batches(self) -> Iterator[Part]:
+        """A step is `num_processes` batches."""
+        count, index, size = self.num_processes, self.process_index, self.batch_size
+        regular = size is not None  # until a batch of another size turns up before the end
+        head: list[Indices] = []
+        for step, last in _with_last(_grouped(map(list, self.batch_sampler), count)):
+            head = head or step
+            short = step[-1] if last else []
+            regular = (
+                size is not None and regular and all(len(b) == size or (b is short and len(b) < size) for b in step)
+            )
+            if len(step) == count and (not regular or len(step[-1]) == size):
+                yield _real(step[index])
+            elif self.drop_last:
+                return
+            elif not self.even_batches:
+                if index < len(step):
+                    yield _real(step[index])
+            elif regular and size is not None:
+                yield _filled(list(chain(*step)), list(chain(*head)), size, index)
+            elif index < len(step):
+                yield _real(step[index])
+            else:
+                batch = next(islice(cycle(head), index - len(step), None))
+                yield batch, Rows(len(batch), 0)
+
+    def _pieces(self) -> Iterator[Part]:
+        """A step is one batch."""
+        size = self.batch_size
+        assert size is not None
+        part, index = size // self.num_processes, self.process_index
+        head: Indices = []
+        for batch, last in _with_last(map(list, self.batch_sampler)):
+            head = head or batch
+            piece = batch[index * part : (index + 1) * part]
+            if len(batch) == size:
+                yield _real(piece)
+            elif not last or len(batch) > size:
+                raise ValueError(
+                    f"split_batches=True needs batches of one size, but {type(self.batch_sampler).__name__} says "
+                    f"batch_size={size} and yielded a batch of {len(batch)}. Use split_batches=False, which hands out "
+                    f"batches of varying sizes whole."
+                )
+            elif self.drop_last:
+                return
+            elif self.even_batches:
+                yield _filled(batch, head, part, index)
+            elif piece:
+                yield _real(piece)
+
+    def _check_divisible(self) -> None:
+        size = self.batch_size
+        if size is None:
+            raise ValueError(
+                f"split_batches=True cuts each batch into {self.num_processes} equal pieces, but "
+                f"{type(self.batch_sampler).__name__} has no batch_size, so its batches may vary. Use "
+                f"split_batches=False, which hands out batches of varying sizes whole."
+            )
+        if size % self.num_processes:
+            raise ValueError(
+                f"split_batches=True cuts each batch into {self.num_processes} equal pieces, but batch_size={size} is not "
+                f"a multiple of {self.num_processes}. Use batch_size={_next_multiple(size, self.num_processes)}, or "
+                f"split_batches=False."
+            )
+
+
+def _real(batch: Indices) -> Part:
+    return batch, Rows(len(batch), len(batch))
+
+
+def _filled(samples: Indices, head: Indices, part: int, index: int) -> Part:
+    """The part of one process in the last step, filled from the first samples of the epoch, over and over if need be."""
+    start = index * part
+    indices = list(islice(chain(samples, cycle(head)), start, start + part))
+    return indices, Rows(part, min(max(len(samples) - start, 0), part))
+
+
+def _grouped(items: Iterable[T], count: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while group := list(islice(iterator, count)):
+        yield group
+
+
+def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last."""
+    for item, following in looked_ahead(items, 1):
+        yield item, not following
+
+
+def _next_multiple(size: int, count: int) -> int:
+    return -(-size // count) * count

@@ -1,0 +1,34 @@
+"""Sharded loaders on real ranks: a generator of the user's is shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from accel_core.feed import Feed
+from accel_core.layout import Shard
+from accel_core.testing.ranks import run_ranks
+from accel_core.world import World
+from accel_data import Sharded
+
+
+def epochs_with_generators_that_differ(workers):
+    world = World.current(cpu=True)
+    generator = torch.Generator().manual_seed(10 + world.rank)
+    sampler = SubsetRandomSampler(range(10), generator=generator)
+    loader = DataLoader(range(10), batch_size=2, sampler=sampler, num_workers=workers)
+    prepared = Sharded().prepare_loader(loader, Shard(world.rank, world.size), Feed(), None, 0)
+    return [[batch.tolist() for batch in prepared] for _ in range(2)], generator.get_state()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_ranks_use_rank_zeros_generator(workers):
+    """Semantics 21: all ranks get rank 0's state of a generator that the user handed in, once per iteration."""
+    (first, state), (second, other) = run_ranks(epochs_with_generators_that_differ, 2, workers)
+    expected = SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(10))
+    for epoch in range(2):
+        order = [i for step in zip(first[epoch], second[epoch], strict=True) for part in step for i in part]
+        assert order[:10] == list(expected)
+    assert torch.equal(state, other)

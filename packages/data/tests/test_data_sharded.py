@@ -1,0 +1,567 @@
+"""Sharded loaders: order, epochs, padding, what survives, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from accel_core.feed import Feed, Rows
+from accel_core.layout import Shard
+from accel_data import Sharded, ShardedLoader
+
+
+def prepare(loader, rank=0, ranks=1, *, feed=None, seed=0, device=None, **options):
+    return Sharded(**options).prepare_loader(loader, Shard(rank, ranks), feed or Feed(), device, seed)
+
+
+def ids(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def flat(batches):
+    return list(itertools.chain(*batches))
+
+
+def global_order(make, ranks, *, epochs=1, seed=0, **options):
+    """The real samples of each epoch, rank after rank within each step."""
+    orders = [[] for _ in range(epochs)]
+    feeds = [Feed() for _ in range(ranks)]
+    loaders = [prepare(make(), r, ranks, feed=feeds[r], seed=seed, **options) for r in range(ranks)]
+    for order in orders:
+        for step in itertools.zip_longest(*loaders):
+            for feed, batch in zip(feeds, step, strict=True):
+                order += [] if batch is None else batch.tolist()[: feed.current_rows().real]
+    return orders
+
+
+class Evens(Sampler):
+    """A sampler of the user's own, that takes no generator."""
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return iter(range(0, 10, 2))
+
+
+class Told(Dataset):
+    """Remembers the epochs that it was told."""
+
+    def __init__(self, count=6):
+        self.count = count
+        self.told = []
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return index
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.initial_seed(), random.getrandbits(40), torch.randint(2**40, ()).item()])
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise LookupError("broken sample")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Triples:
+    """A batch sampler without a length."""
+
+    batch_size = 3
+
+    def __init__(self, count=10):
+        self.count = count
+        self.asked = 0
+
+    def __iter__(self):
+        for start in range(0, self.count, 3):
+            self.asked += 1
+            yield list(range(start, min(start + 3, self.count)))
+
+
+class WeirdLoader(DataLoader):
+    """A subclass with an attribute and an __iter__ of its own."""
+
+    def __init__(self, *args, flavour="none", repeat=1, keep=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.flavour = flavour
+        self.repeat = repeat
+        self.keep = keep
+
+    def __iter__(self):
+        for batch in itertools.islice(super().__iter__(), self.keep):
+            for _ in range(self.repeat):
+                yield batch + 100
+
+
+# ---- order
+
+
+def test_a_shuffled_order_is_a_function_of_seed_and_epoch():
+    """D4: it differs by epoch and by seed, and is the same in another run."""
+    make = lambda: DataLoader(range(50), batch_size=4, shuffle=True)
+    [first, second] = global_order(make, 1, epochs=2)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second != list(range(50))
+    assert global_order(make, 1, epochs=2) == [first, second]
+    assert global_order(make, 1, seed=1) != [first]
+
+
+@pytest.mark.parametrize("make_sampler", [
+    lambda: RandomSampler(range(30)),
+    lambda: RandomSampler(range(30), num_samples=17),
+    lambda: RandomSampler(range(30), num_samples=70),
+    lambda: RandomSampler(range(30), replacement=True, num_samples=45),
+    lambda: WeightedRandomSampler(torch.arange(1.0, 31.0), 40),
+    lambda: SubsetRandomSampler(range(3, 24)),
+    lambda: Evens(),
+])  # fmt: skip
+@pytest.mark.parametrize("split", [False, True])
+def test_the_order_is_the_same_on_any_number_of_ranks(make_sampler, split):
+    """D4, design 7: on one, two and four ranks, for every kind of sampler; its number of samples is honoured."""
+    size = 4 if split else 2
+    make = lambda: DataLoader(range(30), batch_size=size, sampler=make_sampler())
+    one, two, four = (global_order(make, ranks, epochs=2, split_batches=split) for ranks in (1, 2, 4))
+    assert one == two == four
+    assert len(one[0]) == len(make_sampler())
+    assert one[0] != one[1] or type(make_sampler()) is Evens
+
+
+def test_draws_without_replacement_use_every_sample_equally_often():
+    [order] = global_order(lambda: DataLoader(range(10), sampler=RandomSampler(range(10), num_samples=25)), 1)
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert len(set(order[20:])) == 5
+
+
+def test_the_users_own_random_calls_change_nothing():
+    """D4: whatever is drawn between batches and epochs, the order is the same."""
+    loader = prepare(DataLoader(range(20), batch_size=3, shuffle=True))
+    expected = [ids(loader), ids(loader)]
+    loader.set_epoch(0)
+    torch.manual_seed(999)
+    found = []
+    for _ in range(2):
+        found.append([])
+        for batch in loader:
+            torch.rand(7)
+            random.random()
+            found[-1].append(batch.tolist())
+    assert found == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_global_stream_moves_as_with_torch(ranks, workers, shuffle):
+    """L3, D4: after an epoch, the state of torch's global generator is what torch's loader leaves."""
+    loader = DataLoader(range(8), batch_size=2, shuffle=shuffle, num_workers=workers)
+    torch.manual_seed(5)
+    list(loader)
+    expected = torch.get_rng_state()
+    prepared = prepare(loader, 0, ranks)
+    torch.manual_seed(5)
+    list(prepared)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_one_process_without_shuffling_gives_torchs_batches_and_worker_streams():
+    loader = DataLoader(Noisy(), batch_size=4, num_workers=2)
+    torch.manual_seed(0)
+    theirs = list(loader)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, prepare(loader), theirs))
+
+
+def test_worker_streams_differ_by_rank_worker_and_epoch_and_are_reproducible():
+    """D4: augmentation differs by rank; all streams derive from one seed."""
+
+    def draws(rank):
+        torch.manual_seed(0)
+        loader = prepare(DataLoader(Noisy(), batch_size=2, num_workers=2), rank, 2, seed=7)
+        return [torch.cat(list(loader)) for _ in range(2)]
+
+    everything = torch.cat([*draws(0), *draws(1)])
+    assert len(everything[:, 0].unique()) == 2 * 2 * 2  # ranks, workers, epochs
+    assert len(everything[:, 1].unique()) == len(everything[:, 2].unique()) == 16
+    assert all(map(torch.equal, draws(1), draws(1)))
+
+
+def test_a_generator_of_the_users_is_used_as_torch_uses_it():
+    """Semantics 21, in a world of one."""
+    make = lambda: DataLoader(range(9), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4))
+    loader = make()
+    prepared = prepare(make())
+    assert [ids(prepared), ids(prepared)] == [ids(loader), ids(loader)]
+
+
+def test_the_users_sampler_is_not_changed_but_what_they_change_is_seen():
+    """D5: samplers are kept; the original is not mutated."""
+    sampler = WeightedRandomSampler([1.0] * 10, 10)
+    loader = prepare(DataLoader(range(10), batch_size=5, sampler=sampler))
+    ids(loader)
+    assert sampler.generator is None
+    assert loader.sampler is sampler
+    sampler.weights = torch.tensor([0.0] * 9 + [1.0], dtype=torch.double)
+    assert ids(loader) == [[9] * 5] * 2
+
+
+def test_a_sampler_inside_a_batch_sampler_of_the_users_is_seeded():
+    class Pairs(BatchSampler):
+        pass
+
+    make = lambda: DataLoader(range(12), batch_sampler=Pairs(RandomSampler(range(12)), 2, drop_last=False))
+    torch.manual_seed(1)
+    first = global_order(make, 2, epochs=2)
+    torch.manual_seed(2)
+    assert global_order(make, 1, epochs=2) == first
+    assert first[0] != first[1]
+
+
+# ---- epochs
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_iteration_that_yields_is_the_next_epoch(workers):
+    """Design 7; an iterator that is never advanced begins nothing."""
+    options = {"batch_size": 3, "shuffle": True, "num_workers": workers}
+    orders = global_order(lambda: DataLoader(range(9), **options), 1, epochs=3)
+    loader = prepare(DataLoader(range(9), **options, persistent_workers=bool(workers)))
+    for _ in range(3):
+        iter(loader)
+    assert flat(ids(loader)) == orders[0]
+    assert next(iter(loader)).tolist() == orders[1][:3]
+    iter(loader)
+    assert flat(ids(loader)) == orders[2]
+
+
+def test_a_loader_zipped_with_itself_pairs_two_epochs():
+    make = lambda: DataLoader(range(9), batch_size=3, shuffle=True)
+    first, second, third = global_order(make, 1, epochs=3)
+    loader = prepare(make())
+    pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert (flat(a for a, _ in pairs), flat(b for _, b in pairs)) == (first, second)
+    assert flat(ids(loader)) == third
+
+
+def test_an_epoch_can_be_set():
+    make = lambda: DataLoader(range(9), batch_size=3, shuffle=True)
+    orders = global_order(make, 1, epochs=4)
+    loader = prepare(make())
+    for epoch in (3, 0, 2):
+        loader.set_epoch(epoch)
+        assert flat(ids(loader)) == orders[epoch]
+    assert flat(ids(loader)) == orders[3]
+
+
+def test_the_epoch_reaches_dataset_sampler_batch_sampler_and_loader():
+    """Semantics 21: automatic at every iteration, and forwarded."""
+    told = []
+
+    class Teller(BatchSampler):
+        def set_epoch(self, epoch):
+            told.append(("batch sampler", epoch))
+
+    class TellingSampler(Evens):
+        def set_epoch(self, epoch):
+            told.append(("sampler", epoch))
+
+    class TellingLoader(DataLoader):
+        def set_epoch(self, epoch):
+            told.append(("loader", epoch))
+
+    dataset = Told(10)
+    loader = prepare(TellingLoader(dataset, batch_sampler=Teller(TellingSampler(), 2, drop_last=False)))
+    list(loader)
+    list(loader)
+    assert dataset.told == [0, 1]
+    assert told == [("batch sampler", 0), ("sampler", 0), ("batch sampler", 1), ("sampler", 1)]
+    told.clear()
+    loader.set_epoch(5)
+    assert told == [("loader", 5), ("batch sampler", 5), ("sampler", 5)]
+    assert dataset.told[-1] == 5
+
+
+def test_workers_get_the_dataset_after_it_was_told_the_epoch():
+    class Epoch(Told):
+        def __getitem__(self, index):
+            return self.told[-1] if get_worker_info() is not None else -1
+
+    loader = prepare(DataLoader(Epoch(2), batch_size=2, num_workers=1))
+    assert [flat(ids(loader)) for _ in range(2)] == [[0, 0], [1, 1]]
+
+
+def test_iterable_sets_are_told_the_epoch_in_a_world_of_one():
+    class ToldStream(Stream):
+        told = ()
+
+        def set_epoch(self, epoch):
+            self.told += (epoch,)
+
+    dataset = ToldStream()
+    loader = prepare(DataLoader(dataset, batch_size=2))
+    assert ids(loader) == ids(loader) == [[0, 1], [2, 3], [4]]
+    assert dataset.told == (0, 1)
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [None, torch.tensor])
+def test_padding_is_marked_on_the_batch_that_has_it(workers, collate):
+    """D1, semantics 18: rows are matched with the batch that is used, not with one that workers fetch ahead."""
+    feed = Feed()
+    loader = DataLoader(range(9), batch_size=2, num_workers=workers, collate_fn=collate)
+    found = [(b.tolist(), feed.current_rows(), feed.begin_step()) for b in prepare(loader, 1, 2, feed=feed)]
+    assert found == [([2, 3], Rows(2, 2), 2), ([6, 7], Rows(2, 2), 1), ([1, 2], Rows(2, 0), 0)]
+    assert found[0][1] is found[1][1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_sampler_without_a_length_is_looked_ahead_and_filled(workers):
+    """Semantics 9: the last, shorter window is known when it begins."""
+    feed = Feed(lookahead=2)
+    loader = DataLoader(range(21), batch_sampler=Triples(21), num_workers=workers)
+    found = [(b.tolist(), feed.current_rows().real, feed.begin_step()) for b in prepare(loader, 1, 2, feed=feed)]
+    assert found == [([3, 4, 5], 3, 2), ([9, 10, 11], 3, 2), ([15, 16, 17], 3, 1), ([0, 1, 2], 0, 0)]
+
+
+def test_only_the_sampler_is_looked_ahead():
+    fetched = []
+
+    class Watched(Told):
+        def __getitem__(self, index):
+            fetched.append(index)
+            return index
+
+    sampler = Triples(60)
+    iterator = iter(prepare(DataLoader(Watched(60), batch_sampler=sampler), 0, 2, feed=Feed(3)))
+    next(iterator)
+    assert fetched == [0, 1, 2]
+    assert 2 * 3 < sampler.asked < 14
+
+
+@pytest.mark.parametrize("options", [
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 1, "prefetch_factor": 5, "timeout": 30, "worker_init_fn": abs},
+    {"collate_fn": torch.tensor},
+    {"generator": torch.Generator()},
+    {"num_workers": 1, "generator": torch.Generator()},
+    {"num_workers": 1, "multiprocessing_context": "fork"},
+])  # fmt: skip
+def test_loader_settings_change_nothing_that_a_rank_reads(options):
+    """D5: worker settings survive."""
+    plain, other = (prepare(DataLoader(range(30), batch_size=4, **o), 1, 2) for o in ({}, options))
+    assert [ids(plain), ids(plain)] == [ids(other), ids(other)]
+    for name, value in options.items():
+        if name not in ("generator", "multiprocessing_context"):
+            assert getattr(other, name) == value
+
+
+def test_the_original_is_not_changed():
+    """D5."""
+    loader = DataLoader(range(9), batch_size=2, shuffle=True, num_workers=1)
+    before = dict(vars(loader))
+    prepared = prepare(loader, 0, 2)
+    list(prepared)
+    assert vars(loader) == before
+    assert type(loader) is DataLoader
+    assert isinstance(prepared, DataLoader)
+    assert isinstance(prepared, ShardedLoader)
+
+
+def test_a_subclass_that_iterates_in_its_own_way_is_served():
+    """D5: a DataLoader subclass with its attributes."""
+    feed = Feed()
+    loader = prepare(WeirdLoader(range(5), batch_size=2, flavour="sweet"), 1, 2, feed=feed)
+    assert loader.flavour == "sweet"
+    assert type(loader).__name__ == "WeirdLoader"
+    found = [(b.tolist(), feed.current_rows().real, feed.begin_step()) for b in loader]
+    assert found == [([102, 103], 2, 1), ([101, 102], 0, 0)]
+    assert len(ids(prepare(WeirdLoader(range(6), batch_size=2, repeat=2)))) == 6
+
+
+def test_a_subclass_that_adds_batches_is_refused_when_ranks_share():
+    with pytest.raises(RuntimeError, match="yielded more batches than it takes from super.*Yield one batch for each"):
+        list(prepare(WeirdLoader(range(8), batch_size=2, repeat=2), 0, 2))
+
+
+def test_a_subclass_may_end_early():
+    assert ids(prepare(WeirdLoader(range(8), batch_size=2, keep=1), 0, 2)) == [[100, 101]]
+
+
+def test_a_subclass_that_leaves_out_batches_is_refused_when_ranks_share():
+    class Skipping(DataLoader):
+        def __iter__(self):
+            return itertools.islice(super().__iter__(), 1, None, 2)
+
+    with pytest.raises(RuntimeError, match="yielded fewer batches than it takes from super"):
+        list(prepare(Skipping(range(8), batch_size=2), 0, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_dataset_is_passed_on(workers):
+    with pytest.raises(LookupError, match="broken sample"):
+        list(prepare(DataLoader(Broken(), num_workers=workers), 0, 2))
+
+
+def test_loaders_that_make_no_batches_are_served_in_a_world_of_one():
+    """D5: batch_size=None; semantics 21: its order too is a function of seed and epoch."""
+    loader = prepare(DataLoader(range(6), batch_size=None, shuffle=True))
+    torch.manual_seed(0)
+    first = [list(loader), list(loader)]
+    loader.set_epoch(0)
+    torch.manual_seed(1)
+    assert [list(loader), list(loader)] == first
+    assert sorted(first[0]) == list(range(6))
+    assert first[0] != first[1]
+    assert len(loader) == 6
+
+
+def test_batches_are_put_on_the_device():
+    loader = prepare(DataLoader(range(3)), device=torch.device("meta"))
+    assert {batch.device.type for batch in loader} == {"meta"}
+
+
+# ---- sizes
+
+
+def test_sizes_are_those_of_all_ranks():
+    loader = DataLoader(range(100), batch_size=8)
+    assert (prepare(loader, 0, 4).total_batch_size, prepare(loader, 0, 4).total_dataset_length) == (32, 100)
+    assert prepare(loader, 0, 4, split_batches=True).total_batch_size == 8
+    assert prepare(loader).total_batch_size == 8
+    assert prepare(DataLoader(range(4), batch_sampler=[[0, 1], [2]])).total_batch_size is None
+    assert prepare(DataLoader(Stream(), batch_size=2)).total_batch_size == 2
+    with pytest.raises(TypeError):
+        prepare(DataLoader(Stream())).total_dataset_length
+
+
+def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
+    """D6."""
+    loader = DataLoader(range(100), batch_size=8)
+    description = prepare(loader, 1, 4, feed=Feed(lookahead=2)).describe()
+    assert (description.per_rank_batch, description.global_batch, description.effective_batch) == (8, 32, 64)
+    assert (description.steps, description.samples, description.ranks) == (4, 100, 4)
+    assert str(description) == (
+        "batch per rank 8, global batch 32 on 4 data-parallel rank(s), effective batch 64 with accumulation 2; "
+        "4 steps per epoch over 100 samples; an incomplete last global batch is filled from the first samples, "
+        "which metrics leave out"
+    )
+
+
+@pytest.mark.parametrize(("loader", "ranks", "options", "expected"), [
+    (DataLoader(range(9), batch_size=4), 2, {"split_batches": True}, "batch per rank 2, global batch 4"),
+    (DataLoader(range(9), batch_size=4), 2, {"even_batches": False}, "left as it is: ranks may differ by one batch"),
+    (DataLoader(range(9), batch_size=4, drop_last=True), 2, {}, "1 steps per epoch over 9 samples; .* is dropped"),
+    (DataLoader(range(9), batch_size=4), 1, {}, "3 steps per epoch over 9 samples; the last batch may be short"),
+    (DataLoader(range(9), batch_sampler=[[0], [1, 2]]), 1, {}, "per rank varies, global batch varies"),
+    (DataLoader(range(9), batch_sampler=Triples()), 2, {}, "unknown steps per epoch"),
+    (DataLoader(Stream(), batch_size=2), 1, {}, "unknown steps per epoch over an unknown number of samples; batches come"),
+    (DataLoader(range(9), batch_size=None), 1, {}, "9 steps per epoch over 9 samples; batches come as the dataset"),
+])  # fmt: skip
+def test_every_kind_of_loader_can_be_described(loader, ranks, options, expected):
+    """D6."""
+    import re
+
+    assert re.search(expected, str(prepare(loader, 0, ranks, **options).describe()))
+
+
+def test_the_length_is_the_number_of_iterations_of_this_rank():
+    """D6: in every mode, also where ranks differ."""
+    lengths = [len(prepare(DataLoader(range(9), batch_size=2), rank, 2, even_batches=False)) for rank in (0, 1)]
+    assert lengths == [3, 2]
+    with pytest.raises(TypeError, match="Triples has no length. Give it a __len__"):
+        len(prepare(DataLoader(range(9), batch_sampler=Triples()), 0, 2))
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_copies_and_pickles_go_on_at_the_same_epoch(duplicate, workers):
+    """L14: prepared loaders copy and pickle correctly, while an iterator lives."""
+    make = lambda: DataLoader(Told(9), batch_size=2, shuffle=True, num_workers=workers)
+    orders = [ids(loader) for loader in [prepare(make(), 1, 2)] for _ in range(2)]
+    loader = prepare(make(), 1, 2)
+    iterator = iter(loader)
+    next(iterator)
+    twin = duplicate(loader)
+    assert isinstance(twin, ShardedLoader)
+    assert ids(twin) == orders[1]
+
+
+# ---- what is refused
+
+
+def test_iterable_sets_are_refused_when_ranks_share():
+    with pytest.raises(ValueError, match="over Stream, an IterableDataset: every rank .*Shard the iterable yourself"):
+        prepare(DataLoader(Stream()), 0, 2)
+
+
+def test_loaders_without_batches_are_refused_when_ranks_share():
+    with pytest.raises(ValueError, match="with batch_size=None, so there are no batches .*Give it a batch_size"):
+        prepare(DataLoader(range(4), batch_size=None), 0, 2)
+
+
+def test_a_sampler_that_shards_already_is_refused():
+    sampler = DistributedSampler(range(9), num_replicas=2, rank=0)
+    with pytest.raises(
+        ValueError, match="DistributedSampler for 2 replicas: .*Use shuffle=True instead of the sampler"
+    ):
+        prepare(DataLoader(range(9), sampler=sampler), 0, 2)
+
+
+def test_batches_out_of_order_are_refused_unless_none_is_filled():
+    options = {"batch_size": 2, "num_workers": 1, "in_order": False}
+    with pytest.raises(ValueError, match="with in_order=False: .*Use in_order=True, or drop_last=True"):
+        prepare(DataLoader(range(9), **options), 0, 2)
+    assert ids(prepare(DataLoader(range(9), **options, drop_last=True), 0, 2)) == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("batch_sampler", [Triples(), [[0, 1], [2]]])
+def test_batches_that_cannot_be_split_are_refused_at_once(batch_sampler):
+    with pytest.raises(ValueError, match="split_batches=True cuts each batch into 2 equal pieces"):
+        prepare(DataLoader(range(9), batch_sampler=batch_sampler), 0, 2, split_batches=True)
+
+
+def test_a_prepared_loader_is_not_sharded_again():
+    with pytest.raises(ValueError, match="prepared again, it would be sharded twice"):
+        prepare(prepare(DataLoader(range(4)), 0, 2), 0, 2)
