@@ -29,13 +29,14 @@ TESTED = [name for name, folder in PACKAGES.items() if (folder / "tests").is_dir
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 HELLO = ROOT / "examples" / "accel-hello"
 QUICKSTART = "examples/quickstart.py"
+EXAMPLES = ("-r", "examples/requirements.txt")
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """The main job: examples/quickstart.py in one process, then in two."""
-    install(session, ["core", "data"], "-r", "examples/requirements.txt")
+    install(session, ["core", "data"], *EXAMPLES)
     run_script(session, QUICKSTART, world=1)
     run_script(session, QUICKSTART, world=2)
 
@@ -44,7 +45,7 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """What the README calls: style, types and all tests. Package names after `--` narrow it to their tests."""
     folders, arguments = chosen(session)
-    install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"])
+    install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
     if not folders:
         check_style(session)
         check_types(session)
@@ -108,14 +109,14 @@ def bench(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """All tests, the long ones too, with every loop at its full length."""
     folders, arguments = chosen(session)
-    install(session, PACKAGES, *GROUPS["test"])
+    install(session, PACKAGES, *GROUPS["test"], *EXAMPLES)
     session.run("pytest", "-m", "", *folders, *arguments, env={"ACCEL_SOAK": "1"})
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """The main job on the accelerators of this machine: on one, then on all."""
-    install(session, ["core", "data"], "-r", "examples/requirements.txt")
+    install(session, ["core", "data"], *EXAMPLES)
     printed = str(session.run("python", "-c", COUNT_DEVICES, silent=True))
     version, devices = printed.splitlines()[-1].split()  # torch may warn before
     if devices == "0":

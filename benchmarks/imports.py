@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,18 +17,20 @@ FIRST = {
 CHILD = """
 import json, sys, time
 import torch, torch.distributed, torch.utils.data
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 import {module}
 imported = time.perf_counter()
 {module}.{first}
-print(json.dumps({{"import": imported - start, "first": time.perf_counter() - start}}))
+ended, cpu = time.perf_counter(), time.process_time() - cpu
+print(json.dumps({{"import": imported - start, "first": ended - start, "cpu": cpu}}))
 """
 
 
 def measure(libraries: Sequence[str], rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Seconds until the module is there, and until its first object is; both from the same start, torch being there.
+    """Seconds until the module is there, and until its first object is; both from the same start, torch being there;
+    and the CPU time until then.
 
-    The libraries take turns. A first round, which may have to write .pyc files, is thrown away.
+    The libraries take turns. A first round, which writes the .pyc files that are missing, is thrown away.
     """
     names = [name for name in libraries if name in FIRST]
     return [{name: _child(name) for name in names} for _ in range(rounds + 1)][1:]
@@ -36,6 +39,7 @@ def measure(libraries: Sequence[str], rounds: int) -> list[dict[str, dict[str, f
 def _child(name: str) -> dict[str, float]:
     module, first = FIRST[name]
     command = [sys.executable, "-W", "ignore", "-c", CHILD.format(module=module, first=first)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     figures: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
     return figures

@@ -1,13 +1,13 @@
 """Measures what the library costs, against plain torch and against the peers that are installed, and prints the gates.
 
-    python benchmarks/run.py
-    python benchmarks/run.py --rows P2,P3 --rounds 40
+python benchmarks/run.py
+python benchmarks/run.py --rows P2,P3 --rounds 40
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -24,6 +24,7 @@ ROWS = {
     "P1": [
         Measure("P1 import", "import", 0.030, "", unit="s", scale=1),
         Measure("P1 import and first Accelerator()", "first", 0.040, "", unit="s", scale=1),
+        Measure("P1 import and first Accelerator(), CPU", "cpu", None, "", unit="s", scale=1),
     ],
     "P2": [
         Measure("P2 step, over plain", "cpu", 0, "-"),
@@ -63,9 +64,13 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
 def machine() -> dict[str, object]:
     """Where and when this was measured, and how busy the machine is."""
     cpus = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpus.read_text().splitlines() if "model name" in line] if cpus.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in cpus.read_text().splitlines() if "model name" in line]
+        if cpus.exists()
+        else []
+    )
     return {
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
@@ -78,7 +83,7 @@ def machine() -> dict[str, object]:
 def main() -> None:
     options = arguments()
     versions = {name: version for name in options.libraries if (version := installed(DISTRIBUTIONS[name]))}
-    facts = machine() | {name: version for name, version in versions.items()}
+    facts = machine() | versions
     print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     found, cells = {}, []
     for row in options.rows:

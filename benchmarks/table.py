@@ -43,7 +43,9 @@ class Measure:
             "/": lambda own, base: own / base,
         }
         return [
-            compare[self.against](measured[library][self.figure], measured[self.base][self.figure] if self.against else 0)
+            compare[self.against](
+                measured[library][self.figure], measured[self.base][self.figure] if self.against else 0
+            )
             for measured in rounds
             if library in measured
         ]
@@ -84,4 +86,6 @@ def markdown(rows: Sequence[dict[str, str]]) -> str:
     """A table that is readable in a terminal and as Markdown."""
     widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in COLUMNS}
     lines = [{column: column for column in COLUMNS}, {column: "-" * widths[column] for column in COLUMNS}, *rows]
-    return "\n".join("| " + " | ".join(line[column].ljust(widths[column]) for column in COLUMNS) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(line[column].ljust(widths[column]) for column in COLUMNS) + " |" for line in lines
+    )

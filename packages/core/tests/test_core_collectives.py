@@ -372,7 +372,7 @@ def test_groups_have_collectives_of_their_own() -> None:
 def mismatched(first: bool, world: World, case: str) -> None:
     """Calls something on rank 0 that does not fit what rank 1 calls."""
     x, y = torch.zeros(4, 3), torch.zeros(4)
-    big = torch.zeros(300, 300)
+    big = torch.zeros(600, 600)
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "structure": (lambda: gather({"a": x}, world), lambda: gather({"b": x}, world)),
         "container": (lambda: gather((x, y), world), lambda: gather([x, y], world)),

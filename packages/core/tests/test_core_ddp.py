@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -263,6 +265,26 @@ def test_an_optimizer_of_another_model_is_refused_on_every_rank() -> None:
         assert "Pass their model to prepare()" in message
 
 
+def orphan_that_steps() -> str:
+    accelerator = Accelerator()
+    model = net()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(rows(2)).mean().backward()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def test_an_optimizer_whose_model_is_not_prepared_is_refused_at_its_step() -> None:
+    """L5; semantics 8."""
+    for message in run_ranks(orphan_that_steps, 2):
+        assert "Pass their model to prepare()" in message
+
+
 def named_orphan() -> str:
     accelerator = Accelerator()
     accelerator.prepare(net())
@@ -470,6 +492,23 @@ def test_everything_dies_with_its_last_reference_and_the_group_with_its_last_use
 
 def test_an_object_passed_as_strategy_is_used_as_it_is() -> None:
     assert run_ranks(object_strategy, 2) == [3.0, 3.0]
+
+
+def saves(folder: str) -> list[str]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(net())
+    accelerator.save_model(model, folder)
+    return sorted(accelerator.get_state_dict(model, unwrap=False))
+
+
+def test_saved_weights_have_the_names_of_the_users_model(tmp_path: Path) -> None:
+    """F1; semantics 13."""
+    for wrapped in run_ranks(saves, 2, str(tmp_path)):
+        assert wrapped == ["module.0.bias", "module.0.weight", "module.2.bias", "module.2.weight"]
+    loaded = load_file(tmp_path / "model.safetensors")
+    model = net()
+    model.load_state_dict(loaded)
+    assert all(torch.equal(loaded[name], value) for name, value in net().state_dict().items())
 
 
 def object_strategy() -> float:

@@ -1,4 +1,4 @@
-"""Sharded loaders on real ranks: a generator of the user's is shared."""
+"""Sharded loaders on real ranks: exact metrics, and a generator of the user's that is shared."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
+from accel_core import Accelerator
 from accel_core.feed import Feed
 from accel_core.layout import Shard
 from accel_core.testing.ranks import run_ranks
@@ -32,3 +33,22 @@ def test_all_ranks_use_rank_zeros_generator(workers):
         order = [i for step in zip(first[epoch], second[epoch], strict=True) for part in step for i in part]
         assert order[:10] == list(expected)
     assert torch.equal(state, other)
+
+
+def gathered_samples(workers, options, drop_last):
+    accelerator = Accelerator(cpu=True, **options)
+    loader = DataLoader(range(11), batch_size=4, num_workers=workers, drop_last=drop_last)
+    prepared = accelerator.prepare(loader)
+    return [accelerator.gather_for_metrics(batch).tolist() for batch in prepared]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("workers", "options", "drop_last", "expected"), [
+    (0, {}, False, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]),
+    (2, {}, False, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]),
+    (2, {"split_batches": True}, False, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]),
+    (0, {"split_batches": True}, True, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+])  # fmt: skip
+def test_metrics_count_every_sample_once_and_in_order(workers, options, drop_last, expected):
+    """D1: on two ranks, one collective a batch."""
+    assert run_ranks(gathered_samples, 2, workers, options, drop_last) == [expected, expected]

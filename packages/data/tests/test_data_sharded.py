@@ -422,8 +422,11 @@ def test_a_subclass_that_adds_batches_is_refused_when_ranks_share():
         list(prepare(WeirdLoader(range(8), batch_size=2, repeat=2), 0, 2))
 
 
-def test_a_subclass_may_end_early():
-    assert ids(prepare(WeirdLoader(range(8), batch_size=2, keep=1), 0, 2)) == [[100, 101]]
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_subclass_that_ends_early_is_refused_when_ranks_share(workers):
+    loader = prepare(WeirdLoader(range(8), batch_size=2, keep=1, num_workers=workers), 0, 2)
+    with pytest.raises(RuntimeError, match="yielded fewer batches .*to end early, break in your loop"):
+        list(loader)
 
 
 def test_a_subclass_that_leaves_out_batches_is_refused_when_ranks_share():

@@ -133,7 +133,7 @@ class Accelerator:
         steps = parts.accumulation.num_steps
         assert steps is not None
         self._feed = Feed(steps)
-        self._prepared = Prepared()
+        self._prepared = Prepared(self._world)
         self._accumulation = Accumulation(
             steps,
             self._feed,
@@ -307,7 +307,9 @@ class Accelerator:
         if gate_of(optimizer) is None:
             if device_placement if device_placement is not None else self.device_placement:
                 _place_state(optimizer)
-            OptimizerGate(optimizer, self._accumulation, self._relay, self._needs_backward)
+            OptimizerGate(
+                optimizer, self._accumulation, self._relay, self._prepared.check_orphans, self._needs_backward
+            )
         if not any(optimizer is known for known in self._prepared.optimizers):
             self._prepared.optimizers.append(optimizer)
             self._prepared.unchecked = True
@@ -402,7 +404,7 @@ class Accelerator:
             RuntimeError: in a world larger than one, if an optimizer holds parameters of no prepared model.
         """
         if self._prepared.unchecked:
-            self._prepared.check_orphans(self._world)
+            self._prepared.check_orphans()
         if type(loss) is not torch.Tensor or loss.dim():
             _check_loss(loss, kwargs)
         accumulation = self._accumulation
@@ -445,7 +447,7 @@ class Accelerator:
                 "of accumulate(), and let that window end before."
             )
         if self._prepared.unchecked:
-            self._prepared.check_orphans(self._world)
+            self._prepared.check_orphans()
         self._accumulation.whole_window()
         return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
 

@@ -63,19 +63,25 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Letter:
-    """Everything about a rank's message but the values. Made once per layout and kept: making it costs more than to send.
+    """Everything about a rank's message but the values. Made once per layout and kept, for making it is dear.
 
     Args:
         description: what must agree between the ranks.
         specs: dtype and trailing dimensions of each tensor that travels; must follow from the description.
         rows: the first dimension of each of them; may differ between the ranks.
         device: of the channel.
+        stacked: every rank sends one row of each tensor, and receives them in one piece.
     """
 
-    __slots__ = ("description", "digest", "header", "kind", "rows", "size", "specs")
+    __slots__ = ("description", "digest", "header", "kind", "rows", "size", "specs", "stacked")
 
     def __init__(
-        self, description: Description, specs: Sequence[Spec], rows: Sequence[int], device: torch.device
+        self,
+        description: Description,
+        specs: Sequence[Spec],
+        rows: Sequence[int],
+        device: torch.device,
+        stacked: bool = False,
     ) -> None:
         self.description = description
         self.digest = _digest(json.dumps(description))
@@ -86,6 +92,7 @@ class Letter:
         )
         self.specs = tuple(specs)
         self.rows = tuple(rows)
+        self.stacked = stacked
         self.size = _places(self.specs, rows)[1]
         self.header = torch.tensor([self.digest, self.size, *rows], dtype=torch.int64, device=device)
 
@@ -116,7 +123,8 @@ class Channel:
         """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.
 
         The parts have the shape (rows of that rank, trailing dimensions) and the sender's dtype, and lie on the
-        channel's device, in a buffer that the next exchange overwrites: copy them. They are detached.
+        channel's device, in a buffer that the next exchange overwrites: copy them. They are detached. For a stacked
+        letter there is a single part per tensor, of shape (ranks, trailing dimensions).
 
         Raises:
             CollectiveMismatchError: on every rank, if the ranks called different things.
@@ -221,10 +229,20 @@ class _Frame:
         parts = self._parts.get(key)
         if parts is None:
             with torch.inference_mode(False):
-                ranks = zip(self._by_rank, headers, strict=True)
-                by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
-            parts = self._parts[key] = [list(part) for part in zip(*by_rank, strict=True)]
+                parts = self._parts[key] = self._stacks(letter) if letter.stacked else self._pieces(letter, headers)
         return parts
+
+    def _pieces(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
+        ranks = zip(self._by_rank, headers, strict=True)
+        by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
+        return [list(part) for part in zip(*by_rank, strict=True)]
+
+    def _stacks(self, letter: Letter) -> list[list[torch.Tensor]]:
+        places, _ = _places(letter.specs, letter.rows)
+        return [
+            [self._by_rank[:, begin:end].view(dtype).view(len(self._by_rank), *sizes)]
+            for (begin, end), (dtype, sizes) in zip(places, letter.specs, strict=True)
+        ]
 
     def _views(self, letter: Letter) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
         fits = letter.size <= self.capacity

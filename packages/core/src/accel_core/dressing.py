@@ -32,7 +32,7 @@ class Dress:
 def dress(obj: T, overrides: type[Dress]) -> T:
     """Puts `overrides` before the class of `obj`, in place; an object that wears them already is left alone."""
     if not isinstance(obj, overrides):
-        obj.__class__ = _dressed_class(type(obj), overrides)
+        obj.__class__ = dressed_class(type(obj), overrides)
     return obj
 
 
@@ -43,7 +43,8 @@ def undress(obj: T, overrides: type[Dress]) -> T:
     return obj
 
 
-def _dressed_class(original: type, overrides: type[Dress]) -> type:
+def dressed_class(original: type, overrides: type) -> type:
+    """The subclass of `overrides` and `original` that passes for `original`; made once, as long as it is in use."""
     for known in type.__subclasses__(original):
         if known.__bases__ == (overrides, original):
             return known

@@ -25,14 +25,13 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from accel_core.dressing import _dressed_class as dressed_class
+from accel_core.dressing import dressed_class
 from accel_core.feed import Feed, Rows
+from accel_core.fetching import fetching
 from accel_core.tree import to_device
 
 T = TypeVar("T")
@@ -325,6 +324,7 @@ def _matched_batches(
 ) -> Iterator[Any]:
     """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
     passage = outlet.feed.enter()
+    remaining: int | None = 0
     if opening is not None:
         opening.start()
     try:
@@ -339,7 +339,7 @@ def _matched_batches(
             placed = batch if outlet.device is None else to_device(batch, outlet.device)
             passage.advance(remaining, rows if rows_known else None)
             yield placed
-        if opening is not None and opening.notes:
+        if remaining or (opening is not None and opening.notes):
             raise RuntimeError(_unmatched("fewer batches than"))
     finally:
         passage.leave()
@@ -348,7 +348,8 @@ def _matched_batches(
 def _unmatched(how: str) -> str:
     return (
         f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded "
-        f"to fill the last global batch cannot be told. Yield one batch for each, or leave the loader out of prepare()."
+        f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "
+        f"leave the loader out of prepare()."
     )
 
 
@@ -396,7 +397,7 @@ def _draw_base_seed(generator: torch.Generator | None) -> None:
 
 
 def _plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[Any]:
-    fetch = _fetching(dataset)
+    fetch = fetching(dataset)
     device = outlet.device
     passage = outlet.feed.enter()
     opening.start()
@@ -414,68 +415,3 @@ def _plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[A
             yield batch
     finally:
         passage.leave()
-
-
-def _fetching(dataset: Any) -> Callable[[list[int]], Any]:
-    """A function from an index batch to the batch that torch would make of it."""
-    collate = _stacked if _collates_plainly() else default_collate
-    if getattr(dataset, "__getitems__", None):
-        return lambda indices: collate(dataset.__getitems__(indices))
-
-    def fetch(indices: list[int]) -> Any:
-        return collate([dataset[index] for index in indices])
-
-    if type(dataset) is TensorDataset and all(map(_is_indexed_plainly, dataset.tensors)) and collate is _stacked:
-        return lambda indices: _rows_at(dataset.tensors, indices, fetch)
-    return fetch
-
-
-def _collates_plainly() -> bool:
-    """Whether torch's collation of tensors in dicts and tuples is as it was shipped; its table is open to the user."""
-    table = default_collate_fn_map
-    return table.get(torch.Tensor) is collate_tensor_fn and not any(
-        issubclass(kind, known) for kind in (dict, tuple) for known in table
-    )
-
-
-def _is_indexed_plainly(tensor: torch.Tensor) -> bool:
-    """Whether `tensor[[i, j]]` is the stack of `tensor[i]` and `tensor[j]`, strides and autograd history included."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
-        and tensor.is_contiguous()
-    )
-
-
-def _rows_at(tensors: tuple[torch.Tensor, ...], indices: Any, fetch: Callable[[Any], Any]) -> Any:
-    try:
-        where = torch.tensor(indices)
-        if where.dtype is torch.int64 and where.dim() == 1:
-            return [tensor[where] for tensor in tensors]
-    except (IndexError, RuntimeError, TypeError, ValueError):
-        pass  # fetching sample by sample raises what the user expects to see
-    return fetch(indices)
-
-
-def _stacked(samples: Any) -> Any:
-    """`default_collate(samples)`, without its detours for flat dicts and tuples of tensors, or tensors.
-
-    Only the first sample is looked at, as torch does. What cannot be stacked, for whatever reason, is torch's to collate
-    or to refuse.
-    """
-    if type(samples) is list and samples:
-        first = samples[0]
-        kind = type(first)
-        try:
-            if kind is dict and all(map(_is_plain_tensor, first.values())):
-                return {key: torch.stack([sample[key] for sample in samples]) for key in first}
-            if kind is tuple and all(map(_is_plain_tensor, first)):
-                return [torch.stack(column) for column in zip(*samples, strict=True)]
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            pass
-    return default_collate(samples)
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested

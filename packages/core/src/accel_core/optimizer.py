@@ -8,9 +8,11 @@ and not to the gate, because LR schedulers take the `__func__` of `optimizer.ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakMethod
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -37,11 +39,13 @@ class OptimizerGate:
         optimizer: is dressed in place, until `remove`.
         accumulation: the window that holds it back.
         relay: the bound hooks.
+        check: a bound method, called before the first step; raises if the optimizer should not step.
         needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
             or an engine takes part.
     """
 
     __slots__ = (
+        "_check",
         "_inside",
         "_needs_backward",
         "_own_step",
@@ -55,9 +59,18 @@ class OptimizerGate:
         "was_skipped",
     )
 
-    def __init__(self, optimizer: Optimizer, accumulation: Accumulation, relay: Relay, needs_backward: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulation: Accumulation,
+        relay: Relay,
+        check: Callable[[], None],
+        needs_backward: bool,
+    ) -> None:
         self.accumulation = accumulation
         self._relay = relay
+        # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
+        self._check: WeakMethod[Callable[[], None]] | None = WeakMethod(check)
         self._needs_backward = needs_backward
         self._inside = False
         self._unscaled = False
@@ -90,6 +103,8 @@ class OptimizerGate:
         accumulation = self.accumulation
         if accumulation.open:
             return None
+        if self._check is not None:
+            self._check_first()
         if not (args or kwargs):
             self._check_backward()
             step = self._own_step
@@ -116,6 +131,12 @@ class OptimizerGate:
         if not self._unscaled:
             self._relay.unscale_gradients(optimizer)
             self._unscaled = True
+
+    def _check_first(self) -> None:
+        check = self._check() if self._check is not None else None
+        if check is not None:
+            check()
+        self._check = None
 
     def _check_backward(self) -> None:
         accumulation = self.accumulation

@@ -56,9 +56,14 @@ class PreparedModel:
 
 
 class Prepared:
-    """What one Accelerator has prepared, in order."""
+    """What one Accelerator has prepared, in order.
 
-    def __init__(self) -> None:
+    Args:
+        world: in a larger one, optimizers of models that are not prepared are refused.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
         self.models: list[PreparedModel] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -92,10 +97,10 @@ class Prepared:
         known += [optimizer for optimizer in candidates if not any(optimizer is other for other in known)]
         return [optimizer for optimizer in known if any(id(parameter) in own for parameter in held_by(optimizer))]
 
-    def check_orphans(self, world: World) -> None:
-        """Raises when an optimizer trains parameters whose gradients no strategy averages."""
-        self.unchecked = False
-        if world.size == 1:
+    def check_orphans(self) -> None:
+        """Raises when an optimizer trains parameters whose gradients no strategy averages. Cheap after the first time."""
+        if self._world.size == 1 or not self.unchecked:
+            self.unchecked = False
             return
         known = {id(parameter) for parameter in self.parameters()}
         for optimizer in self.optimizers:
@@ -104,9 +109,10 @@ class Prepared:
                 shown = ", ".join(orphans[:8]) + (f" and {len(orphans) - 8} more" if len(orphans) > 8 else "")
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {shown}. In a world "
-                    f"of {world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
+                    f"of {self._world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
                     f"build the optimizer from the parameters of the model that you prepare."
                 )
+        self.unchecked = False
 
     def release(self) -> None:
         """Undresses everything and forgets it."""
@@ -119,7 +125,9 @@ class Prepared:
         for record in self.models:
             remove_policy(record.original)
             forget_compiled(record.original)
-        self.__init__()  # type: ignore[misc]
+        for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
+            forgotten.clear()
+        self.unchecked = False
 
 
 def kind_of(obj: object) -> Kind:

@@ -156,7 +156,7 @@ def reference_token_gradients(batches: Sequence[TokenBatch]) -> tuple[Gradients,
     x, y, mask = (torch.cat(parts) for parts in zip(*batches, strict=True))
     loss, weight = token_loss(model(x), (x, y, mask))
     (loss / weight).backward()
-    return gradients(model), float(loss / weight)
+    return gradients(model), float(loss.detach() / weight)
 
 
 def reference_state(

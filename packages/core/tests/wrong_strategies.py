@@ -1,0 +1,333 @@
+"""Strategies that are wrong in one place each, and a right one: the conformance suite has to tell them apart.
+
+`Right` is data parallelism written down as plainly as the suite allows. Each of the others breaks one of its sentences in
+the way that a first draft, or an engine with other habits, would.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_core.hookspecs import hookimpl
+from accel_core.layout import Layout, Shard
+from accel_core.precision import apply_policy
+from accel_core.strategies import Strategy
+
+
+class Wrapper(nn.Module):
+    """Notes where a forward ran."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.held_back = self.due = False
+        self.reduce = None
+
+    def forward(self, *args, **kwargs):
+        if torch.is_grad_enabled():
+            self.due = not self.held_back
+        return self.module(*args, **kwargs)
+
+
+class Right(Strategy):
+    """Averages after each backward whose forward ran outside `no_sync`."""
+
+    def __init__(self):
+        self.world = None
+        self.wrappers = []
+
+    @hookimpl
+    def layout(self, world):
+        self.world = world
+        return Layout(self.shard(world))
+
+    @hookimpl
+    def prepare_model(self, model, optimizers, request):
+        self.place(model, request)
+        if request.evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
+            return self.untrained(model)
+        self.share(model)
+        wrapper = self.wrap(model, optimizers)
+        wrapper.reduce = request.policy.reduce
+        self.wrappers.append(wrapper)
+        return wrapper
+
+    @hookimpl
+    def no_sync(self, model):
+        return self.holding_back(model) if isinstance(model, Wrapper) else nullcontext()
+
+    @hookimpl
+    def trigger_sync_in_backward(self, model):
+        model.due = True
+        return nullcontext()
+
+    @hookimpl
+    def backward(self, loss, weight, closes, options):
+        (loss * weight).backward(**options)
+        for wrapper in self.wrappers:
+            if wrapper.due:
+                self.average(wrapper)
+
+    def shard(self, world):
+        return Shard(world.rank, world.size)
+
+    def place(self, model, request):
+        if request.device is not None:
+            model.to(request.device)
+        apply_policy(model, request.policy, request.device_type)
+
+    def untrained(self, model):
+        return model
+
+    def share(self, model):
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+
+    def wrap(self, model, optimizers):
+        return Wrapper(model)
+
+    @contextmanager
+    def holding_back(self, wrapper):
+        before, wrapper.held_back = wrapper.held_back, True
+        try:
+            yield
+        finally:
+            wrapper.held_back = before
+
+    def average(self, wrapper):
+        for parameter in wrapper.parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(wrapper.reduce or parameter.grad.dtype)
+                dist.all_reduce(gradient)
+                parameter.grad.copy_(gradient / self.world.size)
+
+    def close(self):
+        self.wrappers = []
+
+
+class ForgetsAveraging(Right):
+    def average(self, wrapper):
+        pass
+
+
+class AveragesTwice(Right):
+    """Divides once more, as an engine does that expects the loop to have summed."""
+
+    def average(self, wrapper):
+        super().average(wrapper)
+        for parameter in wrapper.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.world.size)
+
+
+class Sums(Right):
+    def average(self, wrapper):
+        for parameter in wrapper.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+
+
+class AveragesOnlyTheFirstModel(Right):
+    def average(self, wrapper):
+        if wrapper is self.wrappers[0]:
+            super().average(wrapper)
+
+
+class IgnoresNoSync(Right):
+    @contextmanager
+    def holding_back(self, wrapper):
+        yield
+
+
+class DecidesAtTheBackward(Right):
+    """Asks whether the backward is inside `no_sync`, and forgets where its forward ran."""
+
+    @hookimpl
+    def backward(self, loss, weight, closes, options):
+        for wrapper in self.wrappers:
+            wrapper.due = not wrapper.held_back
+        super().backward(loss, weight, closes, options)
+
+
+class IgnoresTheTrigger(Right):
+    @hookimpl
+    def trigger_sync_in_backward(self, model):
+        return nullcontext()
+
+
+class SumsEachMicroBatchOfAWindow(Right):
+    """Adds over the ranks at each micro-batch, also what was added before, and divides at the end."""
+
+    @hookimpl
+    def backward(self, loss, weight, closes, options):
+        (loss * weight).backward(**options)
+        for wrapper in self.wrappers:
+            for parameter in wrapper.parameters():
+                dist.all_reduce(parameter.grad)
+                if wrapper.due:
+                    parameter.grad.div_(self.world.size)
+
+
+class CountsItsOwnWindows(Right):
+    """Synchronises each fourth backward once a window was seen open, and never the last, shorter one."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.accumulates = 0, False
+
+    @contextmanager
+    def holding_back(self, wrapper):
+        self.accumulates = self.accumulates or wrapper.held_back is False
+        with super().holding_back(wrapper):
+            yield
+
+    def average(self, wrapper):
+        if not self.accumulates or self.count % 4 == 0:
+            super().average(wrapper)
+
+    @hookimpl
+    def backward(self, loss, weight, closes, options):
+        self.count += 1
+        super().backward(loss, weight, closes, options)
+
+
+class IgnoresTheWeight(Right):
+    @hookimpl
+    def backward(self, loss, weight, closes, options):
+        super().backward(loss, 1.0, closes, options)
+
+
+class IgnoresBackwardOptions(Right):
+    @hookimpl
+    def backward(self, loss, weight, closes, options):
+        super().backward(loss, weight, closes, {})
+
+
+class ReplacesParameters(Right):
+    """Gives the model new parameters, and leaves the old ones in the optimizer."""
+
+    def wrap(self, model, optimizers):
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        return super().wrap(model, optimizers)
+
+
+class BreaksTies(Right):
+    """Splits what is shared, and has the optimizer train both halves."""
+
+    def wrap(self, model, optimizers):
+        seen = set()
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) in seen:
+                    half = nn.Parameter(parameter.detach().clone())
+                    setattr(module, name, half)
+                    for optimizer in optimizers:
+                        optimizer.param_groups[0]["params"].append(half)
+                seen.add(id(parameter))
+        return super().wrap(model, optimizers)
+
+
+class WrapsInside(Right):
+    """Moves the user's modules one level down."""
+
+    def wrap(self, model, optimizers):
+        for name, child in list(model.named_children()):
+            setattr(model, name, nn.Sequential(child))
+        return super().wrap(model, optimizers)
+
+
+class WrapsWhatIsNotTrained(Right):
+    def untrained(self, model):
+        return nn.parallel.DistributedDataParallel(model)
+
+
+class KeepsEachRanksWeights(Right):
+    def share(self, model):
+        pass
+
+
+class GivesEveryRankTheSameShard(Right):
+    def shard(self, world):
+        return Shard(0, world.size)
+
+
+class ClipsPerRank(Right):
+    """Takes the parameters of its own rank for all."""
+
+    @hookimpl
+    def clip_gradients(self, parameters, max_norm, norm_type):
+        return nn.utils.clip_grad_norm_(parameters[self.world.rank :: self.world.size], max_norm, norm_type)
+
+
+class IgnoresThePolicy(Right):
+    def place(self, model, request):
+        if request.device is not None:
+            model.to(request.device)
+
+
+class IgnoresTheReduceDtype(Right):
+    def average(self, wrapper):
+        wrapper.reduce = None
+        super().average(wrapper)
+
+
+class ResetsBuffers(Right):
+    """Hands out the buffers of the day it was prepared."""
+
+    def wrap(self, model, optimizers):
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+        def restore(module, *_):
+            for name, buffer in module.named_buffers():
+                buffer.copy_(kept[name])
+
+        model.register_forward_pre_hook(restore)
+        return super().wrap(model, optimizers)
+
+
+class SeedsTheUsersStream(Right):
+    def share(self, model):
+        torch.manual_seed(0)
+        super().share(model)
+
+
+class SetsTheEnvironment(Right):
+    def share(self, model):
+        os.environ["WRONG_STRATEGY_WAS_HERE"] = str(len(self.wrappers))
+        super().share(model)
+
+
+_kept = []
+
+
+class KeepsModelsAlive(Right):
+    def share(self, model):
+        _kept.append(model)
+        super().share(model)
+
+
+class AbortsAtExit(Right):
+    def share(self, model):
+        if not _kept:
+            atexit.register(os.abort)
+            _kept.append(model)
+        super().share(model)
+
+
+class RaisesOnOneRank(Right):
+    """Ends one rank in the middle of clipping, while the other waits."""
+
+    @hookimpl
+    def clip_gradients(self, parameters, max_norm, norm_type):
+        if self.world.rank == 1:
+            raise ValueError("no gradients on this rank")
+        dist.barrier()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
