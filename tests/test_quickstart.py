@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "quickstart.py"
-STEPS, VALIDATED = 6, 101
+STEPS, VALIDATED = 12, 201
 PNG = b"\x89PNG\r\n\x1a\n"
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_the_main_job_trains_alone_and_in_two_processes(tmp_path):
         shown = table(logs[world][0])
         assert shown["processes"] == str(world)
         assert shown["steps"] == str(STEPS)
-        assert shown["effective batch"] == str(16 * world)
+        assert shown["effective batch"] == str(8 * world)
         assert shown["samples validated"] == str(VALIDATED)
         assert 0 < float(shown["bits per byte"]) < 8
         assert float(shown["samples per second"]) > 0

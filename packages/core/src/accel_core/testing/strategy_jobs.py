@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,8 +34,8 @@ from accel_core.world import World
 
 Factory = Callable[[], Strategy]
 
-AGREEMENT = timedelta(seconds=10)
-"""How long a rank waits for the others after each job."""
+PATIENCE = timedelta(seconds=15)
+"""How long a collective of a job may take, and how long ranks wait for each other after one."""
 
 
 @dataclass(frozen=True)
@@ -78,39 +79,44 @@ class Raised:
 Job = Callable[[Subject], Any]
 
 
-def observe(subject: Subject, jobs: Sequence[Job], port: int) -> dict[str, Any]:
-    """Runs jobs one after the other on this rank, and returns the facts of each, or `Raised`, under its name.
+def observe(subject: Subject, jobs: Sequence[Job], port: int) -> None:
+    """Runs jobs one after the other on this rank, and puts the facts of each, or `Raised`, into the store on `port`.
 
-    After each job the ranks agree, through a store of their own on `port`, that all of them have come to its end: a job
-    that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came next would tell
-    nothing. Then this raises.
+    That store, which the test hosts, is none of the strategy's: through it the ranks agree after each job that all have come
+    to its end. One that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came
+    next would tell nothing. Then this raises; the facts of the jobs before are in the store.
     """
-    world = World.current(cpu=subject.cpu)
+    world = World.current(cpu=subject.cpu, timeout=PATIENCE)
     stay = _Stay()
     world.join(stay)  # the jobs' Accelerators end their training, but not the process group
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=AGREEMENT)
-    facts = {}
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     for job in jobs:
-        name = job.__name__
         try:
-            facts[name] = job(subject)
+            fact = job(subject)
         except Exception as error:  # noqa: BLE001  (whatever a strategy raises is the fact)
-            facts[name] = Raised.by(error)
+            fact = Raised.by(error)
         gc.collect()
-        _agree(store, name, world, facts[name])
-    return facts
+        store.set(key(job, world.rank), pickle.dumps(fact))
+        _agree(store, job, world, fact)
 
 
-def _agree(store: dist.Store, name: str, world: World, fact: object) -> None:
-    store.set(f"{name}/{world.rank}", "raised" if isinstance(fact, Raised) else "returned")
-    keys = [f"{name}/{rank}" for rank in range(world.size)]
+def key(job: Job, rank: int) -> str:
+    """Where the store holds what a rank saw in a job."""
+    return f"{job.__name__}/{rank}"
+
+
+def _agree(store: dist.Store, job: Job, world: World, fact: object) -> None:
     story = f"\nThis rank raised:\n{fact.text}" if isinstance(fact, Raised) else ""
+    name, keys = job.__name__, [key(job, rank) for rank in range(world.size)]
     try:
-        store.wait(keys, AGREEMENT)
+        store.wait(keys, PATIENCE)
     except dist.DistError as error:
-        raise RuntimeError(f"{name}: {AGREEMENT.total_seconds():g} s later, not all ranks were done.{story}") from error
-    if len({store.get(key) for key in keys}) > 1:
+        raise RuntimeError(f"{name}: {PATIENCE.total_seconds():g} s later, not all ranks were done.{story}") from error
+    raised = {isinstance(pickle.loads(store.get(one)), Raised) for one in keys}
+    if len(raised) > 1:
         raise RuntimeError(f"{name} raised on some ranks only.{story}")
+    if raised == {True}:
+        world.barrier()  # fails where a collective was left unfinished
 
 
 class _Stay:
@@ -590,7 +596,7 @@ def left_open(subject: Subject) -> None:
     _ALIVE.append(loop)
 
 
-TOGETHER: tuple[Job, ...] = (
+JOBS: tuple[Job, ...] = (
     layout,
     start,
     surroundings,
@@ -616,4 +622,4 @@ TOGETHER: tuple[Job, ...] = (
     precisions,
     released,
 )
-"""The jobs that may share a launch, because each begins with an Accelerator of its own."""
+"""The jobs that share a launch: each begins with an Accelerator of its own. `left_open` needs one for itself."""

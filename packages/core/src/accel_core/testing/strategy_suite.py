@@ -1,10 +1,10 @@
 """What a strategy is: a suite of tests to inherit.
 
     from accel_core.testing import StrategySuite
-    from accel_hello import Hello
+    from my_package import MyStrategy
 
-    class TestHello(StrategySuite):
-        strategy = Hello
+    class TestMyStrategy(StrategySuite):
+        strategy = MyStrategy
 
 Each test proves one sentence of the contract in `accel_core.hookspecs`, with real ranks, against plain torch in one process
 on the global batch. It needs pytest and no plugin of it. The strategies of the core pass the same suite.
@@ -13,15 +13,14 @@ What a strategy cannot do is declared, with the reason, and then has to fail: a 
 
     lacks = {"test_clipping_gives_the_norm_of_one_process": "the engine clips all parameters or none"}
 
-The jobs of one world size share one launch, for fresh ranks are what costs. When that launch breaks down (a rank is stuck,
-or raises where others do not), every test launches its own job, so that the one at fault is found.
+The jobs of one world size share one launch, for fresh ranks are what costs. When a job breaks it (a rank is stuck, or raises
+where others do not), the tests of that job fail, and the jobs after it get another launch.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -55,9 +54,9 @@ class StrategySuite:
     worlds: ClassVar[Sequence[int]] = (1, 2)
     lacks: ClassVar[Mapping[str, str]] = {}
     cpu: ClassVar[bool] = True
-    timeout: ClassVar[float] = 60.0
+    timeout: ClassVar[float] = 120.0
 
-    _launches: ClassVar[dict[int, list[dict[str, Any]] | None]]
+    _launches: ClassVar[dict[int, dict[str, list[Any] | RanksFailed]]]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -355,30 +354,34 @@ class StrategySuite:
             )
 
     def _facts(self, job: Job, world: int) -> list[Any]:
-        """What each rank saw in a job, in rank order."""
+        """What each rank saw in a job, in rank order. The first call in a world runs the jobs of all tests."""
         launches = type(self)._launches
         if world not in launches:
-            try:
-                launches[world] = self._observe([one for one in strategy_jobs.TOGETHER if self._may_share(one)], world)
-            except RanksFailed:
-                launches[world] = None
-        together = launches[world]
-        if together is None or job.__name__ not in together[0]:
-            together = self._observe([job], world)
-        facts = [of_rank[job.__name__] for of_rank in together]
+            launches[world] = self._observe(world)
+        facts = launches[world][job.__name__]
+        if isinstance(facts, RanksFailed):
+            raise facts
         for rank, fact in enumerate(facts):
             _require(not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}")
         return facts
 
-    def _may_share(self, job: Job) -> bool:
-        """Whether no lack is declared for a test that needs this job: what is known to fail may hang."""
-        tests = (getattr(self, name.partition("[")[0], None) for name in self.lacks)
-        return not any(job.__name__ in test.__code__.co_names for test in tests if test is not None)
-
-    def _observe(self, jobs: Sequence[Job], world: int) -> list[dict[str, Any]]:
+    def _observe(self, world: int) -> dict[str, list[Any] | RanksFailed]:
+        """The facts of every job, or how it broke its launch."""
         subject = Subject(type(self).strategy, self.cpu)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-        return run_ranks(strategy_jobs.observe, world, subject, jobs, store.port, timeout=self.timeout)
+        found: dict[str, list[Any] | RanksFailed] = {}
+        waiting = list(strategy_jobs.JOBS)
+        while waiting:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=strategy_jobs.PATIENCE)
+            failure = None
+            try:
+                run_ranks(strategy_jobs.observe, world, subject, waiting, store.port, timeout=self.timeout)
+            except RanksFailed as error:
+                failure = error
+            while waiting and store.check(keys := [strategy_jobs.key(waiting[0], rank) for rank in range(world)]):
+                found[waiting.pop(0).__name__] = [pickle.loads(store.get(key)) for key in keys]
+            if failure is not None and waiting:  # else it broke while exiting, which has a test of its own
+                found[waiting.pop(0).__name__] = failure
+        return found
 
 
 _PROPERTIES = ("strategy", "worlds", "lacks", "cpu", "timeout")
