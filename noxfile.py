@@ -12,7 +12,7 @@ built with `-c constraints.txt`, which says which torch it is, and runs one thre
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import nox
@@ -27,7 +27,7 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages
 PROJECTS = {name: nox.project.load_toml(folder / "pyproject.toml")["project"] for name, folder in PACKAGES.items()}
 TESTED = [name for name, folder in PACKAGES.items() if (folder / "tests").is_dir()]
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
-HELLO = ROOT / "examples" / "accel-hello"
+THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 QUICKSTART = "examples/quickstart.py"
 EXAMPLES = ("-r", "examples/requirements.txt")
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
@@ -93,9 +93,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def hello(session: nox.Session) -> None:
-    """A third party's distribution: its wheel beside that of the core, and its own tests."""
-    install(session, ["core"], *GROUPS["test"], others=[HELLO])
-    session.run("pytest", str(HELLO / "tests"), *session.posargs)
+    """Distributions as third parties write them: their wheels beside that of the core, and their own tests."""
+    install(session, ["core"], *GROUPS["test"], others=THIRD_PARTIES)
+    session.run("pytest", *[str(folder / "tests") for folder in THIRD_PARTIES], *session.posargs)
 
 
 @nox.session
@@ -151,7 +151,7 @@ def run_script(session: nox.Session, script: str, world: int) -> None:
     session.run("python", *launch, script)
 
 
-def install(session: nox.Session, names: Iterable[str], *requirements: str, others: Iterable[Path] = ()) -> None:
+def install(session: nox.Session, names: Iterable[str], *requirements: str, others: Sequence[Path] = ()) -> None:
     """Installs packages as wheels, with those of ours that they need and these requirements, in one pip command.
 
     Ours are uninstalled first: in an environment that is reused, pip would keep a wheel of the same version.
@@ -160,7 +160,7 @@ def install(session: nox.Session, names: Iterable[str], *requirements: str, othe
     wheels = []
     folders = [*(PACKAGES[name] for name in closure(names)), *others]
     if folders:
-        ours = [project["name"] for project in PROJECTS.values()]
+        ours = [project["name"] for project in PROJECTS.values()] + [folder.name for folder in others]
         session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *ours, silent=True)
         wheels = build_wheels(session, folders)
     session.install("--prefer-binary", "-c", "constraints.txt", *wheels, *requirements)

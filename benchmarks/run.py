@@ -110,9 +110,9 @@ def arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Measures what the library costs, and prints the gates.")
     parser.add_argument("--rows", type=names, default=list(ROWS), help=f"of {','.join(ROWS)}")
-    parser.add_argument("--rounds", type=int, default=20, help="in each process; every round measures every library")
+    parser.add_argument("--rounds", type=int, default=12, help="in each process; every round measures every library")
     parser.add_argument("--repeats", type=int, default=3, help="processes that are started per row")
-    parser.add_argument("--batches", type=int, default=240, help="in a round of one library; a multiple of 4")
+    parser.add_argument("--batches", type=int, default=160, help="in a round of one library; a multiple of 4")
     parser.add_argument("--libraries", type=names, default=list(DISTRIBUTIONS), help=f"of {','.join(DISTRIBUTIONS)}")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks.json"))
     return parser.parse_args()

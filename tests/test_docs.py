@@ -106,3 +106,14 @@ def test_a_relative_link_leads_to_a_file_and_its_heading(page, target):
     if anchor:
         headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
         assert anchor in {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+QUOTE = re.compile(r"^<!-- from (\S+) -->\n(?:<!-- not run -->\n)?```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+QUOTES = [(relative(page), *match) for page in PAGES for match in QUOTE.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "source", "quoted"), QUOTES)
+def test_a_quotation_stands_in_its_source(page, source, quoted):
+    """`<!-- from PATH -->` before a block: its lines stand in that file one after another, however far indented."""
+    lines = ((ROOT / page).parent / source).read_text(encoding="utf-8").splitlines()
+    assert "\n".join(map(str.strip, quoted.splitlines())) in "\n".join(map(str.strip, lines))

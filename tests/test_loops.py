@@ -135,7 +135,10 @@ def evaluation_kinds(accelerator: Accelerator, model: nn.Module) -> dict[str, An
             for _y in evaluation:
                 pass
 
-    return {function.__name__: function for function in (whole, broken_out, broken_out_on_the_last, raising, kept_alive, nested)}
+    return {
+        function.__name__: function
+        for function in (whole, broken_out, broken_out_on_the_last, raising, kept_alive, nested)
+    }
 
 
 @pytest.mark.parametrize("kind", ["whole", "broken_out", "broken_out_on_the_last", "raising", "kept_alive", "nested"])

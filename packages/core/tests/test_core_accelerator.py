@@ -123,7 +123,9 @@ def test_contradictory_options_of_ddp_are_refused(options: dict[str, Any], messa
 
 
 def test_steps_of_the_accumulation_plugin_are_checked_where_it_is_built() -> None:
-    with pytest.raises(ValueError, match=r"GradientAccumulationPlugin\(num_steps=0\): expected an integer of at least 1"):
+    with pytest.raises(
+        ValueError, match=r"GradientAccumulationPlugin\(num_steps=0\): expected an integer of at least 1"
+    ):
         GradientAccumulationPlugin(num_steps=0)
 
 
@@ -202,7 +204,11 @@ def test_an_optimizer_of_another_model_is_allowed_in_one_process() -> None:
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
-        (torch.ones(3, requires_grad=True), ValueError, r"a loss of shape \(3,\), expected a scalar. Reduce it, e.g. los"),
+        (
+            torch.ones(3, requires_grad=True),
+            ValueError,
+            r"a loss of shape \(3,\), expected a scalar. Reduce it, e.g. los",
+        ),
         (1.5, TypeError, "given a float, expected the loss as a tensor: .* without .item"),
         (None, TypeError, "given a NoneType, expected the loss"),
     ],

@@ -65,7 +65,7 @@ def synchronisation() -> dict[str, bool]:
     x, found = rows(), {}
     reference = reference_gradients(x)
     model = accelerator.prepare(net())
-    loss = lambda: model(own(x, accelerator)).pow(2).mean()  # noqa: E731
+    loss = lambda: model(own(x, accelerator)).pow(2).mean()
 
     accelerator.backward(loss())
     found["a backward synchronises"] = close(gradients(model), reference)
@@ -354,7 +354,7 @@ def refusals() -> dict[str, str]:
     }.items():
         try:
             attempt()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -363,7 +363,9 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
     """Semantics 13 (device map); design section 4 (a strategy that cannot honour a policy raises)."""
     for found in run_ranks(refusals, 2):
         assert "started 2 processes, which would train 2 separate models" in found["single"]
-        assert "is spread over several devices by its hf_device_map, and 2 processes were started" in found["device map"]
+        assert (
+            "is spread over several devices by its hf_device_map, and 2 processes were started" in found["device map"]
+        )
         assert "asks for gradients that travel as torch.float64, but DDP has comm_hook='no'" in found["reduce dtype"]
         assert "WorldError" in found["timeout"]
 

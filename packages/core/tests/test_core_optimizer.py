@@ -29,7 +29,9 @@ def reference_step(batches: list[torch.Tensor], lr: float = 0.1) -> torch.Tensor
         return model.weight - lr * model.weight.grad  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("zero_grad", ["first in the body", "last in the body", "before accumulate", "after accumulate"])
+@pytest.mark.parametrize(
+    "zero_grad", ["first in the body", "last in the body", "before accumulate", "after accumulate"]
+)
 def test_zero_grad_may_stand_anywhere_in_the_body(zero_grad: str) -> None:
     """Semantics 11."""
     accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -168,33 +168,26 @@ class SumsEachMicroBatchOfAWindow(Right):
     def backward(self, loss, weight, closes, options):
         (loss * weight).backward(**options)
         for wrapper in self.wrappers:
-            for parameter in wrapper.parameters():
-                dist.all_reduce(parameter.grad)
-                if wrapper.due:
-                    parameter.grad.div_(self.world.size)
+            due, wrapper.due = wrapper.due, True
+            self.average(wrapper)
+            if not due:
+                for parameter in wrapper.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self.world.size)
+            wrapper.due = due
 
 
-class CountsItsOwnWindows(Right):
-    """Synchronises each fourth backward once a window was seen open, and never the last, shorter one."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self.accumulates = 0, False
-
-    @contextmanager
-    def holding_back(self, wrapper):
-        self.accumulates = self.accumulates or wrapper.held_back is False
-        with super().holding_back(wrapper):
-            yield
-
-    def average(self, wrapper):
-        if not self.accumulates or self.count % 4 == 0:
-            super().average(wrapper)
+class DropsTheShortWindow(Right):
+    """Averages the windows of four for which it was configured, and lets those of two go by."""
 
     @hookimpl
     def backward(self, loss, weight, closes, options):
-        self.count += 1
+        self.dropped = weight == 0.5
         super().backward(loss, weight, closes, options)
+
+    def average(self, wrapper):
+        if not self.dropped:
+            super().average(wrapper)
 
 
 class IgnoresTheWeight(Right):

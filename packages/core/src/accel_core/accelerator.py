@@ -39,6 +39,7 @@ from accel_core.window import WindowLoop, default_inputs
 if TYPE_CHECKING:
     import os
 
+    from accel_core.collectives import Reduction
     from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
     from accel_core.precision import Precision
     from accel_core.strategies.strategy import Strategy
@@ -108,7 +109,7 @@ class Accelerator:
         log_with: object = None,
         **older_names: object,
     ) -> None:
-        strategy = strategy_from_plugin_argument(strategy, older_names)
+        chosen = strategy_from_plugin_argument(strategy, older_names)
         refuse_unknown(type(self), older_names, log_with)
         loader_options = {"split_batches": split_batches, "even_batches": even_batches}
         parts = assemble(
@@ -118,7 +119,7 @@ class Accelerator:
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
                 cpu=cpu,
                 dynamo_backend=dynamo_backend,
-                strategy=strategy,
+                strategy=chosen,
                 loader_options={name: value for name, value in loader_options.items() if value is not None},
                 plugins=plugins,
                 handlers=kwargs_handlers or (),
@@ -152,7 +153,7 @@ class Accelerator:
         self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step"))
         self._seed: int | None = None
         self._ended = False
-        self._world.join(self)
+        self._world.enter(self)
         self._relay.start(self._world, self._layout)
 
     # ------------------------------------------------------------------ who and where
@@ -230,7 +231,7 @@ class Accelerator:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
         if self.is_local_main_process:
-            print(*args, **kwargs)
+            print(*args, **kwargs)  # noqa: T201  (what was asked for)
 
     def wait_for_everyone(self) -> None:
         """Returns once every process has come here. Collective."""
@@ -279,7 +280,9 @@ class Accelerator:
         )
         return self._prepare_model(model, device_placement, (), evaluation_mode)
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> DataLoader[Any]:
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoader[Any]:
         """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
 
         Args:
@@ -545,12 +548,12 @@ class Accelerator:
         """
         return collectives.gather(tensor, self._world)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Adds or averages tensors over the ranks. Collective.
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+        """Combines tensors over the ranks: their sum, mean or maximum. Collective.
 
         Args:
             tensor: a tensor, or nested tuples, lists and dicts of them, of one structure and shape on all ranks.
-            reduction: "sum", "mean", or "none", which returns the input.
+            reduction: "sum", "mean", "max", or "none", which returns the input.
             scale: a factor for the result.
 
         Raises:
@@ -603,10 +606,6 @@ class Accelerator:
             self._ended = True
             self._relay.finish()
             self._world.leave(self)
-
-    def close(self) -> None:
-        """Drops what holds on to the process group. The World calls it before the group ends."""
-        self._parts.strategy.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a handle on running processes: a trainer's copy works with the same ones
@@ -665,9 +664,7 @@ class Accelerator:
 
 
 @contextmanager
-def _on_all(
-    hook: Callable[[nn.Module], AbstractContextManager[None]], models: Sequence[nn.Module]
-) -> Iterator[None]:
+def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(hook(model))

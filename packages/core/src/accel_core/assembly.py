@@ -132,7 +132,7 @@ def _accumulation(given: Arguments) -> GradientAccumulationPlugin:
                 f"one: GradientAccumulationPlugin(num_steps={steps}, ...), or the number of steps alone."
             )
         return plugin
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):  # type: ignore[redundant-expr]
         raise ValueError(
             f"gradient_accumulation_steps={steps!r}: expected an integer of at least 1, the number of micro-batches in a "
             f"window."

@@ -26,7 +26,7 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    model._compiled_call_impl = torch.compile(call, **options)  # type: ignore[assignment]
+    model._compiled_call_impl = torch.compile(call, **options)
 
 
 def forget_compiled(model: nn.Module) -> None:

@@ -24,7 +24,8 @@ class Dress:
     def __reduce_ex__(self, protocol: Any) -> Any:
         dressed = type(self)
         overrides, original = dressed.__bases__
-        make, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
         arguments = tuple(original if argument is dressed else argument for argument in arguments)
         return (_rebuild, (overrides, make, arguments), *rest)
 
@@ -45,7 +46,8 @@ def undress(obj: T, overrides: type[Dress]) -> T:
 
 def dressed_class(original: type, overrides: type) -> type:
     """The subclass of `overrides` and `original` that passes for `original`; made once, as long as it is in use."""
-    for known in type.__subclasses__(original):
+    subclasses: list[type] = type.__subclasses__(original)
+    for known in subclasses:
         if known.__bases__ == (overrides, original):
             return known
     names = {

@@ -71,6 +71,9 @@ class HookSpecs:
 
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
+
+    Each docstring says when the hook runs, who usually owns it, what it is given and returns, and what the core does where
+    nobody owns it.
     """
 
     # ------------------------------------------------------------------ listeners

@@ -79,7 +79,7 @@ class OptimizerGate:
         self.seen_backwards = accumulation.total_backwards
         self._own_step = optimizer.step
         self._own_zero_grad = optimizer.zero_grad
-        attributes = vars(optimizer)
+        attributes: Any = vars(optimizer)
         self._shadowed = {name: attributes[name] for name in ("step", "zero_grad") if name in attributes}
         attributes.update(
             {
@@ -107,7 +107,7 @@ class OptimizerGate:
             self._check_first()
         if not (args or kwargs):
             self._check_backward()
-            step = self._own_step
+            step: Callable[[], Any] = self._own_step
         else:  # a closure runs its own backward
             step = partial(self._own_step, *args, **kwargs)
         self._inside = True

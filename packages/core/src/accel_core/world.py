@@ -67,6 +67,7 @@ class World:
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._channels: dict[ProcessGroup | None, Channel] = {}
         self._tenants: list[weakref.ref[Tenant]] = []
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     @classmethod
     def current(
@@ -246,11 +247,14 @@ class World:
         self._tenants = [reference for reference in self._tenants if reference() is not None]
         self._tenants.append(weakref.ref(tenant))
 
-    def leave(self, tenant: Tenant) -> None:
-        """`tenant` needs the group no more. If nobody else does, the world ends, which is a collective: see `end`."""
-        tenant.close()
-        self._tenants = [reference for reference in self._tenants if reference() not in (None, tenant)]
-        if not self._tenants:
+    def enter(self, user: object) -> None:
+        """`user` (an Accelerator) works in this world from now on. The reference is weak."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """`user` needs the world no more. If nobody else does, it ends, which is a collective: see `end`."""
+        self._users.discard(user)
+        if not self._users:
             self.end()
 
     def end(self) -> None:
@@ -358,7 +362,9 @@ def _meet(url: str, place: Place, timeout: timedelta) -> Store:
     else:
         store, _, _ = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))
         count = 0
-        if not place.agent:  # else the launcher hosts the store, gives the ranks, and keeps the store when it restarts them
+        if (
+            not place.agent
+        ):  # else the launcher hosts the store, gives the ranks, and keeps the store when it restarts them
             _claim(store, url, place)
     store.set_timeout(timeout)
     _met[url] = store, count + 1

@@ -7,8 +7,7 @@ wrapper keeps the user's parameters, so an optimizer may be built, and prepared,
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,6 +26,7 @@ from accel_core.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from accel_core.precision import PrecisionPolicy
     from accel_core.prepare import PrepareRequest
@@ -95,7 +95,6 @@ class DDP(Strategy):
         self._comm_wrapper: CommWrapper = comm_wrapper
         self._comm_state_option = comm_state_option or {}
         self._world: World | None = None
-        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @hookimpl
     def layout(self, world: World) -> Layout:
@@ -109,7 +108,12 @@ class DDP(Strategy):
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_model(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
+    def prepare_model(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],  # noqa: ARG002  (parameters stay what they are)
+        request: PrepareRequest,
+    ) -> nn.Module:
         """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated.
 
         The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
@@ -129,26 +133,18 @@ class DDP(Strategy):
         """The next backward synchronises, although its forward did not announce it."""
         return _synchronised(model)
 
-    def close(self) -> None:
-        """Drops the reducers. A process that exits with a live one aborts now and then, even without a group."""
-        for wrapper in list(self._wrappers):
-            for name in ("reducer", "logger"):
-                vars(wrapper).pop(name, None)
-        self._wrappers.clear()
-
     def _wrap(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
         assert self._world is not None, "layout() runs in the constructor of the Accelerator"
         device = next(model.parameters()).device
-        wrapper = DistributedDataParallel(
+        wrapper: Any = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
             process_group=self._world.group,
             **self._options,
         )
         self._register_comm_hook(wrapper, request.policy)
-        dress(wrapper, _NamesUnused)
-        self._wrappers.add(wrapper)
-        return wrapper
+        self._world.join(dress(wrapper, _Wrapper))
+        return wrapper  # type: ignore[no-any-return]
 
     def _register_comm_hook(self, wrapper: DistributedDataParallel, policy: PrecisionPolicy) -> None:
         name = self._comm_hook
@@ -165,10 +161,16 @@ class DDP(Strategy):
             wrapper.register_comm_hook(state, hook)
 
 
-class _NamesUnused(Dress):
-    """Says which parameters took no part in the loss, by name; torch gives their indices."""
+class _Wrapper(Dress):
+    """Adds to torch's wrapper that it names unused parameters, and that it lets go of the process group."""
+
+    def close(self) -> None:
+        """Drops the reducer. A process that exits with a live one aborts now and then, even without a group."""
+        for name in ("reducer", "logger"):
+            vars(self).pop(name, None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises with the names of the parameters that took no part in the loss; torch gives their indices."""
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
@@ -250,7 +252,7 @@ def _comm_hook(name: str, wrapper: str, options: dict[str, Any], world: World | 
     state = powerSGD_hook.PowerSGDState(world.group, **options) if name == "power_sgd" else world.group
     # torch knows its bf16 hooks by their names and refuses them where it sees no native bf16 collective, although the
     # reduction works there. Hence another name; and no annotations, which torch compares by identity.
-    return state, lambda state, bucket: hook(state, bucket)
+    return state, lambda state, bucket: hook(state, bucket)  # noqa: PLW0108
 
 
 def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:

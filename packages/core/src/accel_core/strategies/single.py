@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.errors import WorldError
@@ -12,6 +13,7 @@ from accel_core.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from accel_core.prepare import PrepareRequest
     from accel_core.world import World
@@ -32,7 +34,12 @@ class Single(Strategy):
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_model(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
+    def prepare_model(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],  # noqa: ARG002  (parameters stay what they are)
+        request: PrepareRequest,
+    ) -> nn.Module:
         """Places, casts and compiles the model in place. Gradients do not travel, so any `reduce` dtype holds."""
         place_model(model, request)
         return model

@@ -4,6 +4,9 @@ A strategy distributes: it decides where a model's parameters live, how gradient
 process reads. It is a plain object whose constructor arguments are its options, all optional, and whose methods marked
 with `hookimpl` take over hooks of `accel_core.hookspecs`. Only `prepare_model` is mandatory.
 
+What a strategy makes and the user holds on to, and what would keep the process group busy, such as torch's DDP wrapper, is told
+to `World.join`: it is closed before the group ends.
+
 The base class is abstract and has no behaviour: subclass it directly, and not its subclasses; to vary a strategy, wrap it.
 """
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_core.handlers import KwargsHandler
     from accel_core.prepare import PrepareRequest
 
 
@@ -25,14 +29,13 @@ class Strategy(ABC):
 
     Class attributes that a strategy may declare:
 
+    - `handler`: the class of option objects for `kwargs_handlers` that stand for its constructor's arguments.
     - `places_models`: it puts models on their devices by itself, so `device_placement=[...]` per object is refused.
     """
 
+    handler: ClassVar[type[KwargsHandler] | None] = None
     places_models: ClassVar[bool] = False
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """See `accel_core.hookspecs.HookSpecs.prepare_model`. Mark the implementation with `hookimpl`."""
-
-    def close(self) -> None:  # noqa: B027  (optional: most strategies hold nothing)
-        """Drops wrappers and whatever else holds on to the process group. Called before the group ends; may be repeated."""

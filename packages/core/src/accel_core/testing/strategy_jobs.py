@@ -34,10 +34,6 @@ from accel_core.world import World
 
 Factory = Callable[[], Strategy]
 
-PATIENCE = timedelta(seconds=15)
-"""How long a collective of a job may take, and how long ranks wait for each other after one."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """The strategy that is examined.
@@ -45,10 +41,12 @@ class Subject:
     Args:
         strategy: a name, or what makes one; it is pickled by its name.
         cpu: whether it trains on the CPU although there is an accelerator.
+        patience: how long a collective may take, and how long ranks wait for each other after a job.
     """
 
     strategy: str | Factory
     cpu: bool = True
+    patience: timedelta = timedelta(seconds=15)
 
     def accelerator(self, mixed_precision: str | Precision = "no", **options: Any) -> Accelerator:
         """An Accelerator with a strategy of its own."""
@@ -86,18 +84,24 @@ def observe(subject: Subject, jobs: Sequence[Job], port: int) -> None:
     to its end. One that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came
     next would tell nothing. Then this raises; the facts of the jobs before are in the store.
     """
-    world = World.current(cpu=subject.cpu, timeout=PATIENCE)
+    world = World.current(cpu=subject.cpu, timeout=subject.patience)
     stay = _Stay()
     world.join(stay)  # the jobs' Accelerators end their training, but not the process group
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=subject.patience)
     for job in jobs:
+        store.set(begun(job), "")
         try:
             fact = job(subject)
         except Exception as error:  # noqa: BLE001  (whatever a strategy raises is the fact)
             fact = Raised.by(error)
         gc.collect()
         store.set(key(job, world.rank), pickle.dumps(fact))
-        _agree(store, job, world, fact)
+        _agree(store, job, world, fact, subject.patience)
+
+
+def begun(job: Job) -> str:
+    """What stands in the store once a rank has begun a job."""
+    return f"{job.__name__}/begun"
 
 
 def key(job: Job, rank: int) -> str:
@@ -105,13 +109,13 @@ def key(job: Job, rank: int) -> str:
     return f"{job.__name__}/{rank}"
 
 
-def _agree(store: dist.Store, job: Job, world: World, fact: object) -> None:
+def _agree(store: dist.Store, job: Job, world: World, fact: object, patience: timedelta) -> None:
     story = f"\nThis rank raised:\n{fact.text}" if isinstance(fact, Raised) else ""
     name, keys = job.__name__, [key(job, rank) for rank in range(world.size)]
     try:
-        store.wait(keys, PATIENCE)
+        store.wait(keys, patience)
     except dist.DistError as error:
-        raise RuntimeError(f"{name}: {PATIENCE.total_seconds():g} s later, not all ranks were done.{story}") from error
+        raise RuntimeError(f"{name}: {patience.total_seconds():g} s later, not all ranks were done.{story}") from error
     raised = {isinstance(pickle.loads(store.get(one)), Raised) for one in keys}
     if len(raised) > 1:
         raise RuntimeError(f"{name} raised on some ranks only.{story}")
@@ -228,6 +232,7 @@ def surroundings(subject: Subject) -> dict[str, bool]:
     """Whether preparing left the random stream, the environment and the default dtype as they were."""
     accelerator = subject.accelerator()
     model = models.built(Net)
+    torch.rand(1)  # so that a stream that was seeded before is no longer at its beginning
     environment, stream, dtype = dict(os.environ), torch.get_rng_state(), torch.get_default_dtype()
     accelerator.prepare(model, models.sgd(model.parameters()))
     return {
@@ -597,9 +602,9 @@ def left_open(subject: Subject) -> None:
 
 
 JOBS: tuple[Job, ...] = (
+    surroundings,  # before another job has changed what it looks at
     layout,
     start,
-    surroundings,
     two_backwards,
     accumulated,
     accumulated_in_sync,

@@ -1,0 +1,223 @@
+"""The conformance suite of strategies: our own pass it, and wrong ones are caught by exactly the tests that should."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import wrong_strategies as wrong
+
+from accel_core.strategies import DDP
+from accel_core.testing import StrategySuite, strategy_suite
+from accel_core.testing.models import Net, built, gradients
+
+
+class TestSingle(StrategySuite):
+    strategy = "single"
+    worlds = (1,)
+
+
+class TestDDP(StrategySuite):
+    strategy = "ddp"
+    worlds = (2,)
+    lacks = {
+        "test_several_backwards_of_one_forward_add_up": "torch's reducer synchronises the first backward of a forward only"
+    }
+
+
+def in_views():
+    return DDP(gradient_as_bucket_view=True, bucket_cap_mb=0.0001)
+
+
+class TestDDPInViews(StrategySuite):
+    strategy = in_views
+    worlds = (2,)
+    lacks = TestDDP.lacks
+
+
+# ------------------------------------------------------------------------------------------------ who catches whom
+
+TESTS = {name for name in vars(StrategySuite) if name.startswith("test_")}
+EXIT = "test_the_process_exits_cleanly"
+
+GRADIENTS = {
+    "test_a_gradient_is_that_of_the_global_batch",
+    "test_a_window_is_one_big_batch",
+    "test_a_window_synchronised_at_each_micro_batch_is_one_big_batch",
+    "test_a_window_by_hand_is_one_big_batch",
+    "test_several_backwards_of_one_forward_add_up",
+    "test_gradients_held_back_arrive_with_the_next_synchronised_backward",
+    "test_trigger_sync_in_backward_synchronises",
+    "test_forward_backward_weighs_what_batches_hold",
+    "test_ranks_may_have_different_numbers_of_micro_batches",
+    "test_training_is_that_of_one_process",
+    "test_any_order_of_preparing_trains",
+    "test_clipping_gives_the_norm_of_one_process",
+    "test_several_models_train_side_by_side",
+    "test_tied_parameters_stay_tied",
+}
+SAME = "test_all_ranks_hold_the_same_parameters"
+NO_SYNC = "test_no_sync_keeps_gradients_local"
+UNEVEN = "test_ranks_may_have_different_numbers_of_micro_batches"
+POLICY = "test_a_policy_holds_or_is_refused"
+
+CAUGHT_BY = {
+    wrong.Right: set(),
+    wrong.ForgetsAveraging: GRADIENTS | {SAME, POLICY},
+    wrong.AveragesTwice: GRADIENTS,
+    wrong.Sums: GRADIENTS | {POLICY},
+    wrong.AveragesOnlyTheFirstModel: {"test_several_models_train_side_by_side"},
+    wrong.IgnoresNoSync: {NO_SYNC, UNEVEN},
+    wrong.DecidesAtTheBackward: {NO_SYNC},
+    wrong.IgnoresTheTrigger: {"test_trigger_sync_in_backward_synchronises"},
+    wrong.SumsEachMicroBatchOfAWindow: {
+        "test_a_window_is_one_big_batch",
+        NO_SYNC,
+        "test_gradients_held_back_arrive_with_the_next_synchronised_backward",
+        "test_forward_backward_weighs_what_batches_hold",
+        UNEVEN,
+        "test_training_is_that_of_one_process",
+    },
+    wrong.DropsTheShortWindow: {
+        "test_a_window_is_one_big_batch",
+        "test_a_window_synchronised_at_each_micro_batch_is_one_big_batch",
+        "test_training_is_that_of_one_process",
+        SAME,
+    },
+    wrong.IgnoresTheWeight: {
+        "test_a_window_is_one_big_batch",
+        "test_a_window_synchronised_at_each_micro_batch_is_one_big_batch",
+        "test_a_window_by_hand_is_one_big_batch",
+        "test_forward_backward_weighs_what_batches_hold",
+        UNEVEN,
+        "test_training_is_that_of_one_process",
+    },
+    wrong.IgnoresBackwardOptions: {"test_several_backwards_of_one_forward_add_up"},
+    wrong.ReplacesParameters: TESTS
+    - {
+        EXIT,  # is not run
+        POLICY,  # counts as a refusal
+        "test_the_declarations_hold",
+        "test_every_part_of_the_data_is_read_once",
+        "test_training_starts_from_the_weights_of_rank_0",
+        "test_preparing_leaves_the_surroundings_alone",
+        "test_a_model_that_is_not_trained_can_be_called",
+        "test_unwrapping_gives_the_users_model",
+        "test_preparing_twice_is_preparing_once",
+    },
+    wrong.BreaksTies: {"test_tied_parameters_stay_tied"},
+    wrong.WrapsInside: {"test_unwrapping_gives_the_users_model"},
+    wrong.WrapsWhatIsNotTrained: {"test_a_model_that_is_not_trained_can_be_called"},
+    wrong.KeepsEachRanksWeights: {"test_training_starts_from_the_weights_of_rank_0"},
+    wrong.GivesEveryRankTheSameShard: {"test_every_part_of_the_data_is_read_once"} | GRADIENTS,
+    wrong.ClipsPerRank: {"test_clipping_gives_the_norm_of_one_process"},
+    wrong.IgnoresThePolicy: {POLICY},
+    wrong.IgnoresTheReduceDtype: {POLICY},
+    wrong.ResetsBuffers: {"test_buffers_live"},
+    wrong.SeedsTheUsersStream: {"test_preparing_leaves_the_surroundings_alone"},
+    wrong.SetsTheEnvironment: {"test_preparing_leaves_the_surroundings_alone"},
+    wrong.KeepsModelsAlive: {"test_nothing_is_kept_alive"},
+    wrong.AbortsAtExit: {EXIT},
+    wrong.RaisesOnOneRank: {"test_clipping_gives_the_norm_of_one_process"},
+}
+NEEDS_A_LAUNCH = {wrong.Right, wrong.AbortsAtExit}  # the test of exiting costs one more, so it runs for these only
+
+
+def suite_of(factory, **attributes):
+    return type("TestIt", (StrategySuite,), {"strategy": factory, "worlds": (2,), "patience": 4.0, **attributes})
+
+
+def failures(suite, tests):
+    found = {}
+    for name in sorted(tests):
+        test = getattr(suite(), name)
+        try:
+            test(*([2] if "world" in inspect.signature(test).parameters else []))
+        except AssertionError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("strategy", CAUGHT_BY, ids=lambda strategy: strategy.__name__)
+def test_a_wrong_strategy_is_caught_by_exactly_the_tests_that_should(strategy):
+    tests = TESTS if strategy in NEEDS_A_LAUNCH else TESTS - {EXIT}
+    assert failures(suite_of(strategy), tests).keys() == CAUGHT_BY[strategy]
+
+
+def test_every_wrong_strategy_stands_in_the_table():
+    defined = {kind for kind in vars(wrong).values() if isinstance(kind, type) and issubclass(kind, wrong.Right)}
+    assert defined == CAUGHT_BY.keys()
+
+
+def test_every_test_of_the_suite_catches_somebody():
+    """But for two: the core itself keeps what they prove, whatever a strategy does, and declarations have tests below."""
+    kept_by_the_core = {"test_preparing_twice_is_preparing_once", "test_clipping_in_an_open_window_touches_nothing"}
+    caught = set().union(*(tests for strategy, tests in CAUGHT_BY.items() if strategy is not wrong.ReplacesParameters))
+    assert TESTS - caught == kept_by_the_core | {"test_the_declarations_hold"}
+
+
+def test_a_failure_says_how_far_off_a_gradient_is():
+    right = gradients_of_a_net()
+    halved = {name: gradient / 2 for name, gradient in right.items()}
+    with pytest.raises(AssertionError, match=r"it: backbone\.weight is off by 5\.0e-01, being 0\.5 times what it should be"):
+        strategy_suite._compare(halved, right, "it", "Rule")
+
+
+def gradients_of_a_net():
+    net = built(Net)
+    sum(parameter.sum() for parameter in net.parameters()).backward()
+    return gradients(net)
+
+
+# ------------------------------------------------------------------------------------------------ declarations
+
+
+def declared(**attributes):
+    suite_of(wrong.Right, **attributes)().test_the_declarations_hold()
+
+
+def test_overriding_an_inherited_test_is_refused():
+    def test_buffers_live(self, world):
+        pass
+
+    with pytest.raises(AssertionError, match=re.escape("TestIt overrides test_buffers_live of StrategySuite")):
+        declared(test_buffers_live=test_buffers_live)
+
+
+def test_tests_of_ones_own_are_welcome():
+    declared(test_something_else=lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"lacks": {"test_bufers_live": "why"}}, "lacks names test_bufers_live, which the suite does not have"),
+        ({"lacks": {"test_buffers_live[3]": "why"}}, "lacks names test_buffers_live[3], which"),
+        ({"lacks": {"test_buffers_live[2]": " "}}, "lacks gives no reason for test_buffers_live[2]. Say why"),
+        ({"worlds": ()}, "worlds is (): give at least one number of ranks"),
+        ({"strategy": lambda: wrong.Right()}, "cannot be sent to the ranks"),
+    ],
+    ids=["unknown test", "unknown world", "no reason", "no world", "no name"],
+)
+def test_a_declaration_that_does_not_hold_is_refused(attributes, message):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        declared(**attributes)
+
+
+PLUGIN_TESTS = """
+from accel_core.testing import StrategySuite
+
+class TestIt(StrategySuite):
+    strategy = "single"
+    worlds = (1,)
+    lacks = {"test_buffers_live[1]": "a lack that has vanished", "test_tied_parameters_stay_tied": "so has this one"}
+"""
+
+
+def test_a_lack_that_has_vanished_is_noticed(pytester):
+    """In a pytest without configuration or plugins, as an author of a strategy has it."""
+    pytester.makepyfile(PLUGIN_TESTS)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "buffers or tied or twice", timeout=90)
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["*XPASS(strict)*a lack that has vanished*"])
