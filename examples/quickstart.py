@@ -94,8 +94,10 @@ def main():
     options = arguments()
     torch.manual_seed(1)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    train_loader = DataLoader(sequences(file for i, file in enumerate(files) if i % 10), BATCH, shuffle=True)
-    valid_loader = DataLoader(sequences(files[::10])[:VALIDATED], BATCH)
+    train_set = sequences(file for index, file in enumerate(files) if index % 10)
+    train_loader = DataLoader(train_set, BATCH, shuffle=True)
+    valid_set = sequences(files[::10])
+    valid_loader = DataLoader(valid_set[:: len(valid_set) // VALIDATED][:VALIDATED], BATCH)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     used, train_curve, valid_curve = 0.0, [], []  # used: the part of the budget, the same in all processes

@@ -153,7 +153,7 @@ def test_an_evaluation_loop_inside_training_changes_nothing(kind: str) -> None:
 def test_breaking_on_the_last_batch_does_not_switch_accumulation_off() -> None:
     """L3: measured in the peer."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
-    loader, model, optimizer = prepared(accelerator, DataLoader(Numbers(8), batch_size=2))
+    loader, model, _ = prepared(accelerator, DataLoader(Numbers(8), batch_size=2))
     for _ in zip(range(4), loader, strict=False):
         pass
     closes = []

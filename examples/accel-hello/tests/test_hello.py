@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from accel_core import Accelerator
 from accel_core.testing import StrategySuite, run_ranks
 from accel_hello import Hello

@@ -6,6 +6,7 @@ import json
 import logging
 
 import pytest
+
 from accel_core import Accelerator
 from accel_core.testing import run_ranks
 from accel_stopwatch import Stopwatch

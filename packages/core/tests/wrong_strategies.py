@@ -16,8 +16,7 @@ from torch import nn
 
 from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout, Shard
-from accel_core.precision import apply_policy
-from accel_core.strategies import Strategy
+from accel_core.strategies import Strategy, place_model
 
 
 class Wrapper(nn.Module):
@@ -78,9 +77,7 @@ class Right(Strategy):
         return Shard(world.rank, world.size)
 
     def place(self, model, request):
-        if request.device is not None:
-            model.to(request.device)
-        apply_policy(model, request.policy, request.device_type)
+        place_model(model, request)
 
     def untrained(self, model):
         return model
@@ -106,9 +103,6 @@ class Right(Strategy):
                 gradient = parameter.grad.to(wrapper.reduce or parameter.grad.dtype)
                 dist.all_reduce(gradient)
                 parameter.grad.copy_(gradient / self.world.size)
-
-    def close(self):
-        self.wrappers = []
 
 
 class ForgetsAveraging(Right):
@@ -234,6 +228,14 @@ class WrapsInside(Right):
     def wrap(self, model, optimizers):
         for name, child in list(model.named_children()):
             setattr(model, name, nn.Sequential(child))
+        return super().wrap(model, optimizers)
+
+
+class RenamesTheClass(Right):
+    """Swaps the class of the user's object, and leaves it so."""
+
+    def wrap(self, model, optimizers):
+        model.__class__ = type("Synchronised", (type(model),), {})
         return super().wrap(model, optimizers)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accel_core import Layout, PrepareRequest, Strategy, World, hookimpl
-from accel_core.precision import apply_policy
 from torch import nn
+from torch.optim import Optimizer
+
+from accel_core import Layout, PrepareRequest, Strategy, World, hookimpl, place_model
 
 __all__ = ["Hello"]
 
@@ -36,14 +37,10 @@ class Hello(Strategy):
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_model(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Places, casts and compiles the model in place; wraps it if there are gradients to average."""
         assert self._world is not None, "layout() runs in the constructor of the Accelerator"
-        if request.device is not None:
-            model.to(request.device)
-        apply_policy(model, request.policy, request.device_type)
-        if request.compile_options is not None:
-            model.compile(**request.compile_options)
+        place_model(model, request)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if request.evaluation or not trains or self._world.size == 1:
             return model

@@ -15,11 +15,9 @@ from torch.utils.data import DataLoader
 from accel_core import collectives, gradients, metrics
 from accel_core.accumulation import Accumulate, Accumulation
 from accel_core.assembly import Arguments, assemble
-from accel_core.checkpoint.weights import save_weights
 from accel_core.feed import Feed
 from accel_core.optimizer import OptimizerGate, gate_of
 from accel_core.options import refuse_unknown, strategy_from_plugin_argument
-from accel_core.plugins import Explanation, explain
 from accel_core.precision import remove_policy
 from accel_core.prepare import (
     ORDER,
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
 
     from accel_core.collectives import Reduction
     from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
+    from accel_core.plugins.explain import Explanation
     from accel_core.precision import Precision
     from accel_core.strategies.strategy import Strategy
     from accel_core.window import Inputs, LossFn
@@ -226,6 +225,8 @@ class Accelerator:
 
     def explain(self) -> Explanation:
         """What is active and why: every choice with its source, every hook with its owner. Print it."""
+        from accel_core.plugins.explain import explain
+
         return explain(self._parts.activation, self._parts.choices)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -595,6 +596,8 @@ class Accelerator:
             max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes, "10GiB" 10 * 2^30).
             safe_serialization: safetensors; False: torch's format.
         """
+        from accel_core.checkpoint.weights import save_weights
+
         save_weights(self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, self._world)
 
     def end_training(self) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from collections.abc import Mapping
 from typing import NoReturn
 
 from accel_core.plugins import find
 from accel_core.strategies.strategy import Strategy
-
-_PLUGIN = re.compile(r"(?P<name>\w+)_plugins?")
 
 
 def strategy_from_plugin_argument(strategy: object, older: dict[str, object]) -> object:
@@ -21,7 +18,7 @@ def strategy_from_plugin_argument(strategy: object, older: dict[str, object]) ->
         TypeError: if the object is not a strategy.
         ValueError: if two strategies were given.
     """
-    for argument in [name for name in older if _PLUGIN.fullmatch(name)]:
+    for argument in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
         given = older.pop(argument)
         if given is None:
             continue

@@ -1,6 +1,5 @@
 """Finding plugins, choosing among them, and binding the hooks of those that are active."""
 
-from accel_core.plugins.explain import Explanation, explain
 from accel_core.plugins.manager import Activation, activate
 from accel_core.plugins.offers import Group, Offer, find, list_offers
 from accel_core.plugins.relay import Relay
@@ -8,14 +7,12 @@ from accel_core.plugins.selection import Selected, build, passed
 
 __all__ = [
     "Activation",
-    "Explanation",
     "Group",
     "Offer",
     "Relay",
     "Selected",
     "activate",
     "build",
-    "explain",
     "find",
     "list_offers",
     "passed",

@@ -6,12 +6,14 @@ The conformance suite holds a strategy against these references: plain torch, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.layout import Shard
+if TYPE_CHECKING:
+    from accel_core.layout import Shard
 
 Gradients = dict[str, torch.Tensor]
 State = dict[str, torch.Tensor]
@@ -192,9 +194,7 @@ class Critic(nn.Module):
         return result
 
 
-def adversarial_step(
-    models: Pair, optimizers: Optimizers, backwards: tuple[Backward, Backward], batch: Batch
-) -> None:
+def adversarial_step(models: Pair, optimizers: Optimizers, backwards: tuple[Backward, Backward], batch: Batch) -> None:
     """One step of a critic, then one of the generator that it judges; each has its own backward."""
     (generator, critic), (x, y) = models, batch
     optimizers[1].zero_grad()

@@ -29,10 +29,11 @@ from accel_core.handlers import GradientAccumulationPlugin
 from accel_core.precision import Precision, PrecisionPolicy
 from accel_core.strategies.strategy import Strategy
 from accel_core.testing import models
-from accel_core.testing.models import FEATURES, Gradients, Net, State
+from accel_core.testing.models import Gradients, Net, State
 from accel_core.world import World
 
 Factory = Callable[[], Strategy]
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -86,7 +87,7 @@ def observe(subject: Subject, jobs: Sequence[Job], port: int) -> None:
     """
     world = World.current(cpu=subject.cpu, timeout=subject.patience)
     stay = _Stay()
-    world.join(stay)  # the jobs' Accelerators end their training, but not the process group
+    world.enter(stay)  # the jobs' Accelerators end their training, but not the process group
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=subject.patience)
     for job in jobs:
         store.set(begun(job), "")
@@ -95,7 +96,7 @@ def observe(subject: Subject, jobs: Sequence[Job], port: int) -> None:
         except Exception as error:  # noqa: BLE001  (whatever a strategy raises is the fact)
             fact = Raised.by(error)
         gc.collect()
-        store.set(key(job, world.rank), pickle.dumps(fact))
+        store.set(key(job, world.rank), pickle.dumps(fact))  # type: ignore[arg-type]  # torch's stub knows str only
         _agree(store, job, world, fact, subject.patience)
 
 
@@ -124,8 +125,7 @@ def _agree(store: dist.Store, job: Job, world: World, fact: object, patience: ti
 
 
 class _Stay:
-    def close(self) -> None:
-        """Holds nothing: it is only there."""
+    """Somebody who needs the world."""
 
 
 class Loop:
@@ -142,9 +142,7 @@ class Loop:
         self.accelerator = subject.accelerator(**options)
         self.shard = self.accelerator._layout.shard
         self.user_model = models.built(net, seed)
-        self.model, self.optimizer = self.accelerator.prepare(
-            self.user_model, models.sgd(_trained(self.user_model))
-        )
+        self.model, self.optimizer = self.accelerator.prepare(self.user_model, models.sgd(_trained(self.user_model)))
 
     def part(self, micro_batch: int) -> models.Batch:
         """This shard's part of a global micro-batch, on the device."""
@@ -332,7 +330,7 @@ def uneven_token_batches(index: int) -> list[models.TokenBatch]:
 def token_window(subject: Subject) -> tuple[int, Gradients, float]:
     """Shards, gradients and mean loss of two windows of `forward_backward`; the second is returned."""
     loop = Loop(subject)
-    _forward_backward(loop, [models.token_batch(50 + loop.shard.index, 4, 2)])
+    _forward_backward(loop, [models.token_batch(50 + loop.shard.index, 4, 3)])
     loop.optimizer.zero_grad()
     loss = _forward_backward(loop, same_token_batches(loop.shard.index))
     return loop.shard.count, loop.gradients(), loss

@@ -22,16 +22,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from accel_core.strategies.strategy import Strategy
 from accel_core.testing import models, strategy_jobs
-from accel_core.testing.models import Gradients, State
 from accel_core.testing.ranks import RanksFailed, run_ranks
 from accel_core.testing.strategy_jobs import Job, Raised, Subject
+
+if TYPE_CHECKING:
+    from accel_core.strategies.strategy import Strategy
+    from accel_core.testing.models import Gradients, State
 
 TOLERANCE = 1e-6
 """The largest relative error of a gradient, or of a state, in single precision."""
@@ -94,7 +96,9 @@ class StrategySuite:
         unknown = sorted(set(self.lacks) - known)
         _require(not unknown, f"{cls.__name__}.lacks names {', '.join(unknown)}, which the suite does not have.")
         silent = sorted(name for name, reason in self.lacks.items() if not reason.strip())
-        _require(not silent, f"{cls.__name__}.lacks gives no reason for {', '.join(silent)}. Say why it cannot be done.")
+        _require(
+            not silent, f"{cls.__name__}.lacks gives no reason for {', '.join(silent)}. Say why it cannot be done."
+        )
         _require(
             bool(self.worlds) and all(world > 0 for world in self.worlds),
             f"{cls.__name__}.worlds is {self.worlds!r}: give at least one number of ranks, such as (1, 2).",
@@ -197,7 +201,9 @@ class StrategySuite:
         """After three steps, to the last bit."""
         (first, reference), *others = _given([state for _, state in self._facts(strategy_jobs.trained, world)])
         for rank, state in others:
-            _compare(state, reference, f"The state of rank {rank}, against rank {first}", "All ranks train one model", 0.0)
+            _compare(
+                state, reference, f"The state of rank {rank}, against rank {first}", "All ranks train one model", 0.0
+            )
 
     def test_any_order_of_preparing_trains(self, world: int) -> None:
         """The optimizer before, after or with its model, in one call or several; or it is refused by name."""
@@ -225,12 +231,16 @@ class StrategySuite:
                     f"clip_grad_norm_({choice}) returned {norm:.8f} on rank {rank}; in one process the norm is "
                     f"{expected_norm:.8f}. clip_gradients() returns the norm before clipping, over all shards.",
                 )
-                _compare(gradients, expected, f"The gradients on rank {rank} after clipping {choice}", "Clip by that norm")
+                _compare(
+                    gradients, expected, f"The gradients on rank {rank} after clipping {choice}", "Clip by that norm"
+                )
 
     def test_clipping_in_an_open_window_touches_nothing(self, world: int) -> None:
         """What is pending there are parts."""
         for rank, (before, after) in enumerate(self._facts(strategy_jobs.clipped_in_open_window, world)):
-            _compare(after, before, f"The pending gradients on rank {rank}", "Nothing is clipped in an open window", 0.0)
+            _compare(
+                after, before, f"The pending gradients on rank {rank}", "Nothing is clipped in an open window", 0.0
+            )
 
     # ------------------------------------------------------------------ models
 
@@ -314,7 +324,7 @@ class StrategySuite:
                     _require(
                         dtypes[what] is expected,
                         f"Under {strategy_jobs.POLICIES[name]} on rank {rank}, {what} is {dtypes[what]}, expected "
-                        f"{expected}. Honour the policy of the request (accel_core.precision.apply_policy), or raise.",
+                        f"{expected}. Honour the policy of the request (`accel_core.place_model` does, but for `reduce`), or raise.",
                     )
 
     # ------------------------------------------------------------------ the end
@@ -364,7 +374,9 @@ class StrategySuite:
         if isinstance(facts, RanksFailed):
             raise facts
         for rank, fact in enumerate(facts):
-            _require(not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}")
+            _require(
+                not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}"
+            )
         return facts
 
     def _observe(self, world: int) -> dict[str, list[Any] | RanksFailed]:
