@@ -29,7 +29,7 @@ LENGTH, WIDTH, HEADS, LAYERS = 64, 128, 4, 5  # about a million parameters
 BATCH, ACCUMULATION = 4, 2  # sequences in a batch of one process, and batches in an optimizer step
 LEARNING_RATE, WARM_UP = 3e-3, 0.1  # the peak, and the part of the budget until it is reached
 EVALUATIONS = 5  # while training; one more before it
-VALIDATED = 201  # sequences: a multiple of nothing, so that somebody's last batch has to be filled up
+VALIDATED = 201  # sequences; odd, so that the last batch of one process has to be filled up
 
 
 class Block(nn.Module):

@@ -37,6 +37,7 @@ from accel_core.window import WindowLoop, default_inputs
 if TYPE_CHECKING:
     import os
 
+    from accel_core.assembly import Assembly
     from accel_core.collectives import Reduction
     from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
     from accel_core.plugins.explain import Explanation
@@ -124,14 +125,25 @@ class Accelerator:
                 handlers=kwargs_handlers or (),
             )
         )
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        repeat = parts.world.size if step_scheduler_per_process and not split_batches else 1
+        self._scheduler_rule = SchedulerRule(
+            step_scheduler_with_optimizer, repeat, per_micro_batch=bool(parts.accumulation.adjust_scheduler)
+        )
+        self._take(parts)
+        self._relay.start(self._world, self._layout)
+
+    def _take(self, parts: Assembly) -> None:
+        """Takes the parts, and makes what the loop keeps its state in."""
         self._parts = parts
         self._world = parts.world
         self._layout = parts.layout
         self._relay = parts.activation.relay
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        owners = parts.activation.owners
+        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step"))
         steps = parts.accumulation.num_steps
-        assert steps is not None
+        assert steps is not None, "the plugin checks it"
         self._feed = Feed(steps)
         self._prepared = Prepared(self._world)
         self._accumulation = Accumulation(
@@ -142,18 +154,9 @@ class Accelerator:
             sync_each_batch=parts.accumulation.sync_each_batch,
         )
         parts.defaults.window_loop = WindowLoop(self._relay, self._accumulation, self._world, self._layout)
-        repeats = self._world.size if step_scheduler_per_process and not split_batches else 1
-        self._scheduler_rule = SchedulerRule(
-            with_optimizer=step_scheduler_with_optimizer,
-            repeat=repeats,
-            per_micro_batch=bool(parts.accumulation.adjust_scheduler),
-        )
-        owners = parts.activation.owners
-        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step"))
         self._seed: int | None = None
         self._ended = False
         self._world.enter(self)
-        self._relay.start(self._world, self._layout)
 
     # ------------------------------------------------------------------ who and where
 

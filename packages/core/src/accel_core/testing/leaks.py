@@ -97,7 +97,7 @@ def _settings(rng: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in _OF_PYTEST
     }
-    settings |= {f"the handler of {signal.Signals(number).name}": signal.getsignal(number) for number in _signals()}
+    settings |= {f"the handler of {number.name}": _handler(number) for number in signal.Signals}
     settings |= {
         "the level of the root logger": logging.root.level,
         "the list of handlers of the root logger": list(logging.root.handlers),
@@ -117,8 +117,10 @@ def _settings(rng: bool) -> dict[str, Any]:
     return settings
 
 
-def _signals() -> list[int]:
-    return [number for number in signal.valid_signals() if number in iter(signal.Signals)]
+def _handler(number: signal.Signals) -> object:
+    """The handler of a signal; pytest-timeout's, which it takes away as soon as a test has failed, counts as none."""
+    handler = signal.getsignal(number)
+    return signal.SIG_DFL if getattr(handler, "__module__", None) == "pytest_timeout" else handler
 
 
 def _shown(settings: dict[str, Any], name: str) -> str:

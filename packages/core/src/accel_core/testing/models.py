@@ -108,6 +108,29 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
 
 
+class PlainSGD:
+    """What `sgd` computes. The first optimizer of torch in a process costs seconds of imports, and sets variables."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.rate = LEARNING_RATE
+        self._parameters = list(parameters)
+        self._momenta: dict[nn.Parameter, torch.Tensor] = {}
+
+    def step(self) -> None:
+        """Moves every parameter that has a gradient."""
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    before = self._momenta.get(parameter, torch.zeros_like(parameter))
+                    self._momenta[parameter] = 0.9 * before + parameter.grad
+                    parameter.sub_(self._momenta[parameter], alpha=self.rate)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
 def samples(first: int, count: int) -> Batch:
     """Samples `first`, `first + 1`, … of an endless data set: (count, FEATURES) and (count, 3)."""
     table = torch.arange(first, first + count, dtype=torch.float32)[:, None]
@@ -166,19 +189,19 @@ def reference_state(
 ) -> State:
     """The state after one optimizer step per window; the learning rate is multiplied by `factor` after each."""
     model = built(net)
-    optimizer = sgd(model.parameters())
+    optimizer = PlainSGD(model.parameters())
     for micro_batches in windows:
         x, y = whole(micro_batches, count)
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] *= factor
+        optimizer.rate *= factor
     return dict(model.state_dict())
 
 
 Backward = Callable[[torch.Tensor], None]
 Pair = tuple[nn.Module, nn.Module]
-Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+Optimizers = tuple["torch.optim.Optimizer | PlainSGD", "torch.optim.Optimizer | PlainSGD"]
 
 
 class Critic(nn.Module):
@@ -208,7 +231,7 @@ def adversarial_step(models: Pair, optimizers: Optimizers, backwards: tuple[Back
 def reference_adversaries(steps: int, count: int) -> tuple[State, State]:
     """Both states after some steps in one process."""
     models = built(Net), built(Critic, 1)
-    optimizers = sgd(models[0].parameters()), sgd(models[1].parameters())
+    optimizers = PlainSGD(models[0].parameters()), PlainSGD(models[1].parameters())
     for step in range(steps):
         adversarial_step(models, optimizers, (torch.Tensor.backward, torch.Tensor.backward), whole([step], count))
     return dict(models[0].state_dict()), dict(models[1].state_dict())

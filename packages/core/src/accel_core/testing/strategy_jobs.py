@@ -10,122 +10,25 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.accelerator import Accelerator
 from accel_core.feed import Rows
 from accel_core.handlers import GradientAccumulationPlugin
 from accel_core.precision import Precision, PrecisionPolicy
-from accel_core.strategies.strategy import Strategy
 from accel_core.testing import models
+from accel_core.testing.bundle import Job, Raised, Subject
 from accel_core.testing.models import Gradients, Net, State
 from accel_core.world import World
 
-Factory = Callable[[], Strategy]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The strategy that is examined.
-
-    Args:
-        strategy: a name, or what makes one; it is pickled by its name.
-        cpu: whether it trains on the CPU although there is an accelerator.
-        patience: how long a collective may take, and how long ranks wait for each other after a job.
-    """
-
-    strategy: str | Factory
-    cpu: bool = True
-    patience: timedelta = timedelta(seconds=15)
-
-    def accelerator(self, mixed_precision: str | Precision = "no", **options: Any) -> Accelerator:
-        """An Accelerator with a strategy of its own."""
-        strategy = self.strategy if isinstance(self.strategy, str) else self.strategy()
-        return Accelerator(mixed_precision=mixed_precision, strategy=strategy, cpu=self.cpu, **options)
-
-
-@dataclass(frozen=True)
-class Raised:
-    """A job, or one case of it, ended with an exception.
-
-    Args:
-        kind: name of its class.
-        message: what it says.
-        text: the whole traceback.
-    """
-
-    kind: str
-    message: str
-    text: str
-
-    @classmethod
-    def by(cls, error: Exception) -> Raised:
-        """Takes note of an exception."""
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-
-
-Job = Callable[[Subject], Any]
-
-
-def observe(subject: Subject, jobs: Sequence[Job], port: int) -> None:
-    """Runs jobs one after the other on this rank, and puts the facts of each, or `Raised`, into the store on `port`.
-
-    That store, which the test hosts, is none of the strategy's: through it the ranks agree after each job that all have come
-    to its end. One that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came
-    next would tell nothing. Then this raises; the facts of the jobs before are in the store.
-    """
-    world = World.current(cpu=subject.cpu, timeout=subject.patience)
-    stay = _Stay()
-    world.enter(stay)  # the jobs' Accelerators end their training, but not the process group
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=subject.patience)
-    for job in jobs:
-        store.set(begun(job), "")
-        try:
-            fact = job(subject)
-        except Exception as error:  # noqa: BLE001  (whatever a strategy raises is the fact)
-            fact = Raised.by(error)
-        gc.collect()
-        store.set(key(job, world.rank), pickle.dumps(fact))  # type: ignore[arg-type]  # torch's stub knows str only
-        _agree(store, job, world, fact, subject.patience)
-
-
-def begun(job: Job) -> str:
-    """What stands in the store once a rank has begun a job."""
-    return f"{job.__name__}/begun"
-
-
-def key(job: Job, rank: int) -> str:
-    """Where the store holds what a rank saw in a job."""
-    return f"{job.__name__}/{rank}"
-
-
-def _agree(store: dist.Store, job: Job, world: World, fact: object, patience: timedelta) -> None:
-    story = f"\nThis rank raised:\n{fact.text}" if isinstance(fact, Raised) else ""
-    name, keys = job.__name__, [key(job, rank) for rank in range(world.size)]
-    try:
-        store.wait(keys, patience)
-    except dist.DistError as error:
-        raise RuntimeError(f"{name}: {patience.total_seconds():g} s later, not all ranks were done.{story}") from error
-    raised = {isinstance(pickle.loads(store.get(one)), Raised) for one in keys}
-    if len(raised) > 1:
-        raise RuntimeError(f"{name} raised on some ranks only.{story}")
-    if raised == {True}:
-        world.barrier()  # fails where a collective was left unfinished
-
-
-class _Stay:
-    """Somebody who needs the world."""
+if TYPE_CHECKING:
+    from accel_core.accelerator import Accelerator
 
 
 class Loop:

@@ -25,11 +25,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from accel_core.testing import models, strategy_jobs
+from accel_core.testing.bundle import Job, Raised, Subject, observe
 from accel_core.testing.ranks import RanksFailed, run_ranks
-from accel_core.testing.strategy_jobs import Job, Raised, Subject
 
 if TYPE_CHECKING:
     from accel_core.strategies.strategy import Strategy
@@ -369,7 +368,7 @@ class StrategySuite:
         """What each rank saw in a job, in rank order. The first call in a world runs the jobs of all tests."""
         launches = type(self)._launches
         if world not in launches:
-            launches[world] = self._observe(world)
+            launches[world] = observe(self._subject(), strategy_jobs.JOBS, world, self.timeout)
         facts = launches[world][job.__name__]
         if isinstance(facts, RanksFailed):
             raise facts
@@ -378,28 +377,6 @@ class StrategySuite:
                 not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}"
             )
         return facts
-
-    def _observe(self, world: int) -> dict[str, list[Any] | RanksFailed]:
-        """The facts of every job, or how it broke its launch."""
-        subject = self._subject()
-        found: dict[str, list[Any] | RanksFailed] = {}
-        waiting = list(strategy_jobs.JOBS)
-        while waiting:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=subject.patience)
-            failure, asked = None, len(waiting)
-            try:
-                run_ranks(strategy_jobs.observe, world, subject, waiting, store.port, timeout=self.timeout)
-            except RanksFailed as error:
-                failure = error
-            while waiting and store.check(keys := [strategy_jobs.key(waiting[0], rank) for rank in range(world)]):
-                found[waiting.pop(0).__name__] = [pickle.loads(store.get(key)) for key in keys]
-            # A failure after the last job is one of exiting, which has a test of its own.
-            if failure is not None and waiting:
-                if store.check([strategy_jobs.begun(waiting[0])]):
-                    found[waiting.pop(0).__name__] = failure
-                elif len(waiting) == asked:  # not even the first has begun
-                    return {job.__name__: failure for job in waiting} | found
-        return found
 
     def _subject(self) -> Subject:
         return Subject(type(self).strategy, self.cpu, timedelta(seconds=self.patience))
