@@ -3,8 +3,8 @@
     python examples/quickstart.py
     torchrun --nproc-per-node 2 examples/quickstart.py
 
-The loop is plain PyTorch. Five lines, marked 1 to 5, make it run in any world: every process reads its own part of each
-batch, gradients are averaged, and each sequence of the validation set is counted exactly once.
+The loop is PyTorch's. The five lines that any script needs are marked 1 to 5: every process then reads its own part of
+each batch, gradients are averaged, and each sequence of the validation set is counted exactly once.
 """
 
 import argparse

@@ -19,8 +19,7 @@ from accel_core import Accelerator
 from accel_core.testing import RanksFailed, run_ranks
 from accel_core.world import World
 
-EXITS = 100 if os.environ.get("ACCEL_SOAK") else 20
-AT_ONCE = 2  # pairs that overlap: while one waits for its port, the other computes
+PAIRS = 100 if os.environ.get("ACCEL_SOAK") else 10
 
 SCRIPT = """
 import sys, torch
@@ -84,10 +83,14 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [(process.returncode, said) for process, said in zip(processes, words, strict=True)]
 
 
-@pytest.mark.timeout(60 + 10 * EXITS)
+@pytest.mark.timeout(60 + 15 * PAIRS)
 def test_interpreters_with_a_live_wrapper_exit_with_zero(script: Path) -> None:
-    """The wrapper is still a global of the main module, which is finalized after the exit callbacks."""
-    for _ in range(EXITS // AT_ONCE):
+    """The wrapper is still a global of the main module, which is finalized after the exit callbacks.
+
+    Real interpreters, although each costs 3 s: processes forked from a server that has imported torch did not abort in 180
+    exits in which these did in 5 % (a live wrapper, the group destroyed by the script).
+    """
+    for _ in range(PAIRS // 2):  # two pairs overlap: one computes while the other waits
         with started(script) as one, started(script) as other:
             assert [code for code, _ in finish(one) + finish(other)] == [0] * 4
 

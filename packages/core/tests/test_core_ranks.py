@@ -34,6 +34,11 @@ def rank_one_raises() -> None:
         raise ValueError("only I")
 
 
+def rank_one_raises_while_the_other_sleeps() -> None:
+    rank_one_raises()
+    stuck()
+
+
 def stuck() -> None:
     time.sleep(1000)
 
@@ -135,8 +140,16 @@ def test_stuck_ranks_are_killed_and_their_stacks_shown() -> None:
         run_ranks(stuck, 2, timeout=2.0)
     assert time.monotonic() - started < 8
     for report in caught.value.reports:
-        assert "did not end: killed, 2 s after the start" in report.state
+        assert "did not end: killed 2 s after the start" in report.state
         assert "in stuck" in report.stacks
+
+
+def test_other_ranks_have_a_short_grace_when_one_has_failed() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(rank_one_raises_while_the_other_sleeps, 2)
+    first, second = caught.value.reports
+    assert first.state == "did not end: killed 5 s after another rank failed"
+    assert second.state == "raised: ValueError: only I"
 
 
 def test_rank_that_ignores_sigterm_inside_a_collective_is_killed_too() -> None:

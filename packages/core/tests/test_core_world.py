@@ -156,6 +156,31 @@ def test_rank_that_is_claimed_twice_is_an_error_at_once() -> None:
     assert time.monotonic() - started < 9
 
 
+def claim_rank_zero() -> None:
+    os.environ["RANK"] = "0"
+    World.current(timeout=timedelta(seconds=3))
+
+
+def test_host_of_the_store_that_is_claimed_twice_is_an_error() -> None:
+    with pytest.raises(RanksFailed, match="rank 0 did not meet the others at tcp://.*each with a rank of its own"):
+        run_ranks(claim_rank_zero, 2)
+
+
+def meet_at_the_agent() -> float:
+    World.current(timeout=timedelta(seconds=20))
+    summed = torch.ones(1)
+    dist.all_reduce(summed)
+    return summed.item()
+
+
+def test_ranks_that_torchrun_restarts_meet_again_at_the_store_of_its_agent() -> None:
+    """The agent hosts one store for all attempts: what an earlier attempt has left there must mislead nobody."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in ("0", "1"):
+        assert run_ranks(meet_at_the_agent, 2, env={**env, "TORCHELASTIC_RESTART_COUNT": attempt}) == [2.0, 2.0]
+
+
 def wait_for_nobody() -> None:
     os.environ["WORLD_SIZE"] = "2"
     World.current(timeout=timedelta(seconds=1))

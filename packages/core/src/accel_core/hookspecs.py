@@ -116,8 +116,9 @@ class HookSpecs:
         Arguments: the user's model; every optimizer known so far that holds one of its parameters (if parameters are
             replaced, `group["params"][:]` is to be re-pointed in place); the frozen request: precision policy, device or
             None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
-        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. After the closing
-            backward of a window, `.grad` of each parameter is the mean over the data-parallel ranks.
+        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All ranks start from rank
+            0's weights. After the closing backward of a window, `.grad` of each parameter is the mean over the
+            data-parallel ranks. A model that is frozen, or only evaluated, can be called by one rank alone.
         Default: none.
         """
 

@@ -80,7 +80,8 @@ class World:
     ) -> World:
         """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
 
-        The first call in a world larger than one is a collective: it starts torch's default group, unless that runs.
+        The first call in a world larger than one is a collective: it starts torch's default group, unless that runs. A
+        world of one starts none, so `timeout`, `backend` and `init_method` have nothing to act on there.
 
         Args:
             cpu: compute on the CPU, although there is an accelerator. The number of processes stays as launched.
@@ -154,8 +155,9 @@ class World:
     def _require(self, group: ProcessGroup, cpu: bool, timeout: timedelta | None, backend: str | None) -> None:
         """Compares what is asked for with the group that runs, because it cannot be changed any more."""
         asked: list[tuple[str, object, object]] = []
-        if timeout is not None and any(found != timeout for found in _timeouts(group) or [self.timeout]):
-            asked.append(("timeout", timeout, ", ".join(sorted({str(found) for found in _timeouts(group)}))))
+        timeouts = _timeouts(group) or [self.timeout]
+        if timeout is not None and any(found != timeout for found in timeouts):
+            asked.append(("timeout", timeout, ", ".join(sorted(map(str, set(timeouts))))))
         if backend is not None and _config(backend) != dist.get_backend_config(group):
             asked.append(("backend", backend, dist.get_backend_config(group)))
         if cpu and self.device.type != "cpu":

@@ -36,6 +36,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
+_OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}  # set when torch's compiler is first imported
 _OF_MULTIPROCESSING = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
 
 

@@ -52,7 +52,8 @@ class RankReport:
 
     Args:
         rank: which one.
-        state: one line: "returned", "raised ValueError", "was killed after 60 s", "was ended by SIGSEGV", …
+        state: one line: "returned", "raised: ValueError: …", "did not end: killed 60 s after the start",
+            "returned, and then failed while exiting: ended by SIGABRT", …
         failed: whether this rank failed by itself, or had to be killed.
         exit_code: of the process; negative numbers are signals.
         traceback: of the exception that its function raised, whole; else empty.
@@ -124,7 +125,9 @@ def run_ranks(
             _await(ranks, time.monotonic() + timeout)
         finally:
             _kill(ranks)
-        reports = [rank.report(timeout) for rank in ranks]
+        failed_alone = any(rank.failed and not rank.killed for rank in ranks)
+        limit = f"{GRACE:g} s after another rank failed" if failed_alone else f"{timeout:g} s after the start"
+        reports = [rank.report(limit) for rank in ranks]
     if any(report.failed for report in reports):
         raise RanksFailed(getattr(function, "__qualname__", repr(function)), reports)
     for report in reports:
@@ -195,13 +198,13 @@ class _Rank:
         if self.results is not None:
             self.receive()
 
-    def report(self, timeout: float) -> RankReport:
+    def report(self, limit: str) -> RankReport:
         returned = self.message is not None and self.message[0]
         text = self.message[1].decode() if self.message is not None and not returned else ""
         stacks = self.stacks_file.read_text(errors="replace") if self.stacks_file.exists() else ""
         return RankReport(
             rank=self.rank,
-            state=self._state(returned, text, timeout),
+            state=self._state(returned, text, limit),
             failed=self.failed or self.killed,
             exit_code=self.exit_code,
             traceback=text,
@@ -209,10 +212,10 @@ class _Rank:
             output=self.output_file.read_text(errors="replace"),
         )
 
-    def _state(self, returned: bool, text: str, timeout: float) -> str:
+    def _state(self, returned: bool, text: str, limit: str) -> str:
         if self.killed:
             done = "returned, but did not exit" if returned else "raised, and did not exit" if text else "did not end"
-            return f"{done}: killed, {timeout:g} s after the start or {GRACE:g} s after another rank failed"
+            return f"{done}: killed {limit}"
         if text:
             return f"raised: {text.rstrip().splitlines()[-1]}"
         ending = _ending(self.exit_code)
