@@ -96,7 +96,7 @@ def assert_dies(factory: Callable[[], object]) -> None:
 def _settings(rng: bool) -> dict[str, Any]:
     """What can be compared, under the name that a message gives it."""
     settings: dict[str, Any] = {
-        f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in _OF_PYTEST
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in (_OF_PYTEST | _OF_TORCH)
     }
     settings |= {f"the handler of {number.name}": _handler(number) for number in signal.Signals}
     settings |= {
