@@ -145,7 +145,7 @@ def test_all_callers_of_a_process_share_the_world() -> None:
 
 def claim_rank_one() -> None:
     os.environ["RANK"] = str(min(1, int(os.environ["RANK"])))
-    World.current(timeout=timedelta(seconds=10))
+    World.current(timeout=timedelta(seconds=60))
 
 
 def test_rank_that_is_claimed_twice_is_an_error_at_once() -> None:
@@ -153,7 +153,7 @@ def test_rank_that_is_claimed_twice_is_an_error_at_once() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(claim_rank_one, 3, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     assert "Rank 1 of 2 was asked for (torchrun), but another process has claimed rank 1 at tcp://" in str(caught.value)
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 30
 
 
 def claim_rank_zero() -> None:
@@ -384,6 +384,21 @@ def test_tenants_are_closed_once_the_last_one_first_and_held_weakly() -> None:
     assert log == ["third", "first"]
 
 
+def last_user_ends_it() -> None:
+    world = World.current()
+    first, second = Lodger([], "first"), Lodger([], "second")
+    world.enter(first)
+    world.enter(second)
+    world.leave(first)
+    assert dist.is_initialized()
+    world.leave(second)
+    assert not dist.is_initialized()
+
+
+def test_world_ends_with_its_last_user() -> None:
+    run_ranks(last_user_ends_it, 2)
+
+
 class Troublemaker:
     def close(self) -> None:
         raise RuntimeError("my wrapper is stuck")
@@ -418,7 +433,7 @@ def one_world_after_another() -> tuple[float, float]:
 def test_worlds_can_follow_each_other_in_one_process() -> None:
     for total, seconds in run_ranks(one_world_after_another, 2):
         assert total == 6.0
-        assert seconds < 2
+        assert seconds < 4  # nobody has waited in vain
 
 
 def end_while_rank_one_works() -> float:
@@ -449,5 +464,5 @@ def rank_one_never_ends() -> float:
 
 def test_rank_that_waits_in_vain_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
     first, _ = run_ranks(rank_one_never_ends, 2)
-    assert 4 < first < 6.5
+    assert 4 < first < 7
     assert "Rank 0 of 2 ends without the others, which were not all ready within 5 s" in capfd.readouterr().out
