@@ -146,6 +146,9 @@ def test_all_callers_of_a_process_share_the_world() -> None:
 def claim_rank_one() -> None:
     os.environ["RANK"] = str(min(1, int(os.environ["RANK"])))
     World.current(timeout=timedelta(seconds=60))
+    ((store, _),) = world_module._met.values()
+    while store.add("accel/rank/1", 0) < 2:  # stay until the third process has come
+        time.sleep(0.01)
 
 
 def test_rank_that_is_claimed_twice_is_an_error_at_once() -> None:

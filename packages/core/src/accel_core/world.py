@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
 import os
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,17 +21,13 @@ import torch
 import torch.distributed as dist
 
 from accel_core.errors import WorldError
+from accel_core.farewell import PATIENCE, Farewell
 from accel_core.launch_environment import Place, read_place
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
     from accel_core.channel import Channel
-
-PATIENCE = timedelta(seconds=5)
-"""How long a rank that ends waits for the others, in all."""
-
-logger = logging.getLogger(__name__)
 
 
 class Tenant(Protocol):
@@ -287,47 +281,11 @@ class World:
         store, self._store = self._store, None
         if store is None or group is not _default_group():
             return
-        farewell = _Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0))
+        farewell = Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0))
         farewell.ready()
         del group
         dist.destroy_process_group()
         farewell.gone()
-
-
-class _Farewell:
-    """How ranks part: through the store, because a collective could fail when one has gone already.
-
-    First everyone waits until nobody works in the group any more. Then rank 0, which may host the store, waits until the
-    others need the store no more.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, patience: timedelta) -> None:
-        self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
-        self._deadline = time.monotonic() + patience.total_seconds()
-
-    def ready(self) -> None:
-        """Says that this rank works in the group no more, and waits for the others to say so."""
-        self._say("ready", wait=True)
-
-    def gone(self) -> None:
-        """Says that this rank has left the group; on rank 0, waits for the others to say so."""
-        self._say("gone", wait=self._rank == 0)
-
-    def _say(self, word: str, wait: bool) -> None:
-        left = timedelta(seconds=self._deadline - time.monotonic())
-        if left <= timedelta(0):
-            return  # out of patience, which has been said, or in a hurry
-        try:
-            self._store.set(f"{word}/{self._rank}", "")
-            if wait:
-                self._store.wait([f"{word}/{rank}" for rank in range(self._size)], left)
-        except dist.DistError as error:
-            self._deadline = time.monotonic()
-            reason = str(error).partition("\n")[0]
-            logger.warning(
-                "Rank %d of %d ends without the others, which were not all %s within %g s: %s",
-                self._rank, self._size, word, PATIENCE.total_seconds(), reason,
-            )  # fmt: skip
 
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.

@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}  # set when torch's compiler is first imported
+# pytest-timeout takes its alarm away as soon as a test has failed; torch's loader keeps its watch over workers for ever.
+_SIGNAL_USERS = {"pytest_timeout", "torch.utils.data._utils.signal_handling"}
 _OF_MULTIPROCESSING = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
 
 
@@ -119,9 +121,9 @@ def _settings(rng: bool) -> dict[str, Any]:
 
 
 def _handler(number: signal.Signals) -> object:
-    """The handler of a signal; pytest-timeout's, which it takes away as soon as a test has failed, counts as none."""
+    """The handler of a signal, where nobody is known to put one there for good or to take it away early."""
     handler = signal.getsignal(number)
-    return signal.SIG_DFL if getattr(handler, "__module__", None) == "pytest_timeout" else handler
+    return signal.SIG_DFL if getattr(handler, "__module__", None) in _SIGNAL_USERS else handler
 
 
 def _shown(settings: dict[str, Any], name: str) -> str:

@@ -1,0 +1,59 @@
+"""How the ranks of a world part, so that none of them pulls the group from under another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PATIENCE = timedelta(seconds=5)
+"""How long a rank that ends waits for the others, in all."""
+
+logger = logging.getLogger(__name__)
+
+
+class Farewell:
+    """The parting of one rank: through the store, because a collective could fail when somebody has gone already.
+
+    First everyone waits until nobody works in the group any more. Then rank 0, which may host the store, waits until the
+    others need the store no more.
+
+    Args:
+        store: at which the ranks have met.
+        rank, size: of this process in its world.
+        patience: how long it waits in all; with none it neither waits nor says anything.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, patience: timedelta) -> None:
+        self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
+        self._deadline = time.monotonic() + patience.total_seconds()
+
+    def ready(self) -> None:
+        """Says that this rank works in the group no more, and waits for the others to say so."""
+        self._say("ready", wait=True)
+
+    def gone(self) -> None:
+        """Says that this rank has left the group; on rank 0, waits for the others to say so."""
+        self._say("gone", wait=self._rank == 0)
+
+    def _say(self, word: str, wait: bool) -> None:
+        left = timedelta(seconds=self._deadline - time.monotonic())
+        if left <= timedelta(0):
+            return  # out of patience, which has been said, or in a hurry
+        try:
+            self._store.set(f"{word}/{self._rank}", "")
+            if wait:
+                self._store.wait([f"{word}/{rank}" for rank in range(self._size)], left)
+        except dist.DistError as error:
+            self._deadline = time.monotonic()
+            reason = str(error).partition("\n")[0]
+            logger.warning(
+                "Rank %d of %d ends without the others, which were not all %s within %g s: %s",
+                self._rank, self._size, word, PATIENCE.total_seconds(), reason,
+            )  # fmt: skip
