@@ -177,9 +177,6 @@ def test_loops_driven_by_hand_and_zipped_loops_close_their_last_window() -> None
     assert trace(accelerator, zipped, model, optimizer) == pytest.approx(reference(10, 2, 4), rel=1e-5)
 
 
-# ---------------------------------------------------------------------- ranks
-
-
 def windows_on_ranks() -> list[float]:
     accelerator = Accelerator(gradient_accumulation_steps=4)
     loader, model, optimizer = prepared(accelerator, DataLoader(Numbers(20), batch_size=2 // accelerator.num_processes))
@@ -271,9 +268,6 @@ def test_the_order_is_the_same_on_one_process_and_on_two() -> None:
     assert all(sorted(epoch) == [float(v) for v in range(12)] for epoch in alone)
     for found in run_ranks(shuffled, 2):
         assert found == alone
-
-
-# ---------------------------------------------------------------------- leaks
 
 
 def test_fifty_runs_leave_nothing_behind() -> None:

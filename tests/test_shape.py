@@ -93,9 +93,6 @@ def declared_dependencies(folder: Path) -> set[str]:
     return {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', block[1])} if block else set()
 
 
-# ------------------------------------------------------------------------------------------------ imports
-
-
 @pytest.mark.parametrize("package", IMPORT_NAMES)
 def test_a_package_imports_only_packages_of_ours_that_it_declares(package):
     allowed = declared_dependencies(PACKAGES[package]) | {IMPORT_NAMES[package]}
@@ -169,9 +166,6 @@ def test_imports_are_absolute():
         for node in imports(tree(path), running=False)
         if isinstance(node, ast.ImportFrom) and node.level
     }
-
-
-# ------------------------------------------------------------------------------------------------ what is never written
 
 
 def test_the_core_names_no_vendor():
@@ -263,9 +257,6 @@ def test_no_file_names_what_only_exists_elsewhere(forbidden):
     assert not named
 
 
-# ------------------------------------------------------------------------------------------------ packages
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_complete_by_itself(package):
     folder = PACKAGES[package]
@@ -307,9 +298,6 @@ def test_the_metapackage_requires_every_other_package():
     assert declared_dependencies(PACKAGES["all"]) == set(IMPORT_NAMES.values())
 
 
-# ------------------------------------------------------------------------------------------------ commands
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_readme_are_lines_of_their_own(command):
     assert command in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
@@ -325,9 +313,6 @@ def test_the_commands_of_the_readme_are_sessions(session):
 def test_ci_runs_the_test_command_of_the_readme():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert list(COMMANDS)[-1] == lines[-1]
-
-
-# ------------------------------------------------------------------------------------------------ sizes
 
 
 def functions(path: Path) -> dict[str, int]:

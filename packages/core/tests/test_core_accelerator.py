@@ -37,9 +37,6 @@ class LowCompute(Precision):
     policy = PrecisionPolicy(compute=torch.bfloat16, output=torch.float32)
 
 
-# ---------------------------------------------------------------------- arguments
-
-
 def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Semantics 5."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
@@ -137,9 +134,6 @@ def test_a_policy_of_integers_is_refused() -> None:
 def test_a_handler_gives_only_what_was_set() -> None:
     assert InitProcessGroupKwargs(backend="gloo").to_kwargs() == {"backend": "gloo"}
     assert DistributedDataParallelKwargs().to_kwargs() == {}
-
-
-# ---------------------------------------------------------------------- preparing
 
 
 def test_one_object_comes_back_alone_and_several_in_their_order() -> None:
@@ -241,9 +235,6 @@ def test_accumulate_inside_accumulate_is_refused() -> None:
 def test_parameters_to_clip_must_be_tensors() -> None:
     with pytest.raises(TypeError, match=r"expected parameters, found str. Pass model.parameters\(\)"):
         Accelerator().clip_grad_norm_(["weight"], 1.0)  # type: ignore[list-item]
-
-
-# ---------------------------------------------------------------------- precision, compilation, undressing
 
 
 def test_outputs_of_a_low_precision_model_are_in_the_dtype_of_the_policy() -> None:
@@ -360,9 +351,6 @@ def test_a_prepared_model_pickles_and_copies() -> None:
             twin.bias.zero_()
         assert twin(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
         assert twin(torch.ones(1, 2)).dtype is torch.float32
-
-
-# ---------------------------------------------------------------------- two in one process
 
 
 def test_a_gan_trains_with_two_accelerators_of_two_precisions() -> None:

@@ -88,9 +88,6 @@ def count_collectives(function: Callable[[], Any]) -> tuple[Any, list[str]]:
             setattr(dist, name, original)
 
 
-# ---------------------------------------------------------------------- gather
-
-
 def rows_of(rank: int, dtype: torch.dtype, rows: int, *sizes: int) -> torch.Tensor:
     """Deterministic content that differs by rank."""
     count = rows * int(torch.tensor(sizes).prod())
@@ -178,9 +175,6 @@ def test_what_is_no_tensor_is_named_with_its_path() -> None:
         broadcast_object(1, ALONE, source=1)
 
 
-# ---------------------------------------------------------------------- one collective
-
-
 def count_in_a_loop() -> dict[str, list[int]]:
     world = World.current()
     logits, labels = torch.randn(32, 10), torch.arange(32)
@@ -253,9 +247,6 @@ def test_huge_buffers_are_not_kept() -> None:
         assert kept < 1 << 20
 
 
-# ---------------------------------------------------------------------- reduce
-
-
 def reduce_many() -> None:
     world = World.current()
     rank = world.rank
@@ -323,9 +314,6 @@ def test_a_large_reduce_compares_headers_and_calls_all_reduce_once_per_dtype() -
         assert large == ["all_gather_single", "all_reduce", "all_reduce"]
 
 
-# ---------------------------------------------------------------------- objects
-
-
 def move_objects() -> None:
     world = World.current()
     mine = [{"id": world.rank, "text": "x" * 100 * world.rank}] * (world.rank + 1)
@@ -364,9 +352,6 @@ def test_groups_have_collectives_of_their_own() -> None:
     results = run_ranks(in_pairs, 4)
     assert results[0] == results[1] == [[0, 1, 1], 1, [0, 1], 1, [0, 1, 2, 3]]
     assert results[2] == results[3] == [[2, 2, 2, 3, 3, 3, 3], 5, [2, 3], 3, [0, 1, 2, 3]]
-
-
-# ---------------------------------------------------------------------- mismatches
 
 
 def mismatched(first: bool, world: World, case: str) -> None:
@@ -480,9 +465,6 @@ def test_the_table_joins_ranks_that_agree_and_is_short() -> None:
     )
     assert "rank 0-2: " in str(mismatch([good, good, good, odd]))
     assert "a call that stands under a condition" in str(mismatch([good, describe("reduce('sum')")]))
-
-
-# ---------------------------------------------------------------------- packing
 
 
 leaves = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3).map(tuple))

@@ -57,9 +57,6 @@ def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     )
 
 
-# ---------------------------------------------------------------------- synchronisation
-
-
 def synchronisation() -> dict[str, bool]:
     accelerator = Accelerator()
     x, found = rows(), {}
@@ -102,9 +99,6 @@ def test_where_the_forward_ran_decides_whether_a_backward_synchronises() -> None
     """Semantics 10."""
     for found in run_ranks(synchronisation, 2):
         assert [name for name, holds in found.items() if not holds] == []
-
-
-# ---------------------------------------------------------------------- the loop
 
 
 def train(steps: int, accumulation: int, order: str, options: dict[str, Any] | None = None) -> list[torch.Tensor]:
@@ -208,9 +202,6 @@ def test_two_models_and_optimizers_accumulate_in_one_loop() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# ---------------------------------------------------------------------- clipping
-
-
 def norms() -> dict[str, torch.Tensor]:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = net()
@@ -244,9 +235,6 @@ def test_the_norm_is_that_of_one_process() -> None:
         assert found["clipping in an open window touches nothing"]
         for name, norm in found.items():
             torch.testing.assert_close(norm, alone[name], msg=name)
-
-
-# ---------------------------------------------------------------------- what is refused, on every rank
 
 
 def orphan() -> str:
@@ -396,9 +384,6 @@ def a_rank_fails() -> None:
 def test_the_first_cause_stands_in_the_failure() -> None:
     with pytest.raises(RanksFailed, match="bad sample 17"):
         run_ranks(a_rank_fails, 2)
-
-
-# ---------------------------------------------------------------------- groups, devices, ends
 
 
 def timeouts() -> list[timedelta]:

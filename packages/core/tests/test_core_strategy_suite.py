@@ -38,8 +38,6 @@ class TestDDPInViews(StrategySuite):
     lacks = TestDDP.lacks
 
 
-# ------------------------------------------------------------------------------------------------ who catches whom
-
 TESTS = {name for name in vars(StrategySuite) if name.startswith("test_")}
 EXIT = "test_the_process_exits_cleanly"
 
@@ -186,9 +184,6 @@ def gradients_of_a_net():
     net = built(Net)
     sum(parameter.sum() for parameter in net.parameters()).backward()
     return gradients(net)
-
-
-# ------------------------------------------------------------------------------------------------ declarations
 
 
 def declared(**attributes):

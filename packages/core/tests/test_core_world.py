@@ -40,9 +40,6 @@ def backend_timeouts(group: dist.ProcessGroup) -> list[timedelta]:
     return [group._get_backend(device).options._timeout for device in group._device_types]
 
 
-# ---------------------------------------------------------------------- alone
-
-
 def test_process_alone_is_a_world_of_one_without_a_group() -> None:
     world = World.current()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.source) == (0, 1, 0, 1, "alone")
@@ -76,9 +73,6 @@ def launched_alone() -> tuple[str, int, bool]:
 
 def test_torchrun_with_one_process_starts_no_group() -> None:
     assert run_ranks(launched_alone, 1) == [("torchrun", 1, False)]
-
-
-# ---------------------------------------------------------------------- launched
 
 
 def describe(cpu: bool) -> tuple[object, ...]:
@@ -194,9 +188,6 @@ def test_ranks_that_do_not_meet_say_where_they_waited() -> None:
         run_ranks(wait_for_nobody, 1)
 
 
-# ---------------------------------------------------------------------- groups and their timeouts
-
-
 def read_timeouts_back() -> None:
     world = World.current(timeout=SECONDS)
     assert world.group is not None
@@ -258,9 +249,6 @@ def test_groups_are_made_once_for_the_same_ranks() -> None:
     run_ranks(groups_are_cached, 3)
 
 
-# ---------------------------------------------------------------------- adopting
-
-
 def test_running_group_is_adopted_with_its_own_timeout_and_never_ended(running_group: None) -> None:
     """L12: the timeout of a group that somebody else made is read back from it."""
     world = World.current()
@@ -318,9 +306,6 @@ def test_adopted_group_keeps_the_places_that_the_launcher_gave() -> None:
     assert run_ranks(adopt, 2) == [(0, 0, 2, True), (1, 1, 2, True)]
 
 
-# ---------------------------------------------------------------------- devices
-
-
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A machine with two accelerators. Gives the indices that were made current."""
@@ -362,9 +347,6 @@ def test_cpu_in_a_world_on_an_accelerator_is_an_error(running_group: None, two_d
     assert world.device == torch.device("cuda", 0)
     with pytest.raises(WorldError, match="cpu=True was asked for, it has device cuda:0"):
         World.current(cpu=True)
-
-
-# ---------------------------------------------------------------------- ending
 
 
 class Lodger:

@@ -129,9 +129,6 @@ class WeirdLoader(DataLoader):
                 yield batch + 100
 
 
-# ---- order
-
-
 def test_a_shuffled_order_is_a_function_of_seed_and_epoch():
     """D4: it differs by epoch and by seed, and is the same in another run."""
     make = lambda: DataLoader(range(50), batch_size=4, shuffle=True)
@@ -252,9 +249,6 @@ def test_a_sampler_inside_a_batch_sampler_of_the_users_is_seeded():
     assert first[0] != first[1]
 
 
-# ---- epochs
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_iteration_that_yields_is_the_next_epoch(workers):
     """Design 7; an iterator that is never advanced begins nothing."""
@@ -336,9 +330,6 @@ def test_iterable_sets_are_told_the_epoch_in_a_world_of_one():
     loader = prepare(DataLoader(dataset, batch_size=2))
     assert ids(loader) == ids(loader) == [[0, 1], [2, 3], [4]]
     assert dataset.told == (0, 1)
-
-
-# ---- batches
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -462,9 +453,6 @@ def test_batches_are_put_on_the_device():
     assert {batch.device.type for batch in loader} == {"meta"}
 
 
-# ---- sizes
-
-
 def test_sizes_are_those_of_all_ranks():
     loader = DataLoader(range(100), batch_size=8)
     assert (prepare(loader, 0, 4).total_batch_size, prepare(loader, 0, 4).total_dataset_length) == (32, 100)
@@ -514,9 +502,6 @@ def test_the_length_is_the_number_of_iterations_of_this_rank():
         len(prepare(DataLoader(range(9), batch_sampler=Triples()), 0, 2))
 
 
-# ---- copies
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_copies_and_pickles_go_on_at_the_same_epoch(duplicate, workers):
@@ -529,9 +514,6 @@ def test_copies_and_pickles_go_on_at_the_same_epoch(duplicate, workers):
     twin = duplicate(loader)
     assert isinstance(twin, ShardedLoader)
     assert ids(twin) == orders[1]
-
-
-# ---- what is refused
 
 
 def test_iterable_sets_are_refused_when_ranks_share():

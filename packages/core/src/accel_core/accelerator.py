@@ -158,8 +158,6 @@ class Accelerator:
         self._ended = False
         self._world.enter(self)
 
-    # ------------------------------------------------------------------ who and where
-
     @property
     def device(self) -> torch.device:
         """The device of this process."""
@@ -240,8 +238,6 @@ class Accelerator:
     def wait_for_everyone(self) -> None:
         """Returns once every process has come here. Collective."""
         self._world.barrier()
-
-    # ------------------------------------------------------------------ preparing
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
@@ -382,8 +378,6 @@ class Accelerator:
         return [None] * count
 
     clear = free_memory
-
-    # ------------------------------------------------------------------ the loop
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
@@ -535,8 +529,6 @@ class Accelerator:
         cache = handler.cache_enabled if cache_enabled is None else cache_enabled
         return torch.autocast(self.device.type, dtype=compute, enabled=handler.enabled, cache_enabled=cache)
 
-    # ------------------------------------------------------------------ collectives
-
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
 
@@ -582,8 +574,6 @@ class Accelerator:
         rows = self._feed.current_rows()
         return metrics.gather_for_metrics(input_data, rows, self._world, self._layout.data_group, use_gather_object)
 
-    # ------------------------------------------------------------------ saving and ending
-
     def save_model(
         self,
         model: nn.Module,
@@ -621,8 +611,6 @@ class Accelerator:
             "An Accelerator cannot be pickled: it is a handle on running processes. Pickle models, optimizers and loaders, "
             "and build an Accelerator in the new process."
         )
-
-    # ------------------------------------------------------------------ inside
 
     def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
         if kind == "model":

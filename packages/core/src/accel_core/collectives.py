@@ -182,9 +182,6 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGrou
     return obj if channel.rank == source else _unpickled(parts[source])
 
 
-# ---------------------------------------------------------------------- for the modules beside this one
-
-
 def channel_of(world: World, group: ProcessGroup | None) -> Channel | None:
     """The channel of a group; None if there is nobody else in it."""
     if world.size == 1:
@@ -258,9 +255,6 @@ def check_tensors(call: str, tree: Tree, leaves: list[Any]) -> None:
             )
 
 
-# ---------------------------------------------------------------------- how leaves travel
-
-
 def _rows(leaf: torch.Tensor) -> Measured:
     """For gather: rows may differ between the ranks."""
     if leaf.ndim == 0:
@@ -332,9 +326,6 @@ def _finished(total: torch.Tensor, ranks: int, leaf: torch.Tensor, reduction: Re
         elif reduction == "sum" and dtype == torch.bool:
             dtype = torch.int64
     return total.to(leaf.device, dtype)
-
-
-# ---------------------------------------------------------------------- how objects travel
 
 
 class _Pickler(pickle.Pickler):

@@ -76,8 +76,6 @@ class HookSpecs:
     nobody owns it.
     """
 
-    # ------------------------------------------------------------------ listeners
-
     @listener
     def start(self, world: World, layout: Layout) -> None:
         """The Accelerator is about to be ready.
@@ -92,8 +90,6 @@ class HookSpecs:
 
         When: in `end_training`, on every rank, before the process group may end; at most once.
         """
-
-    # ------------------------------------------------------------------ owners: where, and what
 
     @owner
     def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
@@ -137,8 +133,6 @@ class HookSpecs:
         Default: in a world of one, the loader with batches placed and reported; in a larger world it raises, for all
             ranks would read the same batches.
         """
-
-    # ------------------------------------------------------------------ owners: the loop
 
     @owner
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]

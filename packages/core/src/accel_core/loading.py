@@ -316,9 +316,6 @@ def _iterates_by_itself(loader: DataLoader[Any]) -> bool:
     return original.__iter__ is not DataLoader.__iter__
 
 
-# ---- the loops
-
-
 def _matched_batches(
     inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet, rows_known: bool
 ) -> Iterator[Any]:
@@ -373,9 +370,6 @@ def _batches_looked_ahead(
             yield placed
     finally:
         passage.leave()
-
-
-# ---- the bare loop
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

@@ -135,9 +135,6 @@ def run_ranks(
     return [rank.value() for rank in ranks]
 
 
-# ---------------------------------------------------------------------- the side of the test
-
-
 @dataclass
 class _Rank:
     """One rank as seen from the test: its process, and what it has sent."""
@@ -309,9 +306,6 @@ def _ending(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"ended by {signal.Signals(-exit_code).name}"
     return f"exit code {exit_code}"
-
-
-# ---------------------------------------------------------------------- the side of the rank
 
 
 def _run_rank(

@@ -110,9 +110,6 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-# ---------------------------------------------------------------------- where, and with what
-
-
 def layout(subject: Subject) -> tuple[int, int, int, list[int]]:
     """Rank, shard index, shard count, and the ranks of the data group."""
     accelerator = subject.accelerator()
@@ -141,9 +138,6 @@ def surroundings(subject: Subject) -> dict[str, bool]:
         "torch's random stream": torch.equal(torch.get_rng_state(), stream),
         "torch's default dtype": torch.get_default_dtype() is dtype,
     }
-
-
-# ---------------------------------------------------------------------- gradients
 
 
 def two_backwards(subject: Subject) -> tuple[int, list[Gradients]]:
@@ -252,9 +246,6 @@ def _forward_backward(loop: Loop, batches: Iterable[models.TokenBatch]) -> float
     return float(loop.accelerator.forward_backward(loop.model, placed, models.token_loss))
 
 
-# ---------------------------------------------------------------------- training
-
-
 def trained(subject: Subject) -> tuple[int, State]:
     """Shards, and the state after three steps of two micro-batches."""
     loop = Loop(subject, gradient_accumulation_steps=2)
@@ -341,9 +332,6 @@ def clipped_in_open_window(subject: Subject) -> tuple[Gradients, Gradients]:
         return before, loop.gradients()
 
 
-# ---------------------------------------------------------------------- models
-
-
 def adversaries(subject: Subject) -> tuple[int, dict[str, tuple[State, State]]]:
     """Shards, and both states after two steps, under one Accelerator and under one each."""
     found = {}
@@ -419,9 +407,6 @@ def buffers(subject: Subject) -> tuple[int, State, State, bool]:
     return loop.shard.count, before, loop.state(), bool(torch.isfinite(output).all())
 
 
-# ---------------------------------------------------------------------- precision
-
-
 class _Policy(Precision):
     """A precision that is a policy, and nothing else."""
 
@@ -465,9 +450,6 @@ def _dtypes(subject: Subject, policy: PrecisionPolicy) -> dict[str, torch.dtype]
 
 def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
-
-
-# ---------------------------------------------------------------------- the end
 
 
 def released(subject: Subject) -> list[str]:

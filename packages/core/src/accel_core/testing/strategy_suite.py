@@ -79,8 +79,6 @@ class StrategySuite:
         marks = [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
         return pytest.param(world, id=str(world), marks=marks)
 
-    # ------------------------------------------------------------------ what is declared
-
     def test_the_declarations_hold(self) -> None:
         """Inherited tests are inherited, lacks have reasons, and the strategy can be made on a rank."""
         cls = type(self)
@@ -107,8 +105,6 @@ class StrategySuite:
     def _names(self, test: str) -> list[str]:
         return [test, *(f"{test}[{world}]" for world in self.worlds)]
 
-    # ------------------------------------------------------------------ where, and with what
-
     def test_every_part_of_the_data_is_read_once(self, world: int) -> None:
         """`layout`: over the data group, in its order, shards are 0, 1, …, count - 1."""
         layouts = self._facts(strategy_jobs.layout, world)
@@ -132,8 +128,6 @@ class StrategySuite:
         for rank, kept in enumerate(self._facts(strategy_jobs.surroundings, world)):
             changed = [name for name, same in kept.items() if not same]
             _require(not changed, f"prepare() changed {' and '.join(changed)} on rank {rank}. Restore what you touch.")
-
-    # ------------------------------------------------------------------ gradients
 
     def test_a_gradient_is_that_of_the_global_batch(self, world: int) -> None:
         """Without accumulation, step after step."""
@@ -187,8 +181,6 @@ class StrategySuite:
         """In `forward_backward` each rank's window has the length that it has."""
         self._check_tokens(strategy_jobs.uneven_window, strategy_jobs.uneven_token_batches, world)
 
-    # ------------------------------------------------------------------ training
-
     def test_training_is_that_of_one_process(self, world: int) -> None:
         """After three steps of two micro-batches the parameters are those of plain torch."""
         for rank, (count, state) in enumerate(self._facts(strategy_jobs.trained, world)):
@@ -240,8 +232,6 @@ class StrategySuite:
             _compare(
                 after, before, f"The pending gradients on rank {rank}", "Nothing is clipped in an open window", 0.0
             )
-
-    # ------------------------------------------------------------------ models
 
     def test_several_models_train_side_by_side(self, world: int) -> None:
         """A generator and a critic, under one Accelerator and under one each."""
@@ -310,8 +300,6 @@ class StrategySuite:
                 found = {name: evaluated[name] for name in kept}  # other ranks may take those of rank 0
                 _compare(found, kept, f"The state of rank {rank} after an evaluation", "It changes nothing", 0.0)
 
-    # ------------------------------------------------------------------ precision
-
     def test_a_policy_holds_or_is_refused(self, world: int) -> None:
         """`prepare_model`: the declared dtypes are the observed ones, or it raises."""
         for rank, (count, found) in enumerate(self._facts(strategy_jobs.precisions, world)):
@@ -326,8 +314,6 @@ class StrategySuite:
                         f"{expected}. Honour the policy of the request (`accel_core.place_model` does, but for `reduce`), or raise.",
                     )
 
-    # ------------------------------------------------------------------ the end
-
     def test_nothing_is_kept_alive(self, world: int) -> None:
         """When a run has ended, everything dies with its last reference."""
         for rank, alive in enumerate(self._facts(strategy_jobs.released, world)):
@@ -340,8 +326,6 @@ class StrategySuite:
     def test_the_process_exits_cleanly(self, world: int) -> None:
         """A script that ends with everything alive ends with status 0."""
         run_ranks(strategy_jobs.left_open, world, self._subject(), timeout=self.timeout)
-
-    # ------------------------------------------------------------------ inside
 
     def _check_windows(self, job: Job, world: int, windows: Sequence[Sequence[int]]) -> None:
         for rank, (count, found) in enumerate(self._facts(job, world)):
