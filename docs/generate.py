@@ -1,8 +1,9 @@
-"""Writes what can be derived from the source: `docs/reference/hooks.md` from `accel_core.hookspecs`.
+"""Writes what can be derived from the source: docs/reference/hooks.md and docs/reference/accelerator.md.
 
     nox -s docs          (or `python docs/generate.py` where accel-core is installed)
 
-tests/test_docs.py compares the file with `hooks_page()`, so that a hook never changes without its page.
+tests/test_docs.py compares each file with what its function in `PAGES` gives, so that nothing public changes without its
+page.
 """
 
 from __future__ import annotations
@@ -10,31 +11,115 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
-from accel_core import hookspecs
+from accel_core import accelerator, hookspecs
 
-PAGE = Path(__file__).parent / "reference" / "hooks.md"
+REFERENCE = Path(__file__).parent / "reference"
+LINE = 120  # signatures that are longer have a line for each argument
 
-HEAD = """\
+HOOKS_HEAD = """\
 <!-- Written by docs/generate.py from accel_core/hookspecs.py: change the hooks there, then run `nox -s docs`. -->
 # Hooks
 
-A plugin takes over a hook by a method of the same name, marked with `accel_core.hookspecs.hookimpl`, that takes the
-arguments it needs by name and leaves out the others. A hook has **one owner** (exactly one implementation is used: the
-active component's, else the core's default) or **many listeners** (everyone who implements it is called).
+A plugin takes over a hook by a method of the same name, marked with `accel_core.hookimpl`, that takes the arguments it
+needs by name and leaves out the others. A hook has **one owner** (exactly one implementation is used: the active
+component's, else the core's default) or **many listeners** (everyone who implements it is called).
 """
+
+ACCELERATOR_HEAD = """\
+<!-- Written by docs/generate.py from accel_core/accelerator.py: change it there, then run `nox -s docs`. -->
+# Accelerator
+
+Everything that `accel_core.Accelerator` offers. Where a docstring says *collective*, every rank has to make the call, in the
+same order. [Your loop](../tutorial/your-loop.md) shows the most of it in use; [the environment](environment.md) lists the
+variables that stand for arguments.
+"""
+
+GROUPS = {
+    "Who and where": (
+        "device",
+        "process_index",
+        "local_process_index",
+        "num_processes",
+        "use_distributed",
+        "is_main_process",
+        "is_local_main_process",
+        "is_last_process",
+        "mixed_precision",
+        "explain",
+        "print",
+    ),
+    "Preparing": (
+        "prepare",
+        "prepare_model",
+        "prepare_data_loader",
+        "prepare_optimizer",
+        "prepare_scheduler",
+        "unwrap_model",
+        "verify_device_map",
+    ),
+    "The loop": (
+        "gradient_accumulation_steps",
+        "step",
+        "sync_gradients",
+        "optimizer_step_was_skipped",
+        "accumulate",
+        "backward",
+        "forward_backward",
+        "no_sync",
+        "trigger_sync_in_backward",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "unscale_gradients",
+        "autocast",
+    ),
+    "Collectives": ("wait_for_everyone", "gather", "reduce", "gather_for_metrics"),
+    "Saving and ending": ("get_state_dict", "save_model", "free_memory", "clear", "end_training"),
+}
+"""Which heading of the page a public member of the Accelerator stands under; below it, the order is that of the source."""
 
 
 def hooks_page() -> str:
-    """The whole page, as it has to stand in docs/reference."""
-    specs = ast.parse(inspect.getsource(hookspecs.HookSpecs)).body[0]
-    assert isinstance(specs, ast.ClassDef)
+    """The whole of docs/reference/hooks.md."""
+    specs = class_in(hookspecs, "HookSpecs")
     loop = f"```text\n{ast.get_docstring(specs)}\n```\n"
-    return "\n".join([HEAD, loop, *(section(node) for node in specs.body if isinstance(node, ast.FunctionDef))])
+    return "\n".join(
+        [HOOKS_HEAD, loop, *(hook_section(node) for node in specs.body if isinstance(node, ast.FunctionDef))]
+    )
 
 
-def section(hook: ast.FunctionDef) -> str:
+def accelerator_page() -> str:
+    """The whole of docs/reference/accelerator.md. Raises `ValueError` if GROUPS and the class do not have the same members."""
+    node = class_in(accelerator, "Accelerator")
+    members = public_members(node)
+    grouped = [name for names in GROUPS.values() for name in names]
+    if sorted(grouped) != sorted(members):
+        missing, stale = members.keys() - set(grouped), set(grouped) - members.keys()
+        raise ValueError(
+            f"GROUPS in docs/generate.py has each public member of the Accelerator once. Not in it: {sorted(missing)}; no "
+            f"members: {sorted(stale)}; twice: {sorted({name for name in grouped if grouped.count(name) > 1})}."
+        )
+    constructor = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
+    call = signature(constructor, "Accelerator").removesuffix(" -> None")
+    parts = [ACCELERATOR_HEAD, f"## Constructor\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n"]
+    for heading, names in GROUPS.items():
+        parts.append(f"## {heading}\n")
+        parts += [text for name, text in members.items() if name in names]
+    return "\n".join(parts)
+
+
+PAGES = {"hooks.md": hooks_page, "accelerator.md": accelerator_page}
+
+
+def class_in(module: object, name: str) -> ast.ClassDef:
+    """The class of this name as it stands in the source of a module."""
+    body = ast.parse(inspect.getsource(module)).body  # type: ignore[arg-type]
+    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def hook_section(hook: ast.FunctionDef) -> str:
     """One hook: its signature, its kind, and its docstring with a list item for each field."""
     kind = "one owner" if "owner" in map(ast.unparse, hook.decorator_list) else "many listeners"
     summary, _, fields = (ast.get_docstring(hook) or "").partition("\n\n")
@@ -44,13 +129,78 @@ def section(hook: ast.FunctionDef) -> str:
     return f"## {hook.name}\n\n```text\n{signature(hook)}\n```\n\n{summary} *({kind})*\n\n{items}\n"
 
 
-def signature(hook: ast.FunctionDef) -> str:
-    """How a plugin writes the hook, without `self`: `name(argument: type, …) -> type`."""
-    arguments = ast.unparse(hook.args).removeprefix("self").removeprefix(", ")
-    return f"{hook.name}({arguments}) -> {ast.unparse(hook.returns) if hook.returns else 'None'}"
+def public_members(node: ast.ClassDef) -> dict[str, str]:
+    """The section of each public method, property and second name of a class, in the order of the source."""
+    sections: dict[str, str] = {}
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
+            sections[item.name] = member_section(item)
+        elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
+            name = item.targets[0].id
+            if not name.startswith("_"):
+                sections[name] = f"### {name}\n\nAnother name of `{ast.unparse(item.value)}`.\n"
+    return sections
+
+
+def member_section(member: ast.FunctionDef) -> str:
+    """One method or property: its signature and its docstring."""
+    is_property = "property" in map(ast.unparse, member.decorator_list)
+    declared = (
+        f"{member.name}: {ast.unparse(member.returns or ast.Constant(None))}" if is_property else signature(member)
+    )
+    return f"### {member.name}\n\n```text\n{declared}\n```\n\n{prose(ast.get_docstring(member) or '')}\n"
+
+
+def prose(docstring: str) -> str:
+    """A docstring as Markdown: indented paragraphs become code, and the entries of a field the items of a list."""
+    blocks = [re.sub(r"\A( {4}.*)\Z", code, block, flags=re.DOTALL) for block in docstring.split("\n\n")]
+    return "\n\n".join(re.sub(r"\A(Args|Raises|Returns):\n(.*)\Z", field, block, flags=re.DOTALL) for block in blocks)
+
+
+def code(block: re.Match[str]) -> str:
+    """A paragraph that stands four spaces in, as a code block."""
+    return f"```text\n{textwrap.dedent(block[0])}\n```"
+
+
+def field(block: re.Match[str]) -> str:
+    """`Args:` and `Raises:` as a list with an item for each entry; `Returns:` as a paragraph."""
+    title, body = block[1], textwrap.dedent(block[2])
+    if title == "Returns":
+        return f"**Returns.** {body}"
+    items = re.sub(r"^(\w[\w, ]*):", r"- `\1`:", body, flags=re.MULTILINE).replace("\n    ", "\n  ")
+    return f"**{'Arguments' if title == 'Args' else title}**\n\n{items}"
+
+
+def signature(function: ast.FunctionDef, name: str = "") -> str:
+    """How a function is written, without `self`: `name(argument: type, …) -> type`."""
+    name, given = name or function.name, arguments(function.args)
+    returned = f" -> {ast.unparse(function.returns) if function.returns else 'None'}"
+    short = f"{name}({', '.join(given)}){returned}"
+    if len(short) <= LINE:
+        return short
+    return "\n".join([f"{name}(", *(f"    {argument}," for argument in given), f"){returned}"])
+
+
+def arguments(given: ast.arguments) -> list[str]:
+    """Each argument with its type and default, without `self`."""
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]
+    found = [one_argument(item, default) for item, default in zip(positional, defaults, strict=True)][1:]
+    if given.vararg:
+        found.append(f"*{ast.unparse(given.vararg)}")
+    elif given.kwonlyargs:
+        found.append("*")
+    found += [one_argument(item, default) for item, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    return [*found, f"**{ast.unparse(given.kwarg)}"] if given.kwarg else found
+
+
+def one_argument(argument: ast.arg, default: ast.expr | None) -> str:
+    """`name: type = default`."""
+    return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default is not None else "")
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(hooks_page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(PAGE.parents[2])}")
+    REFERENCE.mkdir(exist_ok=True)
+    for name, page in PAGES.items():
+        (REFERENCE / name).write_text(page(), encoding="utf-8")
+        print(f"wrote {(REFERENCE / name).relative_to(REFERENCE.parents[1])}")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import pickle
 import re
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,18 +23,35 @@ from accel_core import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    Layout,
     NotInstalledError,
     PluginError,
     Precision,
     PrecisionPolicy,
+    Shard,
     Single,
+    World,
     WorldError,
+    hookimpl,
 )
 
 
 def pieces() -> tuple[nn.Linear, torch.optim.SGD]:
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Listens:
+    @hookimpl
+    def finish(self) -> None: ...
+
+
+class Halves(Single):
+    """Says that it shares the data with somebody who is not there."""
+
+    @hookimpl
+    def layout(self, world: World) -> Layout:
+        return Layout(Shard(0, 2))
 
 
 class LowCompute(Precision):
@@ -87,6 +108,16 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
             r"strategy=DDP\(...\) and kwargs_handlers=\[DistributedDataParallelKwargs",
         ),
         ({"plugins": [object()]}, PluginError, "implements no hook"),
+        ({"plugins": Listens()}, TypeError, r"plugins=<.*> is a Listens: expected a list, e.g. plugins=\[...\]"),
+        ({"kwargs_handlers": AutocastKwargs()}, TypeError, "kwargs_handlers=.* is a AutocastKwargs: expected a list"),
+        ({"cpu": "no"}, TypeError, "cpu='no' is a str: expected True or False"),
+        ({"split_batches": "no"}, TypeError, "split_batches='no' is a str: expected True or False"),
+        ({"loader": "shraded"}, PluginError, "The loader 'shraded' was asked for"),
+        (
+            {"strategy": Halves()},
+            PluginError,
+            "'Halves' shares the data out to 2 .* has 1 .the whole world.*data_group",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -102,8 +133,56 @@ def test_fp16_on_a_cpu_never_trains_in_full_precision_without_a_word() -> None:
 
 def test_an_option_without_effect_warns_once_and_names_itself() -> None:
     """Semantics 16: a script written for several processes runs in one."""
-    with pytest.warns(UserWarning, match="has a DistributedDataParallelKwargs, which nothing .* 'single'.* no effect"):
-        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=50)])
+    with pytest.warns(
+        UserWarning, match="which nothing that is active takes: 1 process.* 'single'.* no effect"
+    ) as warned:
+        Accelerator(
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(bucket_cap_mb=50),
+                InitProcessGroupKwargs(timeout=timedelta(seconds=9)),
+                AutocastKwargs(cache_enabled=False),
+            ]
+        )
+    assert [re.findall(r"has a (\w+)", str(warning.message)) for warning in warned] == [
+        ["DistributedDataParallelKwargs"],
+        ["InitProcessGroupKwargs"],
+        ["AutocastKwargs"],
+    ]
+    assert {warning.filename for warning in warned} == {__file__}
+
+
+def test_the_options_of_ddp_are_those_of_its_handler() -> None:
+    """Law 10: one declaration, and one older name for it."""
+    constructor = inspect.signature(DDP).parameters
+    handler = {field.name: field for field in dataclasses.fields(DistributedDataParallelKwargs)}
+    assert list(constructor) == list(handler)
+    for name, parameter in constructor.items():
+        if name != "comm_state_option":  # None there, an empty dict here
+            assert parameter.default == handler[name].default
+
+
+def test_explain_shows_where_every_option_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 2."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    settings = {setting.option: setting for setting in Accelerator(cpu=True).explain().settings}
+    assert settings["gradient_accumulation_steps"][1:] == ("4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    assert settings["cpu"][1:] == ("True", "argument")
+    assert settings["dynamo_backend"][1:] == ("no", "default")
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in str(Accelerator().explain())
+
+
+class MyLoader:
+    @hookimpl
+    def prepare_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        loader.prepared_by_me = True  # type: ignore[attr-defined]
+        return loader
+
+
+def test_a_loader_component_of_ones_own_takes_the_place_of_the_default() -> None:
+    """S7: a third party's loader beside accel-data."""
+    accelerator = Accelerator(loader=MyLoader())
+    assert accelerator.prepare(DataLoader([1])).prepared_by_me
+    assert accelerator.explain().owners["prepare_loader"].startswith("loader 'MyLoader'")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +203,13 @@ def test_steps_of_the_accumulation_plugin_are_checked_where_it_is_built() -> Non
         ValueError, match=r"GradientAccumulationPlugin\(num_steps=0\): expected an integer of at least 1"
     ):
         GradientAccumulationPlugin(num_steps=0)
+
+
+def test_a_timeout_is_a_timedelta() -> None:
+    with pytest.raises(
+        TypeError, match=r"InitProcessGroupKwargs\(timeout=3\): expected a datetime.timedelta, e.g. timed"
+    ):
+        InitProcessGroupKwargs(timeout=3)  # type: ignore[arg-type]
 
 
 def test_a_policy_of_integers_is_refused() -> None:
@@ -176,6 +262,48 @@ def test_device_placement_is_refused_where_the_strategy_places_models() -> None:
     """Semantics 7."""
     with pytest.raises(ValueError, match="the chosen strategy places models by itself. Leave device_placement out"):
         Accelerator(strategy=PlacesModels()).prepare(nn.Linear(1, 1), device_placement=[True])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: a.prepare_model(3), r"prepare_model\(\) was given a int, expected a torch.nn.Module"),
+        (
+            lambda a: a.prepare_optimizer(nn.Linear(1, 1)),
+            r"prepare_optimizer\(\) was given a Linear, expected a torch.optim",
+        ),
+        (
+            lambda a: a.prepare_data_loader([1]),
+            r"prepare_data_loader\(\) was given a list, expected a torch.utils.data",
+        ),
+        (
+            lambda a: a.prepare_scheduler(object()),
+            r"prepare_scheduler\(\) was given a object, expected an LR scheduler",
+        ),
+        (lambda a: a.prepare(None, device_placement=True), "device_placement=True is a bool: expected a list"),
+        (lambda a: a.clip_grad_norm_(None, 1.0), "expected parameters, found NoneType. Pass model.parameters"),
+        (lambda a: a.save_model(3, "x"), r"save_model\(\) was given a int, expected a torch.nn.Module"),
+    ],
+)
+def test_objects_of_another_kind_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(Accelerator())
+
+
+def test_a_model_that_was_prepared_for_evaluation_is_not_trained_by_accident() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True)
+    with pytest.raises(
+        ValueError, match="Linear was prepared with evaluation_mode=True.* Prepare it for training first"
+    ):
+        accelerator.prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def test_an_object_is_saved_once(tmp_path: Path) -> None:
+    """Semantics 19."""
+    Accelerator().save({"weight": torch.ones(2)}, tmp_path / "object.bin")
+    assert torch.load(tmp_path / "object.bin", weights_only=True)["weight"].tolist() == [1.0, 1.0]
 
 
 def test_preparing_again_returns_the_same() -> None:

@@ -165,13 +165,13 @@ def test_what_is_no_tensor_is_named_with_its_path() -> None:
         TypeError, match=r"gather\(\) takes tensors .*; data\['a'\]\[1\] is a str\. Use torch.tensor\(\.\.\.\)"
     ):
         gather({"a": [torch.zeros(1), "text"]}, ALONE)
-    with pytest.raises(TypeError, match=r"reduce\(\) takes tensors .*; data is a int.* gather_object\(\[\.\.\.\]\)"):
+    with pytest.raises(TypeError, match=r"reduce\(\) takes tensors .*; data is a int.* use_gather_object=True\)\."):
         reduce(3, ALONE)
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo\. Pass data\.to_dense\(\)"):
         gather(torch.eye(2).to_sparse(), ALONE)
-    with pytest.raises(TypeError, match=r"gather_object\(dict\): expected a list or a tuple.*Pass \[value\]"):
+    with pytest.raises(TypeError, match=r"gather_objects\(dict\): expected a list or a tuple.*Pass \[value\]"):
         gather_objects({}, ALONE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"broadcast\(source=1\): the group has 1 ranks; choose one of 0 to 0"):
+    with pytest.raises(ValueError, match=r"broadcast_object\(source=1\): the group has 1 ranks; choose one of 0 to 0"):
         broadcast_object(1, ALONE, source=1)
 
 
@@ -377,6 +377,10 @@ def mismatched(first: bool, world: World, case: str) -> None:
         "no tensor": (lambda: gather(x, world), lambda: gather("text", world)),
         "no pickle": (lambda: gather_objects([1], world), lambda: gather_objects([lambda: 1], world)),
         "meta": (lambda: gather(big, world), lambda: gather(big.to("meta"), world)),
+        "large meta": (lambda: reduce(big, world), lambda: reduce(big.to("meta"), world)),
+        "no reduction": (lambda: reduce(x, world), lambda: reduce(x, world, "avg")),  # type: ignore[arg-type]
+        "no reduction, large": (lambda: reduce(big, world), lambda: reduce(big, world, "avg")),  # type: ignore[arg-type]
+        "no list": (lambda: gather_objects([1], world), lambda: gather_objects({}, world)),  # type: ignore[arg-type]
     }
     calls[case][0 if first else 1]()
 
@@ -396,6 +400,7 @@ CASES = (
         "shape",
     ),
     *("small and large", "object", "large object", "source", "no tensor", "no pickle", "meta"),
+    *("large meta", "no reduction", "no reduction, large", "no list"),
 )
 
 
@@ -416,7 +421,15 @@ def raise_mismatches() -> dict[str, tuple[str, str, float]]:
 def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
     """L8, semantics 17: another structure, dtype, dimension, call or option is an error with a table."""
     first, second = run_ranks(raise_mismatches)
-    own = {"no tensor": "TypeError", "no pickle": ("AttributeError", "PicklingError"), "meta": "NotImplementedError"}
+    own = {
+        "no tensor": ("TypeError",),
+        "no pickle": ("AttributeError", "PicklingError"),
+        "meta": ("NotImplementedError",),
+        "large meta": ("NotImplementedError",),
+        "no reduction": ("ValueError",),
+        "no reduction, large": ("ValueError",),
+        "no list": ("TypeError",),
+    }
     for case in CASES:
         kind, text, seconds = first[case]
         assert kind == CollectiveMismatchError.__name__, (case, first[case])
@@ -429,7 +442,7 @@ def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
             assert second[case][:2] == (kind, text), case
     assert "rank 0: gather: data[0]: float32[*, 3]; 1 alike on all ranks\n" in first["trailing"][1]
     assert "rank 1: gather: data[0]: float32[*, 5]; 1 alike on all ranks\n" in first["trailing"][1]
-    assert [case for case in CASES if "pad_across_processes" in first[case][1]] == ["trailing"]
+    assert [case for case in CASES if "torch.nn.functional.pad" in first[case][1]] == ["trailing"]
     assert "different collectives" in first["call"][1]
     assert "rank 1: reduce('sum'): data: float32[4, 3]" in first["call"][1]
     assert "rank 1: gather: data[1]: int64[*]" in first["dtype"][1]
@@ -437,6 +450,11 @@ def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
     assert "rank 1: gather: list(*, *); 2 alike" in first["container"][1]
     assert "rank 1: reduce('sum'): data: float32[2, 3]" in first["shape"][1]
     assert "data is a str" in first["no tensor"][1]
+    assert "rank 0: called reduce('sum')\n  rank 1: ValueError: reduce(reduction='avg')" in first["no reduction"][1]
+    assert "Choose one of 'sum', 'mean', 'max', 'none'." in second["no reduction"][1]
+    assert "rank 0: called gather_objects\n" in first["no list"][1]
+    assert "rank 1: gather_objects\n" in first["object"][1]
+    assert "rank 1: broadcast_object(source=1)\n" in first["source"][1]
 
 
 def both_wrong() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,10 @@ from accel_core import (
     NotInstalledError,
     Precision,
     PrecisionPolicy,
+    PrepareRequest,
+    Strategy,
+    hookimpl,
+    place_model,
 )
 from accel_core.testing import RanksFailed, run_ranks
 
@@ -200,6 +205,93 @@ def test_two_models_and_optimizers_accumulate_in_one_loop() -> None:
     torch.manual_seed(0)
     first, second = run_ranks(two_models, 2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Averaging(Strategy):
+    """A second way to train on many ranks: gradients are averaged one by one, after each parameter's own."""
+
+    @hookimpl
+    def prepare_model(self, model: nn.Module, request: PrepareRequest) -> nn.Module:  # type: ignore[override]
+        place_model(model, request)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+            parameter.register_post_accumulate_grad_hook(self.average)
+        return model
+
+    @staticmethod
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+class Bf16(Precision):
+    policy = PrecisionPolicy(compute=torch.bfloat16, output=torch.float32)
+
+
+def gan() -> dict[str, Any]:
+    under_ddp, by_hand = Accelerator(), Accelerator(strategy=Averaging(), mixed_precision=Bf16())
+    torch.manual_seed(under_ddp.process_index)  # each rank starts elsewhere
+    generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
+    critic.register_forward_hook(lambda model, args, output: dtypes.append(output.dtype))
+    dtypes: list[torch.dtype] = []
+    generator, g_optimizer = under_ddp.prepare(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
+    critic, c_optimizer = by_hand.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    for _ in range(2):
+        noise, real = torch.randn(4, 3), torch.randn(4, 3)
+        by_hand.backward(critic(generator(noise).detach()).mean() - critic(real).mean())
+        c_optimizer.step()
+        c_optimizer.zero_grad()
+        critic.requires_grad_(False)
+        under_ddp.backward(-critic(generator(noise)).mean())
+        critic.requires_grad_(True)
+        g_optimizer.step()
+        g_optimizer.zero_grad()
+    weights = [parameter.detach().clone() for model in (generator, critic) for parameter in model.parameters()]
+    return {"weights": weights, "dtypes": set(dtypes), "wrapped": hasattr(generator, "module")}
+
+
+def test_a_gan_trains_with_two_strategies_and_two_precisions_in_one_process() -> None:
+    """L6; law 7."""
+    first, second = run_ranks(gan, 2)
+    assert first["dtypes"] == {torch.bfloat16}
+    assert first["wrapped"]
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+
+
+def runs(count: int) -> tuple[int, float]:
+    """After some runs, what more of them leave behind: objects, and MiB of memory."""
+
+    def run() -> None:
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model, optimizer = accelerator.prepare(module := net(), torch.optim.SGD(module.parameters(), lr=0.1))
+        for micro in rows(4).chunk(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(micro).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.gather(torch.ones(2))
+
+    def state() -> tuple[int, float]:
+        gc.collect()
+        return len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    anchor = Accelerator()  # keeps the group
+    for _ in range(5):
+        run()
+    objects, memory = state()
+    for _ in range(count):
+        run()
+    after = state()
+    anchor.end_training()
+    return after[0] - objects, after[1] - memory
+
+
+def test_fifty_runs_on_two_ranks_leave_nothing_behind() -> None:
+    """L14: object counts and memory stay flat."""
+    for objects, memory in run_ranks(runs, 2, 50):
+        assert objects < 50
+        assert memory < 10
 
 
 def norms() -> dict[str, torch.Tensor]:

@@ -149,7 +149,7 @@ def test_what_is_not_per_sample_fails_on_every_rank_and_on_full_batches() -> Non
     assert "Call gather_for_metrics once per batch, inside the loop" in first[0]
     assert "use gather(); for a list of one tensor per sample, use_gather_object=True." in first[0]
     assert "a list of 2 objects does not have one per sample" in first[2]
-    assert "For other lists use gather_object()." in first[2]
+    assert "For other lists use torch.distributed.all_gather_object." in first[2]
     assert "gather_for_metrics(dict): values that are no tensors are gathered from a list or a tuple" in first[3]
     assert "Gather tensors and each list of objects in calls of their own." in first[3]
     assert "gather_for_metrics(str)" in first[4]

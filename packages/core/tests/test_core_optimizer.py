@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -128,6 +129,57 @@ def test_a_plain_backward_under_accumulation_is_refused_at_the_step() -> None:
                 optimizer.step()
 
 
+def test_a_plain_backward_is_refused_at_a_step_behind_the_block_too() -> None:
+    """Semantics 11."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in X[:2]:
+        with accelerator.accumulate(model):
+            model(x).pow(2).mean().backward()
+    with pytest.raises(RuntimeError, match=r"no accelerator.backward\(loss\) ran in this window of 2"):
+        optimizer.step()
+
+
+def test_a_step_may_be_repeated_without_another_backward() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in X[:2]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+    optimizer.step()
+
+
+def test_an_optimizer_of_an_accelerator_that_is_gone_is_taken_over() -> None:
+    """L6: a notebook's cell that is run again."""
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Accelerator().prepare(model, optimizer)
+    gc.collect()
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in X[:2]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, reference_step([X[0], X[1]]))
+
+
+def test_an_optimizer_of_another_accelerator_is_refused() -> None:
+    """L6: two windows cannot hold one optimizer back."""
+    first, second = Accelerator(), Accelerator(gradient_accumulation_steps=2)
+    optimizer = first.prepare(torch.optim.SGD(line().parameters(), lr=0.1))
+    with pytest.raises(
+        ValueError, match=r"This SGD is prepared by another Accelerator.*call its free_memory\(\) first"
+    ):
+        second.prepare(optimizer)
+    first.free_memory()
+    assert second.prepare(optimizer) is optimizer
+
+
 def test_a_closure_runs_its_own_backward() -> None:
     accelerator = Accelerator()
     model = line()
@@ -204,6 +256,39 @@ def test_adjust_scheduler_given_explicitly_advances_by_micro_batches() -> None:
     adjusted = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
     assert drive(Accelerator(gradient_accumulation_plugin=plain), counting, 8) == [2]
     assert drive(Accelerator(gradient_accumulation_plugin=adjusted), counting, 8) == [8]
+
+
+def test_adjust_scheduler_counts_micro_batches_behind_the_block_too() -> None:
+    """Semantics 12."""
+    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, counting(optimizer))
+    for x in X:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.last_epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"step_scheduler_per_process": True}, None),
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(2, adjust_scheduler=True)},
+            "adjust_scheduler=True",
+        ),
+    ],
+)
+def test_a_scheduler_that_is_left_alone_cannot_be_multiplied(options: dict[str, Any], asked: str | None) -> None:
+    asked = asked or "step_scheduler_per_process=True"
+    with pytest.raises(
+        ValueError, match=f"leaves scheduler.step.. alone, and {asked} multiplies it. Leave one of them"
+    ):
+        Accelerator(step_scheduler_with_optimizer=False, **options)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch's own remark on what this test does

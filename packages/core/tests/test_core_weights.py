@@ -253,7 +253,7 @@ def test_the_indexes_name_what_the_parts_hold(tmp_path):
 @pytest.mark.parametrize("value, message", [
     (torch.empty(2, device="meta"), "1 of 2 tensors are on the meta device and have none: bad. Load or initialise them"),
     (torch.eye(2).to_sparse(), "'bad' has the layout torch.sparse_coo. Call .to_dense() on it."),
-    ({"step": 1}, "'bad' is a dict. Make it a whole tensor first (get_state_dict does, under sharding), or take it out"),
+    ({"step": 1}, "'bad' is a dict. Make it a whole, plain tensor first, or take it out"),
     (torch.zeros(2, dtype=torch.complex128), "safetensors cannot hold 'bad', whose dtype is torch.complex128. Convert it, or"),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_refused_by_name_before_anything_is_written(tmp_path, value, message):
@@ -268,7 +268,7 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name(tmp_path):
         def __tensor_flatten__(self):
             raise NotImplementedError
 
-    with pytest.raises(ValueError, match=r"'codes' is a Wrapper\. Make it a whole tensor first"):
+    with pytest.raises(ValueError, match=r"'codes' is a Wrapper\. Make it a whole, plain tensor first"):
         write_weights({"codes": torch.ones(2).as_subclass(Wrapper)}, tmp_path)
 
 

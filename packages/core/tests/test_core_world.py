@@ -362,7 +362,7 @@ def test_tenants_are_closed_once_the_last_one_first_and_held_weakly() -> None:
     world = World.current()
     first, second, third = (Lodger(log, name) for name in ("first", "second", "third"))
     for lodger in (first, second, third):
-        world.join(lodger)
+        world.close_before_end(lodger)
     del second, lodger
     world.end()
     world.end()
@@ -393,8 +393,8 @@ def test_tenant_that_fails_to_close_is_heard_and_stops_nobody() -> None:
     log: list[str] = []
     world = World.current()
     first, second = Lodger(log, "first"), Troublemaker()
-    world.join(first)
-    world.join(second)
+    world.close_before_end(first)
+    world.close_before_end(second)
     with pytest.raises(RuntimeError, match="my wrapper is stuck"):
         world.end()
     assert log == ["first"]

@@ -29,8 +29,9 @@ from accel_core.prepare import (
     has_device_map,
     held_by,
     kind_of,
+    require,
 )
-from accel_core.scheduler import SchedulerRule, gate_scheduler
+from accel_core.scheduler import gate_scheduler, is_scheduler, rule_of
 from accel_core.seeding import agree_seed
 from accel_core.window import WindowLoop, default_inputs
 
@@ -72,6 +73,8 @@ class Accelerator:
             processes is always what the launcher started. Not given: ACCELERATE_USE_CPU, else False.
         strategy: the name of an installed strategy, or a `Strategy` object. Not given: ACCELERATE_STRATEGY, else "ddp" in a
             world larger than one and "single" otherwise. `<name>_plugin=object` is the same argument under an older name.
+        loader: the name of an installed loader component, or such an object. Not given: ACCELERATE_LOADER, else "sharded" if a
+            distribution offers that name, else the core's own, which serves one process.
         plugins: objects with further hooks, such as observers.
         even_batches: whether loaders fill the last global batch from the first samples, so that all ranks have equally many
             batches; metrics leave the filling out. Served by the loader component.
@@ -82,7 +85,7 @@ class Accelerator:
         kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`, `InitProcessGroupKwargs`,
             `AutocastKwargs`.
         dynamo_backend: backend of `torch.compile` for prepared models. Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
-        log_with: names of trackers; they need a distribution that provides them.
+        log_with: names of trackers. This version runs none, so anything but None raises.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
@@ -99,6 +102,7 @@ class Accelerator:
         cpu: bool | None = None,
         *,
         strategy: str | Strategy | None = None,
+        loader: object = None,
         plugins: Sequence[object] = (),
         even_batches: bool | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -111,7 +115,6 @@ class Accelerator:
     ) -> None:
         chosen = strategy_from_plugin_argument(strategy, older_names)
         refuse_unknown(type(self), older_names, log_with)
-        loader_options = {"split_batches": split_batches, "even_batches": even_batches}
         parts = assemble(
             Arguments(
                 mixed_precision=mixed_precision,
@@ -120,16 +123,18 @@ class Accelerator:
                 cpu=cpu,
                 dynamo_backend=dynamo_backend,
                 strategy=chosen,
-                loader_options={name: value for name, value in loader_options.items() if value is not None},
+                loader=loader,
+                split_batches=split_batches,
+                even_batches=even_batches,
                 plugins=plugins,
-                handlers=kwargs_handlers or (),
+                handlers=() if kwargs_handlers is None else kwargs_handlers,
             )
         )
         self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        repeat = parts.world.size if step_scheduler_per_process and not split_batches else 1
-        self._scheduler_rule = SchedulerRule(
-            step_scheduler_with_optimizer, repeat, per_micro_batch=bool(parts.accumulation.adjust_scheduler)
+        self._scheduler_rule = rule_of(
+            step_scheduler_with_optimizer,
+            parts.world.size if step_scheduler_per_process and not parts.options["split_batches"].value else None,
+            parts.accumulation.adjust_scheduler,
         )
         self._take(parts)
         self._relay.start(self._world, self._layout)
@@ -209,6 +214,11 @@ class Accelerator:
         return self._accumulation.steps
 
     @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether `scheduler.step()` waits for the optimizer."""
+        return self._scheduler_rule.with_optimizer
+
+    @property
     def step(self) -> int:
         """Micro-batches of the open window so far; 0 when none is open."""
         return self._accumulation.position
@@ -228,7 +238,7 @@ class Accelerator:
         """What is active and why: every choice with its source, every hook with its owner. Print it."""
         from accel_core.plugins.explain import explain
 
-        return explain(self._parts.activation, self._parts.choices)
+        return explain(self._parts.activation, self._parts.choices, self._parts.options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
@@ -289,6 +299,7 @@ class Accelerator:
             data_loader: the user's loader, which is not changed.
             device_placement: whether batches are moved to the device; None: as the Accelerator was told.
         """
+        require("prepare_data_loader()", data_loader, DataLoader, "a torch.utils.data.DataLoader")
         if any(data_loader is known for known in self._prepared.loaders):
             return data_loader
         if self._seed is None:
@@ -307,12 +318,11 @@ class Accelerator:
             device_placement: whether the state that it has already is moved to the device of its parameters; None: as the
                 Accelerator was told.
         """
-        if gate_of(optimizer) is None:
+        require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
+        if not self._has_gate(optimizer):
             if device_placement if device_placement is not None else self.device_placement:
                 _place_state(optimizer)
-            OptimizerGate(
-                optimizer, self._accumulation, self._relay, self._prepared.check_orphans, self._needs_backward
-            )
+            OptimizerGate(optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward)
         if not any(optimizer is known for known in self._prepared.optimizers):
             self._prepared.optimizers.append(optimizer)
             self._prepared.unchecked = True
@@ -320,6 +330,11 @@ class Accelerator:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
+        if not is_scheduler(scheduler):
+            raise TypeError(
+                f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
+                f"step(), state_dict(), and the optimizer that it drives as `optimizer`."
+            )
         gate_scheduler(scheduler, self._scheduler_rule)
         if not any(scheduler is known for known in self._prepared.schedulers):
             self._prepared.schedulers.append(scheduler)
@@ -344,10 +359,7 @@ class Accelerator:
         return inner
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state of a model, under the user's parameter names.
-
-        Collective under strategies that shard parameters, with the full state on the main process only; under the
-        strategies of the core every rank gets it.
+        """The state of a model, under the user's parameter names. Every rank gets it.
 
         Args:
             model: a prepared model, or any other.
@@ -591,7 +603,20 @@ class Accelerator:
         """
         from accel_core.checkpoint.weights import save_weights
 
+        require("save_model()", model, nn.Module, "a torch.nn.Module")
         save_weights(self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, self._world)
+
+    def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
+
+        Args:
+            obj: what `torch.save` takes; a dict of tensors with `safe_serialization`.
+            f: the file.
+            safe_serialization: safetensors instead of torch's format.
+        """
+        from accel_core.checkpoint.weights import save
+
+        save(obj, f, safe_serialization, world=self._world)
 
     def end_training(self) -> None:
         """Ends the run: listeners finish, and the process group ends if it was started here and nobody else uses it.
@@ -626,8 +651,14 @@ class Accelerator:
     def _prepare_model(
         self, model: nn.Module, placement: bool | None, optimizers: Sequence[Optimizer], evaluation: bool
     ) -> nn.Module:
+        require("prepare_model()", model, nn.Module, "a torch.nn.Module")
         known = self._prepared.find_model(model)
         if known is not None:
+            if known.evaluation and not evaluation:
+                raise ValueError(
+                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be "
+                    f"synchronised. Prepare it for training first; a prepared model can be evaluated too."
+                )
             return known.prepared
         check_device_map(model, self._world)
         request = PrepareRequest(
@@ -649,7 +680,22 @@ class Accelerator:
     ) -> AbstractContextManager[None]:
         return hook(model) if model is not None else _on_all(hook, self._prepared.trained())
 
+    def _has_gate(self, optimizer: Optimizer) -> bool:
+        """Whether this Accelerator gates it. One that has gone has left its gate behind, which is taken off."""
+        gate = gate_of(optimizer)
+        if gate is None or gate.owner() is self._prepared:
+            return gate is not None
+        if gate.owner() is not None:
+            raise ValueError(
+                f"This {type(optimizer).__name__} is prepared by another Accelerator, whose windows hold its steps back. "
+                f"Use that one, or call its free_memory() first."
+            )
+        gate.remove(optimizer)
+        return False
+
     def _unscale_holders(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._parts.activation.owners["unscale_gradients"] is None:
+            return
         clipped = {id(parameter) for parameter in parameters}
         for optimizer in self._prepared.optimizers:
             gate = gate_of(optimizer)

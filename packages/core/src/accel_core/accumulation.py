@@ -113,6 +113,7 @@ class Accumulation:
     def whole_window(self) -> None:
         """`forward_backward` begins: a window of its own, neither held open nor averaged again."""
         self.serial += 1
+        self.size = 1
         self.backwards = self.micro_backwards = 0
 
     def _begin_window(self, remaining: int | None) -> None:
@@ -129,6 +130,16 @@ class Accumulation:
             rescale(self.size / self.position)
         self.size = self.position
         self.weight = 1.0 / self.size
+
+    def lacks_backward(self, settled: int) -> bool:
+        """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
+
+        Args:
+            settled: the serial number of the last window in which the optimizer stepped.
+
+        It holds behind the `accumulate` block too. Where `accumulate` is never called there is no window to speak of.
+        """
+        return self.steps > 1 and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
     def is_pending(self, settled: int) -> bool:
         """Whether `zero_grad` would destroy gradients of the present window.

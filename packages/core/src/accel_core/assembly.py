@@ -9,10 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_core.config import Option, as_bool, as_steps, as_text, resolve
+import torch
+
+from accel_core.config import Option, as_sequence, as_steps, as_text, flag, resolve
 from accel_core.defaults import CoreDefaults
+from accel_core.errors import PluginError
 from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.plugins import Activation, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.precision import Precision
@@ -22,8 +25,13 @@ from accel_core.world import World
 if TYPE_CHECKING:
     from accel_core.layout import Layout
 
-Choice = tuple[str, Selected, str]
-"""A role, the component that fills it, and where the choice came from."""
+
+class Choice(NamedTuple):
+    """A role, the component that fills it, and where the choice came from: "argument", a variable, or "default"."""
+
+    role: str
+    selected: Selected
+    source: str
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Assembly:
     world: World
     layout: Layout
     choices: tuple[Choice, ...]
+    options: Mapping[str, Option[Any]]
     activation: Activation
     defaults: CoreDefaults
     strategy: Strategy
@@ -45,58 +54,57 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was given to the constructor; None where nothing was."""
+    """What was given to the constructor; None where nothing was. Nothing is checked yet, hence `object`."""
 
     mixed_precision: object
-    gradient_accumulation_steps: int | None
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None
-    cpu: bool | None
-    dynamo_backend: str | None
+    gradient_accumulation_steps: object
+    gradient_accumulation_plugin: object
+    cpu: object
+    dynamo_backend: object
     strategy: object
-    loader_options: Mapping[str, Any]
+    loader: object
+    split_batches: object
+    even_batches: object
     plugins: Sequence[object]
     handlers: Sequence[KwargsHandler]
 
 
 def assemble(given: Arguments) -> Assembly:
     """Makes every part, or raises; nothing is left running by a failure but the process group."""
-    handlers = _by_class(given.handlers)
-    accumulation = _accumulation(given)
-    compile_options = _compile_options(given.dynamo_backend)
+    handlers = _by_class(as_sequence("kwargs_handlers", given.handlers))
+    accumulation, steps = _accumulation(given)
+    backend = resolve(given.dynamo_backend, "ACCELERATE_DYNAMO_BACKEND", as_text, "no")
+    cpu = flag("cpu", given.cpu, "ACCELERATE_USE_CPU", False)
+    compile_options = _compile_options(backend)
     offers = list_offers()
     precision = _precision(given.mixed_precision, offers)
-    loader = _loader(given.loader_options, offers)
-    plugins = [("plugin", passed(plugin), "argument") for plugin in given.plugins]
-    process_group = handlers.pop(InitProcessGroupKwargs, InitProcessGroupKwargs())
-    autocast = handlers.pop(AutocastKwargs, AutocastKwargs())
-    cpu = resolve(given.cpu, "ACCELERATE_USE_CPU", as_bool, False).value
-    world = World.current(
-        cpu=cpu,
-        timeout=process_group.timeout,
-        backend=process_group.backend,
-        init_method=process_group.init_method,
-    )
+    flags = {
+        "split_batches": flag("split_batches", given.split_batches, "ACCELERATE_SPLIT_BATCHES", None),
+        "even_batches": flag("even_batches", given.even_batches, "ACCELERATE_EVEN_BATCHES", None),
+    }
+    loader = _loader(given.loader, flags, offers)
+    plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
+    process_group = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
+    world = World.current(cpu=cpu.value, **process_group.to_kwargs())
     strategy = _strategy(given.strategy, world, handlers, offers)
-    for handler in handlers:
-        warnings.warn(
-            f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: strategy "
-            f"{strategy[1].name!r}, precision {precision[1].name!r}. It has no effect.",
-            stacklevel=4,
-        )
+    _warn_of_idle(handlers, strategy, precision, world)
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
-    activation = activate([selected for _, selected, _ in choices], defaults)
+    activation = activate([choice.selected for choice in choices], defaults)
+    layout = activation.relay.layout(world)
+    _check_layout(layout, world, strategy)
     return Assembly(
         world=world,
-        layout=activation.relay.layout(world),
+        layout=layout,
         choices=choices,
+        options={"cpu": cpu, "gradient_accumulation_steps": steps, "dynamo_backend": backend, **flags},
         activation=activation,
         defaults=defaults,
-        strategy=strategy[1].component,
-        precision=precision[1].component,
-        mixed_precision=precision[1].name,
+        strategy=strategy.selected.component,
+        precision=precision.selected.component,
+        mixed_precision=precision.selected.name,
         accumulation=accumulation,
-        autocast=autocast,
+        autocast=handlers.get(AutocastKwargs) or AutocastKwargs(),
         compile_options=compile_options,
     )
 
@@ -118,7 +126,34 @@ def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return found
 
 
-def _accumulation(given: Arguments) -> GradientAccumulationPlugin:
+def _warn_of_idle(handlers: Mapping[type, Any], strategy: Choice, precision: Choice, world: World) -> None:
+    """Options without effect say so, once, at the line that gave them."""
+    taken: set[type] = {type(strategy.selected.component).handler or object}
+    if world.group is not None:
+        taken.add(InitProcessGroupKwargs)
+    if precision.selected.component.policy.compute is not None:
+        taken.add(AutocastKwargs)
+    for handler in handlers:
+        if handler not in taken:
+            warnings.warn(
+                f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: {world.size} process(es), "
+                f"strategy {strategy.selected.name!r}, precision {precision.selected.name!r}. It has no effect.",
+                stacklevel=4,  # the line that calls Accelerator(...)
+            )
+
+
+def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:
+    count, group = layout.shard.count, layout.data_group
+    size = world.size if group is None else torch.distributed.get_world_size(group)
+    if count != size:
+        raise PluginError(
+            f"The strategy {strategy.selected.name!r} shares the data out to {count} data-parallel ranks, but its data group "
+            f"has {size} ({'the whole world' if group is None else 'its own group'}), so metrics would count samples twice. "
+            f"Its layout() is to give a data_group with one rank per shard."
+        )
+
+
+def _accumulation(given: Arguments) -> tuple[GradientAccumulationPlugin, Option[int]]:
     steps, plugin = given.gradient_accumulation_steps, given.gradient_accumulation_plugin
     if plugin is not None:
         if not isinstance(plugin, GradientAccumulationPlugin):
@@ -131,23 +166,20 @@ def _accumulation(given: Arguments) -> GradientAccumulationPlugin:
                 f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin={plugin} were both given. Give "
                 f"one: GradientAccumulationPlugin(num_steps={steps}, ...), or the number of steps alone."
             )
-        return plugin
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):  # type: ignore[redundant-expr]
+        return plugin, Option(plugin.num_steps, "argument")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(
             f"gradient_accumulation_steps={steps!r}: expected an integer of at least 1, the number of micro-batches in a "
             f"window."
         )
     option = resolve(steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", as_steps, 1)
-    return GradientAccumulationPlugin(num_steps=option.value)
+    return GradientAccumulationPlugin(num_steps=option.value), option
 
 
-def _compile_options(backend: str | None) -> Mapping[str, Any] | None:
-    option = resolve(backend, "ACCELERATE_DYNAMO_BACKEND", as_text, "no")
+def _compile_options(option: Option[Any]) -> Mapping[str, Any] | None:
     name = str(getattr(option.value, "value", option.value)).lower()
     if name == "no":
         return None
-    import torch
-
     known = ["eager", *torch.compiler.list_backends(exclude_tags=())]
     if name not in known:
         raise ValueError(
@@ -166,29 +198,32 @@ def _precision(argument: object, offers: Sequence[Offer]) -> Choice:
             f"mixed_precision={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a "
             f"name such as 'no' or 'bf16', or an accel_core.Precision."
         )
-    return ("precision", selected, option.source)
+    return Choice("precision", selected, option.source)
 
 
-def _loader(options: Mapping[str, Any], offers: Sequence[Offer]) -> tuple[Choice, ...]:
-    installed = any(offer.group == "accel.loaders" and offer.name == _LOADER for offer in offers)
-    if installed or options:  # options need somebody to take them: `build` says what to install
-        return (("loader", build("accel.loaders", _LOADER, options, offers), "default"),)
-    return ()
+def _loader(argument: object, flags: Mapping[str, Option[Any]], offers: Sequence[Offer]) -> tuple[Choice, ...]:
+    """The loader component; none where nothing was asked for and the default name is not installed."""
+    options = {name: option.value for name, option in flags.items() if option.value is not None}
+    option: Option[object] = resolve(argument, "ACCELERATE_LOADER", as_text, _DEFAULT_LOADER)
+    is_installed = any(offer.group == "accel.loaders" and offer.name == _DEFAULT_LOADER for offer in offers)
+    if option.source == "default" and not is_installed and not options:
+        return ()  # the core's own serves a world of one, and says what to install in a larger one
+    return (Choice("loader", build("accel.loaders", option.value, options, offers), option.source),)
 
 
-_LOADER = "sharded"
+_DEFAULT_LOADER = "sharded"
 
 
-def _strategy(argument: object, world: World, handlers: dict[type, Any], offers: Sequence[Offer]) -> Choice:
+def _strategy(argument: object, world: World, handlers: Mapping[type, Any], offers: Sequence[Offer]) -> Choice:
     default = "ddp" if world.size > 1 else "single"
     option: Option[object] = resolve(argument, "ACCELERATE_STRATEGY", as_text, default)
     options: dict[str, Any] = {}
     if isinstance(option.value, str):
         factory = find("accel.strategies", option.value, offers).load()
-        handler = handlers.pop(getattr(factory, "handler", None), None)  # type: ignore[arg-type]
+        handler = handlers.get(getattr(factory, "handler", None) or object)
         options = handler.to_kwargs() if handler is not None else {}
     else:
-        handler = handlers.get(getattr(option.value, "handler", None))  # type: ignore[arg-type]
+        handler = handlers.get(getattr(option.value, "handler", None) or object)
         if handler is not None:
             raise ValueError(
                 f"strategy={type(option.value).__name__}(...) and kwargs_handlers=[{type(handler).__name__}(...)] were "
@@ -200,4 +235,4 @@ def _strategy(argument: object, world: World, handlers: dict[type, Any], offers:
             f"strategy={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name "
             f"such as 'ddp', or an accel_core.Strategy."
         )
-    return ("strategy", selected, option.source)
+    return Choice("strategy", selected, option.source)

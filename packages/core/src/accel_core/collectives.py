@@ -95,18 +95,19 @@ def reduce(
         and booleans, or their product with a scale, has the default floating dtype.
 
     Raises:
-        ValueError: if the reduction is unknown.
+        ValueError: on every rank, if the reduction is unknown.
         TypeError: on every rank, if a leaf is no tensor.
         CollectiveMismatchError: on every rank, if structures, dtypes, shapes, reductions or scales differ.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduce(reduction={reduction!r}): there is no such reduction. "
-            f"Choose one of {', '.join(map(repr, REDUCTIONS))}."
-        )
     if reduction == "none":
         return tree
     channel = channel_of(world, group)
+    if reduction not in REDUCTIONS:
+        error = ValueError(
+            f"reduce(reduction={reduction!r}): there is no such reduction. "
+            f"Choose one of {', '.join(map(repr, REDUCTIONS))}."
+        )
+        refuse(channel, error)
     leaves, shape = flatten_with_shape(tree)
     if channel is None:
         check_tensors("reduce", tree, leaves)
@@ -137,14 +138,14 @@ def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | N
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
         error = TypeError(
-            f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated over "
+            f"gather_objects({type(objects).__name__}): expected a list or a tuple, whose items are concatenated over "
             f"the ranks. Pass [value] for one item per rank."
         )
         refuse(channel, error)
     if channel is None:
         return objects if isinstance(objects, list) else list(objects)
     content = _pickled(channel, objects)
-    letter = _letter_of_bytes(channel, "gather_object", len(content))
+    letter = _letter_of_bytes(channel, "gather_objects", len(content))
     _, parts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(content)])
     return [item for part in parts for item in _unpickled(part)]
 
@@ -166,13 +167,13 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGrou
     if not 0 <= source < size:
         refuse(
             channel,
-            ValueError(f"broadcast(source={source}): the group has {size} ranks; choose one of 0 to {size - 1}."),
+            ValueError(f"broadcast_object(source={source}): the group has {size} ranks; choose one of 0 to {size - 1}."),
         )
     if channel is None:
         return obj
     content = _pickled(channel, obj) if channel.rank == source else bytearray()
     sent = content if len(content) <= SMALL_OBJECT else bytearray()
-    letter = _letter_of_bytes(channel, f"broadcast(source={source})", len(sent))
+    letter = _letter_of_bytes(channel, f"broadcast_object(source={source})", len(sent))
     lengths, parts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(sent)])
     length = int(lengths[source])
     if length > SMALL_OBJECT:
@@ -247,7 +248,8 @@ def check_tensors(call: str, tree: Tree, leaves: list[Any]) -> None:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{call}() takes tensors in nested tuples, lists and dicts; {path} is a {type(leaf).__name__}. Use "
-                f"torch.tensor(...) for numbers, and gather_object([...]) for other objects."
+                f"torch.tensor(...) for numbers, and for one object per sample "
+                f"accelerator.gather_for_metrics(objects, use_gather_object=True)."
             )
         if leaf.layout is not torch.strided:
             raise TypeError(

@@ -1,16 +1,18 @@
 """Options of the Accelerator that were not given in code: read from the environment, once, in the constructor.
 
-An argument that was given wins, even if it equals the default. `ACCELERATE_<OPTION>` stands for the argument `<option>`.
+An argument that was given wins, even if it equals the default. The variable of an option is named where it is resolved;
+docs/reference/environment.md lists them all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _FALSE = ("0", "false", "no", "off", "n", "f")
@@ -24,7 +26,7 @@ class Option(Generic[T]):
     source: str
 
 
-def resolve(argument: T | None, variable: str, parse: Callable[[str, str], T], default: T) -> Option[T]:
+def resolve(argument: T | None, variable: str, parse: Callable[[str, str], T], default: D) -> Option[T | D]:
     """The value of one option: the argument if it was given, else the environment variable, else the default."""
     if argument is not None:
         return Option(argument, "argument")
@@ -54,3 +56,17 @@ def as_steps(text: str, variable: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{variable}={text!r} is not a number of steps: expected an integer of at least 1, e.g. 4.")
     return int(text)
+
+
+def flag(name: str, argument: object, variable: str, default: D) -> Option[bool | D]:
+    """A resolved truth value. Raises `TypeError` for an argument that is none: a text such as "no" would count as true."""
+    if argument is not None and not isinstance(argument, bool):
+        raise TypeError(f"{name}={argument!r} is a {type(argument).__name__}: expected True or False.")
+    return resolve(argument, variable, as_bool, default)
+
+
+def as_sequence(name: str, value: object) -> Sequence[Any]:
+    """A list or tuple as it is. Raises `TypeError` for anything else, such as one object instead of a list of one."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a list, e.g. {name}=[...].")
+    return value

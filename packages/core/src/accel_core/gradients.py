@@ -10,13 +10,19 @@ from torch import nn
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """One parameter, or any iterable of them (a generator is consumed once), as a list."""
+    if not isinstance(parameters, Iterable):
+        raise _no_parameters(parameters)
     found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in found:
         if not isinstance(parameter, torch.Tensor):
-            raise TypeError(
-                f"expected parameters, found {type(parameter).__name__}. Pass model.parameters(), or a list of tensors."
-            )
+            raise _no_parameters(parameter)
     return found  # type: ignore[return-value]
+
+
+def _no_parameters(found: object) -> TypeError:
+    return TypeError(
+        f"expected parameters, found {type(found).__name__}. Pass model.parameters(), or a list of tensors."
+    )
 
 
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:

@@ -39,6 +39,13 @@ class InitProcessGroupKwargs(KwargsHandler):
     init_method: str | None = None
     timeout: timedelta | None = None
 
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(
+                f"InitProcessGroupKwargs(timeout={self.timeout!r}): expected a datetime.timedelta, e.g. "
+                f"timedelta(seconds=600)."
+            )
+
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
@@ -66,13 +73,13 @@ class GradientAccumulationPlugin(KwargsHandler):
             communication; the result is the same).
     """
 
-    num_steps: int | None = None
+    num_steps: int
     adjust_scheduler: bool | None = None
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool) or self.num_steps < 1:
+        if type(self.num_steps) is not int or self.num_steps < 1:
             raise ValueError(
                 f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1, the "
                 f"number of micro-batches in a window, e.g. GradientAccumulationPlugin(num_steps=4)."

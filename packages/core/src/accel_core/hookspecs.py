@@ -166,8 +166,9 @@ class HookSpecs:
 
         When: in `accelerator.backward`, and for each micro-batch of the default `forward_backward`.
         Usual owner: the strategy.
-        Arguments: the (scaled) loss; the factor that its gradient is to have, 1/k in a window of k micro-batches;
-            whether this micro-batch closes its window; keyword arguments of `torch.Tensor.backward` given by the user.
+        Arguments: the (scaled) loss; a positive factor that its gradient is to have (1/k inside `accumulate`, any number from
+            `forward_backward`, so nothing about the window follows from it); whether this micro-batch closes its window;
+            keyword arguments of `torch.Tensor.backward` given by the user.
         Default: `loss.backward()` with that factor.
         """
 

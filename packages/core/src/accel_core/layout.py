@@ -27,7 +27,8 @@ class Shard:
         if self.count < 1 or not 0 <= self.index < self.count:
             raise ValueError(
                 f"Shard(index={self.index}, count={self.count}) names no part of the data: "
-                f"index must be at least 0 and below count, and count at least 1."
+                f"index must be at least 0 and below count, and count at least 1. "
+                f"Type Shard(world.rank, world.size) for one part per process, or Shard(0, 1) for all of the data."
             )
 
 

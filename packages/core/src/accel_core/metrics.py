@@ -83,7 +83,7 @@ def _objects_for_metrics(data: Any, rows: Rows | None, world: World, group: Proc
         channel.refuse(
             ValueError(
                 f"gather_for_metrics: a list of {len(data)} objects does not have one per sample of the batch, which "
-                f"has {rows.rows} rows on this rank. {_HOW} For other lists use gather_object()."
+                f"has {rows.rows} rows on this rank. {_HOW} For other lists use torch.distributed.all_gather_object."
             )
         )
     return gather_objects(data if rows is None else data[: rows.real], world, group)

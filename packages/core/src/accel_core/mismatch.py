@@ -58,8 +58,8 @@ def _advice(descriptions: Sequence[Description]) -> str:
     first = descriptions[0]
     if first["call"] == "gather" and len({_without_sizes(description) for description in descriptions}) == 1:
         return (
-            "gather concatenates along the first dimension, and all others must agree: call "
-            "pad_across_processes(tensor, dim=...) first."
+            "gather concatenates along the first dimension, and all others must agree: pad "
+            "them to one shape first, with torch.nn.functional.pad."
         )
     return "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
 

@@ -8,17 +8,18 @@ and not to the gate, because LR schedulers take the `__func__` of `optimizer.ste
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakMethod
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.accumulation import Accumulation
     from accel_core.plugins import Relay
+    from accel_core.prepare import Prepared
 
 _GATE = "_accel_gate"
 
@@ -39,13 +40,13 @@ class OptimizerGate:
         optimizer: is dressed in place, until `remove`.
         accumulation: the window that holds it back.
         relay: the bound hooks.
-        check: a bound method, called before the first step; raises if the optimizer should not step.
+        prepared: what the Accelerator has prepared; checked for orphans before the first step.
         needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
             or an engine takes part.
     """
 
     __slots__ = (
-        "_check",
+        "_checked",
         "_inside",
         "_needs_backward",
         "_own_step",
@@ -54,6 +55,7 @@ class OptimizerGate:
         "_shadowed",
         "_unscaled",
         "accumulation",
+        "owner",
         "seen_backwards",
         "settled",
         "was_skipped",
@@ -64,13 +66,14 @@ class OptimizerGate:
         optimizer: Optimizer,
         accumulation: Accumulation,
         relay: Relay,
-        check: Callable[[], None],
+        prepared: Prepared,
         needs_backward: bool,
     ) -> None:
         self.accumulation = accumulation
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
-        self._check: WeakMethod[Callable[[], None]] | None = WeakMethod(check)
+        self.owner = weakref.ref(prepared)
+        self._checked = False
         self._needs_backward = needs_backward
         self._inside = False
         self._unscaled = False
@@ -103,7 +106,7 @@ class OptimizerGate:
         accumulation = self.accumulation
         if accumulation.open:
             return None
-        if self._check is not None:
+        if not self._checked:
             self._check_first()
         if not (args or kwargs):
             self._check_backward()
@@ -133,14 +136,14 @@ class OptimizerGate:
             self._unscaled = True
 
     def _check_first(self) -> None:
-        check = self._check() if self._check is not None else None
-        if check is not None:
-            check()
-        self._check = None
+        prepared = self.owner()
+        if prepared is not None:
+            prepared.check_orphans()
+        self._checked = True
 
     def _check_backward(self) -> None:
         accumulation = self.accumulation
-        if accumulation.steps > 1 and accumulation.inside and accumulation.backwards == 0:
+        if accumulation.lacks_backward(self.settled):
             found = f"no accelerator.backward(loss) ran in this window of {accumulation.size} micro-batches"
         elif self._needs_backward and self.seen_backwards == accumulation.total_backwards:
             found = "no accelerator.backward(loss) ran since its last step"

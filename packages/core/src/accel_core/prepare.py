@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_core import gradients
 from accel_core.compilation import forget_compiled
+from accel_core.config import as_sequence
 from accel_core.optimizer import gate_of
 from accel_core.precision import remove_policy
 from accel_core.scheduler import is_scheduler, ungate_scheduler
@@ -155,6 +156,14 @@ def kind_of(obj: object) -> Kind:
     return "other"
 
 
+def require(call: str, obj: object, kind: type, wanted: str) -> None:
+    """Raises `TypeError` unless `obj` is of the kind that `call` takes."""
+    if not isinstance(obj, kind):
+        raise TypeError(
+            f"{call} was given a {type(obj).__name__}, expected {wanted}. prepare() takes objects of any kind."
+        )
+
+
 def held_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """The parameters in an optimizer's groups."""
     for group in optimizer.param_groups:
@@ -165,6 +174,7 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
     """Raises unless `device_placement=[...]` has an entry per object, and the strategy leaves placing to the user."""
     if given is None:
         return
+    as_sequence("device_placement", given)
     if places_models:
         raise ValueError(
             f"prepare(device_placement={list(given)}) was given, but the chosen strategy places models by itself. Leave "

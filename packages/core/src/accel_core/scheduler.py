@@ -13,8 +13,6 @@ from accel_core.dressing import Dress, dress, undress
 from accel_core.optimizer import gate_of
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from accel_core.optimizer import OptimizerGate
 
 _RULE = "_accel_scheduler_rule"
@@ -41,7 +39,25 @@ class SchedulerRule:
         accumulation = gate.accumulation
         if accumulation.open or gate.was_skipped:
             return 0
-        return self.repeat * (accumulation.size if self.per_micro_batch and accumulation.inside else 1)
+        micro_batches = accumulation.size if accumulation.serial else 1  # 0: `accumulate` was never called
+        return self.repeat * (micro_batches if self.per_micro_batch else 1)
+
+
+def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
+    """The rule that the Accelerator's arguments ask for.
+
+    Args:
+        with_optimizer: `step_scheduler_with_optimizer`.
+        processes: how many, if `step_scheduler_per_process` was asked for and multiplies; else None.
+        adjust: `GradientAccumulationPlugin(adjust_scheduler=...)`.
+    """
+    if not with_optimizer and (processes or adjust):
+        asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
+        raise ValueError(
+            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them "
+            f"out."
+        )
+    return SchedulerRule(with_optimizer, processes or 1, bool(adjust))
 
 
 class _Gated(Dress):
@@ -71,12 +87,6 @@ def ungate_scheduler(scheduler: Any) -> None:
     """Gives the scheduler its original class back."""
     undress(scheduler, _Gated)
     vars(scheduler.optimizer).pop(_RULE, None)
-
-
-def optimizer_of(scheduler: Any) -> Optimizer:
-    """The optimizer that a scheduler drives."""
-    optimizer: Optimizer = scheduler.optimizer
-    return optimizer
 
 
 def _is_exhausted(scheduler: Any) -> bool:

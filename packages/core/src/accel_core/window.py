@@ -5,7 +5,7 @@ micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of su
 of the window and the data-parallel ranks.
 
 The total weight is known only after the last forward. Holding all graphs until then would cost the memory that
-accumulation is there to save. So each backward runs at once, divided by a reference (the total of the window before), and
+accumulation is there to save. So each backward runs at once, divided by a reference (the mean weight per rank of the window before), and
 at the end the gradients are multiplied once by reference / total, which is exact up to rounding. The reference only keeps
 the numbers in range, which matters to narrow dtypes.
 """

@@ -57,6 +57,7 @@ class World:
         self.timeout = timeout
         # Weak: `_shared` would keep world and group alive for ever, and torch's own references decide how long a group lives.
         self._group = None if group is None else weakref.ref(group)
+        self._url: str | None = None  # the meeting point; None if somebody else started the group
         self._store: Store | None = None  # where this world met; None if somebody else started the group
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._channels: dict[ProcessGroup | None, Channel] = {}
@@ -91,7 +92,7 @@ class World:
         group = _default_group()
         if group is not None:
             world = _shared.get(group) or cls._adopt(group, cpu)
-            world._require(group, cpu, timeout, backend)
+            world._require(group, cpu, timeout, backend, init_method)
             return world
         place = read_place(os.environ)
         device = _device(place, cpu)
@@ -135,7 +136,7 @@ class World:
         assert group is not None, "init_process_group has returned"
         timeouts = _timeouts(group)
         world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
-        world._store = store
+        world._store, world._url = store, url
         _check_timeouts(group, timeout)
         return world._share(group)
 
@@ -146,7 +147,14 @@ class World:
         atexit.register(_end_all)
         return self
 
-    def _require(self, group: ProcessGroup, cpu: bool, timeout: timedelta | None, backend: str | None) -> None:
+    def _require(
+        self,
+        group: ProcessGroup,
+        cpu: bool,
+        timeout: timedelta | None,
+        backend: str | None,
+        init_method: str | None,
+    ) -> None:
         """Compares what is asked for with the group that runs, because it cannot be changed any more."""
         asked: list[tuple[str, object, object]] = []
         timeouts = _timeouts(group) or [self.timeout]
@@ -154,6 +162,8 @@ class World:
             asked.append(("timeout", timeout, ", ".join(sorted(map(str, set(timeouts))))))
         if backend is not None and _config(backend) != dist.get_backend_config(group):
             asked.append(("backend", backend, dist.get_backend_config(group)))
+        if init_method is not None and init_method != self._url:
+            asked.append(("init_method", init_method, self._url or "one that is not known here"))
         if cpu and self.device.type != "cpu":
             asked.append(("cpu", True, f"device {self.device}"))
         if asked:
@@ -238,7 +248,7 @@ class World:
             self._channels[group] = Channel(group, rank, size, self.device)
         return self._channels[group]
 
-    def join(self, tenant: Tenant) -> None:
+    def close_before_end(self, tenant: Tenant) -> None:
         """Has `tenant.close()` called before the group ends, or the process. The reference is weak."""
         self._tenants = [reference for reference in self._tenants if reference() is not None]
         self._tenants.append(weakref.ref(tenant))

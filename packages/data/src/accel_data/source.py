@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_core.loading import Opening, Read, index_sampler, length_of, local_reads, looked_ahead
@@ -197,10 +198,13 @@ def _given_generators(sampler: Any) -> list[torch.Generator]:
 
 
 def _adopt_first_rank(generator: torch.Generator) -> None:
-    """Sets the generator to the state that it has on rank 0."""
+    """Sets the generator to the state that it has on rank 0. A collective of the world, whatever the shards.
+
+    Ranks that read the same part need the same order as well, so the number of shards does not tell whether to share.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
     from accel_core.collectives import broadcast_object
     from accel_core.world import World
 
-    world = World.current()
-    if world.size > 1:
-        generator.set_state(broadcast_object(generator.get_state(), world))
+    generator.set_state(broadcast_object(generator.get_state(), World.current()))

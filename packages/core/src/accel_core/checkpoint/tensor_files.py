@@ -79,8 +79,8 @@ def _plain(name: str, value: Any) -> torch.Tensor:
     # A wrapper subclass (DTensor, quantised weights) has no memory of its own that could be written.
     if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
         raise ValueError(
-            f"weights are written as plain tensors, but {name!r} is a {type(value).__name__}. Make it a whole tensor first "
-            f"(get_state_dict does, under sharding), or take it out of the state dict (get_extra_state puts objects there)."
+            f"weights are written as plain tensors, but {name!r} is a {type(value).__name__}. Make it a whole, plain "
+            f"tensor first, or take it out of the state dict (get_extra_state puts objects there)."
         )
     if value.layout != torch.strided:
         raise ValueError(

@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -55,7 +56,7 @@ def save_weights(
 
     Args:
         weights: the unwrapped model, or a whole state dict, on any device. Only the main process reads it: the others may
-            pass an empty one, as `get_state_dict` returns it there under sharding.
+            pass an empty one.
         directory: made if it does not exist.
         max_shard_size: of one file, as bytes or as text: "5GB" is 5 * 10**9 bytes, "5GiB" is 5 * 2**30. A tensor that is
             larger than that has a file to itself.
@@ -259,7 +260,7 @@ def _publish(folder: Path, files: _Files, parts: list[_Part]) -> None:
     try:
         for name, part in zip(names, parts, strict=True):
             path = folder / name
-            staged[path] = stage(path, lambda file, part=part: files.write(part.tensors, part.aliases, file))  # type: ignore[misc]
+            staged[path] = stage(path, partial(files.write, part.tensors, part.aliases))
         if len(parts) > 1:
             index = _index(names, parts, files.holds_aliases)
             staged[folder / files.index] = stage(folder / files.index, lambda file: _write_json(index, file))

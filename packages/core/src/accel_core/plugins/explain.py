@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.errors import PluginError
 from accel_core.plugins.offers import Offer, list_offers
 
 if TYPE_CHECKING:
+    from accel_core.config import Option
     from accel_core.plugins.manager import Activation
     from accel_core.plugins.relay import Listener
     from accel_core.plugins.selection import Selected
@@ -25,6 +27,14 @@ class Part(NamedTuple):
     component: str
     distribution: str | None
     version: str | None
+    source: str
+
+
+class Setting(NamedTuple):
+    """One option that the environment may set: its value, and where that came from."""
+
+    option: str
+    value: str
     source: str
 
 
@@ -44,12 +54,14 @@ class Explanation:
 
     Args:
         parts: the active components, in order.
+        settings: the options that the environment may set.
         owners: for each owner hook, who owns it.
         listeners: for each listener hook, who listens, in order of call.
         inactive: what else is installed. Whether it can be imported is not tried.
     """
 
     parts: tuple[Part, ...]
+    settings: tuple[Setting, ...]
     owners: dict[str, str]
     listeners: dict[str, list[str]]
     inactive: tuple[Inactive, ...]
@@ -58,6 +70,7 @@ class Explanation:
         """Plain dicts, lists and strings, under the names of the fields."""
         return {
             "parts": [part._asdict() for part in self.parts],
+            "settings": [setting._asdict() for setting in self.settings],
             "owners": dict(self.owners),
             "listeners": {hook: list(names) for hook, names in self.listeners.items()},
             "inactive": [offer._asdict() for offer in self.inactive],
@@ -71,19 +84,25 @@ class Explanation:
         ]
         blocks = [
             table(("role", "name", "distribution", "component", "chosen by"), parts),
+            *([table(("option", "value", "set by"), self.settings)] if self.settings else []),
             table(("hook", "runs"), hooks),
             table(("installed, not active", "name", "distribution", "version", "state"), self.inactive),
         ]
         return "\n\n".join(blocks)
 
 
-def explain(activation: Activation, selections: Sequence[tuple[str, Selected, str]]) -> Explanation:
+def explain(
+    activation: Activation,
+    selections: Sequence[tuple[str, Selected, str]],
+    options: Mapping[str, Option[Any]] = MappingProxyType({}),
+) -> Explanation:
     """Describes an activation.
 
     Args:
         activation: what `activate` has returned.
-        selections: (role, component, source) of every part, where the source says who chose it: "argument", "environment
-            variable NAME" or "default".
+        selections: (role, component, source) of every part, where the source says who chose it: "argument", the name of an
+            environment variable, or "default".
+        options: further options by name, with their sources.
     """
     offers = list_offers()
     active = [selected.offer for _, selected, _ in selections]
@@ -93,6 +112,7 @@ def explain(activation: Activation, selections: Sequence[tuple[str, Selected, st
         parts.append(Part(role, selected.name, selected.where, distribution, version, source))
     return Explanation(
         parts=tuple(parts),
+        settings=tuple(Setting(name, str(option.value), option.source) for name, option in options.items()),
         owners={hook: _owner(selected) for hook, selected in activation.owners.items()},
         listeners={hook: [_listener(one) for one in listeners] for hook, listeners in activation.listeners.items()},
         inactive=tuple(

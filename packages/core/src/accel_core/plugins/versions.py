@@ -31,7 +31,7 @@ class Version(NamedTuple):
         """Reads a normalised version; a local part (`+cpu`) does not count. Raises `ValueError` for anything else."""
         match = re.fullmatch(_VERSION, text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no version of the form 1.2.3, 1.2rc1, 1.2.post1 or 1.2.dev1")
+            raise ValueError(f"{text!r} is no version; type one of the form 1.2.3, 1.2rc1, 1.2.post1 or 1.2.dev1")
         release, phase, number, post, dev = match.groups()
         if phase is not None:
             pre = (("a", "b", "rc").index(phase), int(number))
@@ -70,12 +70,12 @@ def admits(specifier: str, version: str) -> bool:
 def _admits_clause(clause: str, installed: Version) -> bool:
     match = re.fullmatch(_CLAUSE, clause)
     if match is None:
-        raise ValueError(f"{clause!r} is no version clause of the form '>=1.2'")
+        raise ValueError(f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <")
     operator, text, wildcard = match.groups()
     target = Version.parse(text)
     if wildcard:
         if operator not in ("==", "!="):
-            raise ValueError(f"{clause!r}: '.*' goes with '==' and '!=' only")
+            raise ValueError(f"{clause!r}: '.*' goes with '==' and '!=' only; type '{operator}{text}'")
         return _has_prefix(installed, text) == (operator == "==")
     if operator == "~=":
         release = re.split("[a-z]", text)[0].rstrip(".")

@@ -143,7 +143,7 @@ class DDP(Strategy):
             **self._options,
         )
         self._register_comm_hook(wrapper, request.policy)
-        self._world.join(dress(wrapper, _Wrapper))
+        self._world.close_before_end(dress(wrapper, _Wrapper))
         return wrapper  # type: ignore[no-any-return]
 
     def _register_comm_hook(self, wrapper: DistributedDataParallel, policy: PrecisionPolicy) -> None:

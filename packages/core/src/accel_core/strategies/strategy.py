@@ -5,7 +5,7 @@ process reads. It is a plain object whose constructor arguments are its options,
 with `hookimpl` take over hooks of `accel_core.hookspecs`. Only `prepare_model` is mandatory.
 
 What a strategy makes and the user holds on to, and what would keep the process group busy, such as torch's DDP wrapper, is told
-to `World.join`: it is closed before the group ends.
+to `World.close_before_end`: it is closed before the group ends.
 
 The base class is abstract and has no behaviour: subclass it directly, and not its subclasses; to vary a strategy, wrap it.
 """
