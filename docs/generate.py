@@ -65,6 +65,7 @@ GROUPS = {
         "step",
         "sync_gradients",
         "optimizer_step_was_skipped",
+        "step_scheduler_with_optimizer",
         "accumulate",
         "backward",
         "forward_backward",
@@ -76,7 +77,7 @@ GROUPS = {
         "autocast",
     ),
     "Collectives": ("wait_for_everyone", "gather", "reduce", "gather_for_metrics"),
-    "Saving and ending": ("get_state_dict", "save_model", "free_memory", "clear", "end_training"),
+    "Saving and ending": ("get_state_dict", "save", "save_model", "free_memory", "clear", "end_training"),
 }
 """Which heading of the page a public member of the Accelerator stands under; below it, the order is that of the source."""
 

@@ -1,7 +1,8 @@
-"""The documentation holds: its examples run, its links lead somewhere, and the hooks it lists are those of the source."""
+"""The documentation holds: its examples run, its links lead somewhere, and what it lists is what the source has."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -16,6 +17,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md"), *ROOT.glob("examples/**/*.md")]
 )
 NOT_RUN = "<!-- not run -->"
+IN_TWO_PROCESSES = ["README.md", "docs/tutorial/your-loop.md"]  # pages that say so
 SECONDS = 90
 LAUNCH = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ACCEL.*|TORCHELASTIC.*)")
 
@@ -56,16 +58,23 @@ EXAMPLES = {relative(page): source for page in PAGES if (source := runnable(page
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_the_examples_of_a_page_run(page, tmp_path):
     """All blocks of a page are one program, run in an empty folder, in a world of one."""
-    program = tmp_path / "example.py"
+    run_page(page, tmp_path, "-W", "error")
+
+
+@pytest.mark.parametrize("page", IN_TWO_PROCESSES)
+def test_the_loops_run_in_two_processes(page, tmp_path):
+    run_page(page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_page(page, folder, *options):
+    """Runs the examples of a page as a script, with these options of the interpreter before its name."""
+    program = folder / "example.py"
     program.write_text(EXAMPLES[page], encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not LAUNCH.fullmatch(name)}
-    command = [sys.executable, "-W", "error", str(program)]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    command = [sys.executable, *options, str(program)]
+    environment["OMP_NUM_THREADS"] = "1"
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 0, f"{page} (line numbers are those of the page):\n{ended.stdout}{ended.stderr}"
-
-
-def test_the_readme_has_an_example():
-    assert "README.md" in EXAMPLES
 
 
 def generator():
@@ -75,17 +84,55 @@ def generator():
     return module
 
 
-def test_every_hook_is_documented_as_it_is_declared():
-    page = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
-    assert page == generator().hooks_page(), "docs/reference/hooks.md is older than hookspecs.py: type `nox -s docs`"
+def reference(name):
+    return (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["hooks.md", "accelerator.md"])
+def test_the_reference_says_what_the_source_says(name):
+    assert reference(name) == generator().PAGES[name](), f"docs/reference/{name} is out of date: type `nox -s docs`"
+
+
+def test_every_public_name_of_the_accelerator_stands_on_the_page():
+    from accel_core import Accelerator
+
+    members = {name for name in vars(Accelerator) if not name.startswith("_")}
+    assert members == set(re.findall(r"^### (\w+)$", reference("accelerator.md"), re.MULTILINE))
+
+
+def test_a_public_name_without_a_heading_is_refused():
+    module = generator()
+    module.GROUPS["The loop"] = ("step", "gone")
+    with pytest.raises(ValueError, match=r"Not in it: \[.*'backward'.*no members: \['gone'\]"):
+        module.accelerator_page()
 
 
 def test_every_hook_of_the_core_stands_on_the_page():
     from accel_core.hookspecs import HookSpecs
 
-    page = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
     hooks = [name for name in vars(HookSpecs) if not name.startswith("_")]
-    assert hooks == re.findall(r"^## (\w+)$", page, re.MULTILINE)
+    assert hooks == re.findall(r"^## (\w+)$", reference("hooks.md"), re.MULTILINE)
+
+
+def literals(pattern, files):
+    """Every string of these files that consists of nothing but a name of this form."""
+    nodes = (node for file in files for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(pattern, node.value)
+    }
+
+
+def test_every_option_that_is_read_from_the_environment_stands_on_the_page():
+    found = literals(r"ACCELERATE_\w*", ROOT.glob("packages/*/src/**/*.py"))
+    assert found == set(re.findall(r"ACCELERATE_\w+", reference("environment.md")))
+
+
+def test_every_variable_of_a_launcher_stands_on_the_page():
+    found = literals(r"[A-Z]{2}[A-Za-z0-9_]+", ["packages/core/src/accel_core/launch_environment.py"])
+    launch = reference("environment.md").partition("## Launch")[2]
+    assert found == set(re.findall(r"`([A-Z]{2}[A-Za-z0-9_]+)`", launch))
 
 
 LINKS = [

@@ -580,7 +580,7 @@ class Accelerator:
             use_gather_object: whether `input_data` is a list of objects although it holds tensors.
 
         Raises:
-            ValueError: if a tensor has another number of rows than the batch.
+            ValueError: in a world larger than one, if a tensor has another number of rows than the batch.
             CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
         """
         rows = self._feed.current_rows()

@@ -1,6 +1,7 @@
 """The processes of a run: who they are, where they compute, and how they meet and part.
 
-A `World` is shared by all Accelerators of a process. It adopts torch's default process group if one runs; otherwise it
+In a world larger than one, all Accelerators of a process share one `World`; a process that is alone makes a small one for
+each. It adopts torch's default process group if one runs; otherwise it
 starts one from what the launcher says, and then also ends it. A process that nobody launched is a world of one and has no
 process group.
 """
