@@ -35,6 +35,20 @@ def test_all_ranks_use_rank_zeros_generator(workers):
     assert torch.equal(state, other)
 
 
+def orders_of_peers():
+    """Two ranks that hold pieces of one model: both read all of the data."""
+    world = World.current(cpu=True)
+    sampler = SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(10 + world.rank))
+    prepared = Sharded().prepare_loader(DataLoader(range(10), sampler=sampler), Shard(0, 1), Feed(), None, 0)
+    return [batch.item() for batch in prepared]
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_read_the_same_part_read_it_in_the_same_order():
+    first, second = run_ranks(orders_of_peers, 2)
+    assert first == second == list(SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(10)))
+
+
 def gathered_samples(workers, options, drop_last):
     accelerator = Accelerator(cpu=True, **options)
     loader = DataLoader(range(11), batch_size=4, num_workers=workers, drop_last=drop_last)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from accel_core.feed import Feed, Rows
 from accel_core.layout import Shard
+from accel_core.world import World
 from accel_data import Sharded, ShardedLoader
 
 
@@ -224,6 +225,15 @@ def test_a_generator_of_the_users_is_used_as_torch_uses_it():
     loader = make()
     prepared = prepare(make())
     assert [ids(prepared), ids(prepared)] == [ids(loader), ids(loader)]
+
+
+def test_a_loader_of_one_process_never_asks_for_the_world(monkeypatch):
+    """It reads the environment and sets the device: once per run is enough."""
+    monkeypatch.setattr(World, "current", lambda **options: pytest.fail("World.current() was called"))
+    generator = torch.Generator()
+    for options in ({}, {"shuffle": True}, {"shuffle": True, "generator": generator}):
+        prepared = prepare(DataLoader(range(4), **options))
+        assert sorted(flat(ids(prepared))) == sorted(flat(ids(prepared))) == [0, 1, 2, 3]
 
 
 def test_the_users_sampler_is_not_changed_but_what_they_change_is_seen():

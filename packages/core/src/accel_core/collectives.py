@@ -167,7 +167,9 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGrou
     if not 0 <= source < size:
         refuse(
             channel,
-            ValueError(f"broadcast_object(source={source}): the group has {size} ranks; choose one of 0 to {size - 1}."),
+            ValueError(
+                f"broadcast_object(source={source}): the group has {size} ranks; choose one of 0 to {size - 1}."
+            ),
         )
     if channel is None:
         return obj

@@ -83,7 +83,7 @@ def _line(description: Description, common: set[str], with_structure: bool) -> s
         parts.append(", ".join(differing[:SHOWN]) + more)
     if common:
         parts.append(f"{len(common)} alike on all ranks")
-    return ": ".join([description["call"], *["; ".join(part for part in parts if part)]])
+    return ": ".join([description["call"], *filter(None, ["; ".join(filter(None, parts))])])
 
 
 def _leaf(leaf: Sequence[Any]) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 # Compiled on first use: most runs compare no version.
 _VERSION = r"(\d+(?:\.\d+)*)(?:(a|b|rc)(\d+))?(?:\.post(\d+))?(?:\.dev(\d+))?(?:\+[a-z0-9.]+)?"
-_CLAUSE = r"(>=|<=|==|!=|~=|>|<)\s*([^\s*]+?)(\.\*)?"
+_CLAUSE = r"(>=|<=|==|!=|~=|>|<)\s*([^\s*<>=!~][^\s*]*?)(\.\*)?"
 
 
 class Version(NamedTuple):
@@ -70,7 +70,9 @@ def admits(specifier: str, version: str) -> bool:
 def _admits_clause(clause: str, installed: Version) -> bool:
     match = re.fullmatch(_CLAUSE, clause)
     if match is None:
-        raise ValueError(f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <")
+        raise ValueError(
+            f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <"
+        )
     operator, text, wildcard = match.groups()
     target = Version.parse(text)
     if wildcard:
@@ -79,6 +81,8 @@ def _admits_clause(clause: str, installed: Version) -> bool:
         return _has_prefix(installed, text) == (operator == "==")
     if operator == "~=":
         release = re.split("[a-z]", text)[0].rstrip(".")
+        if "." not in release:
+            raise ValueError(f"{clause!r}: '~=' goes with two numbers or more only; type '~={release}.0'")
         return installed >= target and _has_prefix(installed, release.rpartition(".")[0])
     if operator == "<":
         # "<2" leaves out 2rc1, which comes before 2 but has its changes.

@@ -1,0 +1,170 @@
+"""What the messages tell to type exists: every function, method and attribute that a string of the packages names.
+
+All strings count but docstrings, for advice is often put together away from the `raise` that it ends up in.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import accel_core
+import accel_data
+from accel_core.hookspecs import HookSpecs
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+
+# `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
+CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
+DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_core|accel_data|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
+FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
+
+ROOTS = {"torch": torch, "accel_core": accel_core, "accel_data": accel_data}
+
+# What a variable in a message stands for, as in `accelerator.backward(loss)`.
+STANDS_FOR = {
+    "accelerator": accel_core.Accelerator,
+    "loss": torch.Tensor,
+    "model": torch.nn.Module,
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "y": torch.Tensor,
+}
+
+# Whose members may be named bare, as in `prepare(): ...`.
+BARE = (
+    *(accel_core.Accelerator, accel_core.Strategy, accel_core.World, HookSpecs),
+    *(accel_core, accel_data, torch, builtins),
+    *(torch.Tensor, torch.nn.Module, torch.nn.functional, torch.optim.lr_scheduler.LRScheduler),
+)
+
+ALLOWED = {
+    ".__iter__",  # the method that a subclass of DataLoader brings
+    "broadcast_object",  # accel_core.collectives, called by the library: a table of what the ranks called shows it
+    "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
+    "gather_objects",  # the same, under `gather_for_metrics`
+    "loss_fn",  # an argument of `forward_backward`
+    "timedelta",  # datetime's
+    "x",  # in the pattern of Slurm's "2(x3)"
+}
+
+
+def strings(module: ast.Module):
+    """Line and text of every string but docstrings; what an f-string fills in is `{}`."""
+    prose = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    inner = {id(part) for node in ast.walk(module) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(module):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (prose | inner):
+            yield node.lineno, node.value
+
+
+def named(text: str) -> set[str]:
+    """What a message names: everything with a parenthesis behind it, and dotted names of torch and of ours."""
+    return {*CALLED.findall(text), *DOTTED.findall(text)}
+
+
+def find(name: str) -> object:
+    """The object of that name; LookupError if there is none."""
+    if name.startswith("."):
+        return member(torch.Tensor, name[1:])
+    head, *rest = name.split(".")
+    start = ROOTS.get(head) or STANDS_FOR.get(head)
+    if start is None:
+        start = next((found for owner in BARE if callable(found := getattr(owner, head, None))), None)
+    if start is None:
+        raise LookupError(name)
+    return functools.reduce(member, rest, start)
+
+
+def member(owner: object, name: str) -> object:
+    if name.startswith("_"):
+        raise LookupError(f"{name} is private")
+    if hasattr(owner, name):
+        return getattr(owner, name)
+    try:
+        return importlib.import_module(f"{owner.__name__}.{name}")
+    except (AttributeError, ImportError):
+        raise LookupError(f"{owner} has no {name}") from None
+
+
+def missing(text: str) -> set[str]:
+    """The names in a message that nothing has."""
+    wrong = set()
+    for name in named(text) - ALLOWED:
+        try:
+            find(name)
+        except LookupError:
+            wrong.add(name)
+    return wrong
+
+
+def places(check):
+    """Every string in which `check` finds something wrong, with its place."""
+    return {
+        f"{path.relative_to(ROOT).as_posix()}:{line} names {', '.join(sorted(wrong))}"
+        for path in MODULES
+        for line, text in strings(ast.parse(path.read_text(encoding="utf-8")))
+        if (wrong := check(text))
+    }
+
+
+def test_every_name_in_a_message_exists():
+    assert not places(missing)
+
+
+def test_every_first_keyword_in_a_message_is_an_argument():
+    assert not places(unknown_keywords)
+
+
+def unknown_keywords(text: str) -> set[str]:
+    """`name(keyword=` where that function takes no such argument by name."""
+    wrong = set()
+    for name, keyword in FIRST_KEYWORD.findall(text):
+        if name in ALLOWED:
+            continue
+        parameters = inspect.signature(find(name)).parameters.values()
+        if not any(each.name == keyword or each.kind is each.VAR_KEYWORD for each in parameters):
+            wrong.add(f"{name}({keyword}=)")
+    return wrong
+
+
+def test_what_is_allowed_is_named():
+    said = {name for path in MODULES for _, text in strings(ast.parse(path.read_text("utf-8"))) for name in named(text)}
+    assert said >= ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('raise ValueError(f"{x}: call pad_across_processes(tensor) first")', {"pad_across_processes"}),
+        ('advice = ("Call " "gather_object([...])")', {"gather_object"}),
+        ('raise ValueError("see Accelerator.no_such_thing.")', {"Accelerator.no_such_thing"}),
+        ('raise ValueError("type accelerator.backwards(loss)")', {"accelerator.backwards"}),
+        ('raise ValueError("use torch.nn.functional.padding")', {"torch.nn.functional.padding"}),
+        ('raise ValueError(f"call {path}.to_denser()")', {".to_denser"}),
+        ('raise ValueError(f"call {path}.to_dense(), or accelerator.backward(loss)")', set()),
+        (
+            'raise ValueError("gather() takes tensors of 2 rank(s); torch.distributed.all_gather_object does not")',
+            set(),
+        ),
+        ('"""Docstrings: foo(1) and Accelerator.foo."""', set()),
+    ],
+)
+def test_a_name_that_does_not_exist_is_recognised(code, expected):
+    assert {name for _, text in strings(ast.parse(code)) for name in missing(text)} == expected
+
+
+def test_a_keyword_that_does_not_exist_is_recognised():
+    assert unknown_keywords("save_model(safe=True)") == {"save_model(safe=)"}
+    assert not unknown_keywords("save_model(safe_serialization=True)")
