@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -268,6 +269,44 @@ def test_the_order_is_the_same_on_one_process_and_on_two() -> None:
     assert all(sorted(epoch) == [float(v) for v in range(12)] for epoch in alone)
     for found in run_ranks(shuffled, 2):
         assert found == alone
+
+
+class Bucketed:
+    """A sampler of the user's own that draws from a global stream."""
+
+    def __init__(self, count: int, draw: str) -> None:
+        self.count, self.draw = count, draw
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.count))
+        if self.draw == "python":
+            random.shuffle(order)
+        else:
+            order = torch.randperm(self.count).tolist()
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def own_sampler(draw: str) -> dict[str, Any]:
+    accelerator = Accelerator()
+    random.seed(accelerator.process_index)
+    torch.manual_seed(accelerator.process_index)
+    before = random.getstate(), torch.get_rng_state()
+    loader = accelerator.prepare(DataLoader(Numbers(16), batch_size=2, sampler=Bucketed(16, draw)))  # type: ignore[arg-type]
+    epochs = [[v for (x,) in loader for v in accelerator.gather_for_metrics(x[:, 0]).tolist()] for _ in range(2)]
+    return {"epochs": epochs, "streams untouched": random.getstate() == before[0]}
+
+
+@pytest.mark.parametrize("draw", ["python", "torch"])
+def test_a_sampler_that_draws_from_the_global_streams_loses_nothing(draw: str) -> None:
+    """D1, D5: the streams differ between ranks, the order must not."""
+    for found in run_ranks(own_sampler, 2, draw):
+        first, second = found["epochs"]
+        assert sorted(first) == sorted(second) == [float(value) for value in range(16)]
+        assert first != second
+        assert found["streams untouched"]
 
 
 def test_fifty_runs_leave_nothing_behind() -> None:

@@ -239,6 +239,30 @@ def test_a_container_of_models_is_refused(container: Any) -> None:
         Accelerator().prepare(container([model, optimizer]))
 
 
+def test_a_wrapper_around_an_optimizer_is_refused() -> None:
+    """A3: neither its steps nor its zero_grad could be held back."""
+
+    class WarmUp:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None: ...
+
+        def zero_grad(self) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(TypeError, match="a WarmUp, which wraps an optimizer: .* Prepare the optimizer inside it"):
+        Accelerator().prepare(WarmUp(pieces()[1]))
+
+
+def test_zipped_loaders_do_not_pair_every_sample_with_itself() -> None:
+    accelerator = Accelerator()
+    left, right = accelerator.prepare(*(DataLoader(range(64), 8, shuffle=True) for _ in range(2)))
+    assert any(not torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
 def test_a_bare_tensor_that_would_be_trained_is_refused() -> None:
     """A3."""
     with pytest.raises(TypeError, match="a tensor that requires a gradient, .* Make it a parameter"):
@@ -459,6 +483,24 @@ def test_a_device_map_with_several_places_is_seen() -> None:
     model[0].hf_device_map = {"a": 0, "b": "cpu"}
     assert accelerator.verify_device_map(model)
     assert accelerator.prepare(model) is model
+
+
+def test_a_rescaled_window_counts_shared_parameters_once_and_unprepared_ones_too() -> None:
+    """Semantics 9: a loop left in the middle of a window, and a loader shorter than the rest of it."""
+    shared, loose = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    first, second = accelerator.prepare(nn.Sequential(shared), nn.Sequential(shared))
+    optimizer = accelerator.prepare(torch.optim.SGD(loose.parameters(), lr=1.0))
+    longer, shorter = accelerator.prepare(DataLoader(torch.ones(9, 1)), DataLoader(torch.ones(1, 1)))
+    for loader in (longer, shorter):
+        for x in loader:
+            with accelerator.accumulate(first, second):
+                accelerator.backward(first(x).sum() + loose(x).sum())
+            break
+    assert accelerator.sync_gradients
+    assert shared.weight.grad == 1.0
+    assert loose.weight.grad == 1.0
+    optimizer.step()
 
 
 def test_an_accelerator_copies_as_itself_and_says_why_it_does_not_pickle() -> None:

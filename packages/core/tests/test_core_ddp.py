@@ -365,6 +365,74 @@ def test_an_optimizer_whose_model_is_not_prepared_is_refused_at_its_step() -> No
         assert "Pass their model to prepare()" in message
 
 
+def late_orphan() -> str:
+    accelerator = Accelerator()
+    model = accelerator.prepare(net())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(rows(2)).mean())
+    optimizer.step()
+    optimizer.add_param_group({"params": list(nn.Linear(1, 1).parameters())})
+    with pytest.raises(RuntimeError) as raised:
+        accelerator.backward(model(rows(2)).mean())
+    return str(raised.value)
+
+
+def test_a_group_that_is_added_later_is_checked_too() -> None:
+    """L5."""
+    assert all("param_groups[1]['params'][0] (1, 1)" in message for message in run_ranks(late_orphan, 2))
+
+
+def closing_without_backward() -> str:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(net())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for index, micro in enumerate(rows(4).chunk(2)):
+        with accelerator.accumulate(model):
+            loss = model(own(micro, accelerator)).mean()
+            if index == 0:
+                accelerator.backward(loss)
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    optimizer.zero_grad()
+    return str(raised.value)
+
+
+def test_a_step_on_gradients_that_stayed_local_is_refused() -> None:
+    """Law 8: parameters would drift apart in silence."""
+    for message in run_ranks(closing_without_backward, 2):
+        assert "closes this window of 2 ran no backward" in message
+        assert "Leave the step out together with the backward" in message
+
+
+def wrappers_again() -> dict[str, Any]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(net())
+    accelerator.free_memory()
+    again = accelerator.prepare(model)
+    found = {
+        "names": sorted(accelerator.get_state_dict(again)),
+        "class": type(accelerator.unwrap_model(again)).__name__,
+    }
+    unused = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    with pytest.raises(
+        ValueError, match="called under DDP with find_unused_parameters=True.* Run the last forward outside"
+    ):
+        unused.trigger_sync_in_backward(unused.prepare(net()))
+    unused.end_training()
+    accelerator.end_training()
+    with pytest.raises(
+        RuntimeError, match=r"called after its process group had ended .*accelerator.unwrap_model\(model\)"
+    ):
+        again(rows(2))
+    return found
+
+
+def test_a_wrapper_that_is_prepared_again_keeps_the_users_names() -> None:
+    """F1; semantics 13; and what a wrapper says once its group has ended."""
+    for found in run_ranks(wrappers_again, 2):
+        assert found == {"names": ["0.bias", "0.weight", "2.bias", "2.weight"], "class": "Sequential"}
+
+
 def named_orphan() -> str:
     accelerator = Accelerator()
     accelerator.prepare(net())

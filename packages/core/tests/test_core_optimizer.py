@@ -86,6 +86,39 @@ def test_gradients_are_dropped_when_the_step_of_a_closing_window_is_left_out() -
     torch.testing.assert_close(model.weight, reference_step([X[2], X[3]]))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_two_optimizers_may_clear_first_or_last(first: bool) -> None:
+    """Semantics 11; L6: on the closing micro-batch one optimizer's backward has run before the other clears."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    one, other = line(), line()
+    one, one_optimizer = accelerator.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    other, other_optimizer = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    for x in X[:2]:
+        with accelerator.accumulate(one, other):
+            for model, optimizer in ((one, one_optimizer), (other, other_optimizer)):
+                if first:
+                    optimizer.zero_grad()
+                accelerator.backward(model(x).pow(2).mean())
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad()
+    torch.testing.assert_close(one.weight, reference_step([X[0], X[1]]))
+    torch.testing.assert_close(other.weight, one.weight)
+
+
+def test_a_closure_under_accumulation_is_refused() -> None:
+    """L3: only the closure of the closing micro-batch would ever be called."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        RuntimeError, match=r"step\(closure\) was called in a window of 2 .*gradient_accumulation_steps=1"
+    ):
+        for x in X[:2]:
+            with accelerator.accumulate(model):
+                optimizer.step(lambda x=x: model(x).pow(2).mean())
+
+
 def test_outside_accumulate_everything_acts_and_backward_divides() -> None:
     """Semantics 9: outside `accumulate`, `backward` divides by `gradient_accumulation_steps`."""
     accelerator = Accelerator(gradient_accumulation_steps=2)

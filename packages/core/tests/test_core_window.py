@@ -100,6 +100,44 @@ def test_ranks_may_have_different_numbers_of_micro_batches() -> None:
         assert_equal_to_one_batch(found)
 
 
+def two_models() -> list[torch.Tensor]:
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    encoder, decoder = accelerator.prepare(nn.Linear(3, 2), nn.Linear(2, 1))
+    x = torch.arange(24.0).view(8, 3).chunk(accelerator.num_processes)[accelerator.process_index]
+    accelerator.forward_backward(encoder, x.split(2), lambda out, batch: (decoder(out).pow(2).sum(), len(batch)))
+    return [parameter.grad.clone() for model in (encoder, decoder) for parameter in model.parameters()]
+
+
+def test_every_model_that_the_loss_learns_from_is_weighed_alike() -> None:
+    """L2, L6."""
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(3, 2), nn.Linear(2, 1)
+    decoder(encoder(torch.arange(24.0).view(8, 3))).pow(2).mean().backward()
+    expected = [parameter.grad for model in (encoder, decoder) for parameter in model.parameters()]
+    for found in (two_models(), *run_ranks(two_models, 2)):
+        for gradient, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_failed_may_be_repeated() -> None:
+    """L2: half a window leaves nothing behind."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(Tagger())
+    ids, targets = sentences()
+    batches = list(zip(ids.chunk(4), targets.chunk(4), strict=True))
+
+    def failing(output: torch.Tensor, batch: Any) -> Any:
+        if batch is batches[2]:
+            raise MemoryError
+        return loss_fn(output, batch)
+
+    with pytest.raises(MemoryError):
+        accelerator.forward_backward(model, batches, failing)
+    loss = accelerator.forward_backward(model, batches, loss_fn)
+    assert_equal_to_one_batch((loss.item(), [parameter.grad for parameter in model.parameters()]))
+
+
 def test_a_window_steps_and_clears_like_any_other() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=4)
     model = Tagger()

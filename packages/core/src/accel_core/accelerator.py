@@ -32,7 +32,7 @@ from accel_core.prepare import (
     require,
 )
 from accel_core.scheduler import gate_scheduler, is_scheduler, rule_of
-from accel_core.seeding import agree_seed
+from accel_core.seeding import agree_seed, derive_seed
 from accel_core.window import WindowLoop, default_inputs
 
 if TYPE_CHECKING:
@@ -157,8 +157,11 @@ class Accelerator:
             self._prepared.rescale,
             sync_with_dataloader=parts.accumulation.sync_with_dataloader,
             sync_each_batch=parts.accumulation.sync_each_batch,
+            synchronises=self._world.size > 1 and owners["no_sync"] is not None,
         )
-        parts.defaults.window_loop = WindowLoop(self._relay, self._accumulation, self._world, self._layout)
+        parts.defaults.window_loop = WindowLoop(
+            self._relay, self._accumulation, self._prepared, self._world, self._layout
+        )
         self._seed: int | None = None
         self._ended = False
         self._world.enter(self)
@@ -304,8 +307,11 @@ class Accelerator:
             return data_loader
         if self._seed is None:
             self._seed = agree_seed(self._world)
+        # Each loader has an order of its own: two that are zipped must not pair every sample with itself.
+        number = len(self._prepared.loaders)
+        seed = derive_seed(self._seed, number) if number else self._seed
         prepared = self._relay.prepare_loader(
-            data_loader, self._layout.shard, self._feed, self._placement(device_placement), self._seed
+            data_loader, self._layout.shard, self._feed, self._placement(device_placement), seed
         )
         self._prepared.loaders.append(prepared)
         return prepared
@@ -572,7 +578,8 @@ class Accelerator:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
 
-        Samples that only fill the last batch are left out. Call it once per batch of a prepared loader.
+        Samples that only fill the last batch are left out. Which those are is known of the batch that a prepared loader has
+        yielded last: call it inside the loop, before the next batch is drawn (not on a list of batches drawn before).
 
         Args:
             input_data: tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of per-sample
@@ -669,7 +676,8 @@ class Accelerator:
             compile_options=self._parts.compile_options,
         )
         prepared = self._relay.prepare_model(model, self._prepared.holders(model, optimizers), request)
-        self._prepared.models.append(PreparedModel(model, prepared, evaluation))
+        # What is given may be a wrapper already, that of an earlier Accelerator for instance.
+        self._prepared.models.append(PreparedModel(self.unwrap_model(model), prepared, evaluation))
         return prepared
 
     def _placement(self, given: bool | None) -> torch.device | None:

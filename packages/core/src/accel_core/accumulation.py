@@ -34,9 +34,11 @@ class Accumulation:
             gradients that are pending.
         sync_with_dataloader: whether windows close at the end of a loader.
         sync_each_batch: whether gradients are synchronised at each micro-batch.
+        synchronises: whether gradients stay local until the backward of the closing micro-batch.
     """
 
     __slots__ = (
+        "_deferred",
         "_rescale",
         "_sync_with_dataloader",
         "backwards",
@@ -49,6 +51,7 @@ class Accumulation:
         "size",
         "steps",
         "sync_each_batch",
+        "synchronises",
         "total_backwards",
         "weight",
     )
@@ -61,8 +64,10 @@ class Accumulation:
         *,
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
+        synchronises: bool = False,
     ) -> None:
         self.steps = steps
+        self.synchronises = synchronises
         self.feed = feed
         self.sync_each_batch = sync_each_batch
         self._sync_with_dataloader = sync_with_dataloader
@@ -80,6 +85,7 @@ class Accumulation:
         self.backwards = 0  # backwards in the window
         self.micro_backwards = 0  # backwards in the present micro-batch
         self.weight = 1.0 / self.steps
+        self._deferred: list[Callable[[], None]] = []
 
     def enter(self) -> bool:
         """A micro-batch begins. Returns whether it closes the window."""
@@ -112,15 +118,22 @@ class Accumulation:
 
     def whole_window(self) -> None:
         """`forward_backward` begins: a window of its own, neither held open nor averaged again."""
+        self._settle()
         self.serial += 1
         self.size = 1
         self.backwards = self.micro_backwards = 0
 
     def _begin_window(self, remaining: int | None) -> None:
+        self._settle()
         self.serial += 1
         self.backwards = 0
         self.size = self.steps if remaining is None else min(self.steps, remaining + 1)
         self.weight = 1.0 / self.size
+
+    def _settle(self) -> None:
+        for drop in self._deferred:
+            drop()
+        self._deferred.clear()
 
     def _shorten_window(self) -> None:
         # Only when an earlier loop was left in the middle of a window and the loader that goes on is shorter than the
@@ -141,21 +154,33 @@ class Accumulation:
         """
         return self.steps > 1 and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
+    @property
+    def lacks_synchronisation(self) -> bool:
+        """Whether a step now would use gradients that stayed local, because the closing micro-batch ran no backward."""
+        return (
+            self.synchronises and not self.sync_each_batch and self.steps > 1 and self.size > 1
+            and self.backwards > 0 and self.micro_backwards == 0
+        )  # fmt: skip
+
     def is_pending(self, settled: int) -> bool:
         """Whether `zero_grad` would destroy gradients of the present window.
 
         Args:
             settled: the serial number of the last window in which the optimizer stepped.
 
-        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means in a plain loop. On
-        the closing micro-batch, after its backward, it stands at the end of the loop body: whoever left the step out
-        (a loss that was not finite, say) wants the gradients gone.
+        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means in a plain loop.
         """
         if self.steps == 1 or self.backwards == 0 or settled == self.serial:
             return False
-        if self.open:
-            return True
-        return self.inside and self.micro_backwards == 0
+        return self.open or self.inside
+
+    def defer(self, drop: Callable[[], None]) -> None:
+        """`drop` is called before the next window begins.
+
+        On the closing micro-batch nobody can tell yet what a `zero_grad` means: it may stand first in the body, with the
+        step to come, or last, with the step left out (a loss that was not finite, say) and the gradients to be dropped.
+        """
+        self._deferred.append(drop)
 
 
 class Accumulate:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel_core.prepare import Prepared
 
 _GATE = "_accel_gate"
+_SHADOWED = ("step", "zero_grad", "add_param_group")
 
 
 class _Skipped:
@@ -49,6 +50,7 @@ class OptimizerGate:
         "_checked",
         "_inside",
         "_needs_backward",
+        "_own_add_param_group",
         "_own_step",
         "_own_zero_grad",
         "_relay",
@@ -82,20 +84,22 @@ class OptimizerGate:
         self.seen_backwards = accumulation.total_backwards
         self._own_step = optimizer.step
         self._own_zero_grad = optimizer.zero_grad
+        self._own_add_param_group = optimizer.add_param_group
         attributes: Any = vars(optimizer)
-        self._shadowed = {name: attributes[name] for name in ("step", "zero_grad") if name in attributes}
+        self._shadowed = {name: attributes[name] for name in _SHADOWED if name in attributes}
         attributes.update(
             {
                 _GATE: self,
                 "step": MethodType(_known_to_schedulers if _is_known(optimizer.step) else _gated_step, optimizer),
                 "zero_grad": MethodType(_gated_zero_grad, optimizer),
+                "add_param_group": MethodType(_watched_add_param_group, optimizer),
             }
         )
 
     def remove(self, optimizer: Optimizer) -> None:
         """Gives the optimizer its own methods back."""
         attributes = vars(optimizer)
-        for name in (_GATE, "step", "zero_grad"):
+        for name in (_GATE, *_SHADOWED):
             attributes.pop(name, None)
         attributes.update(self._shadowed)
 
@@ -111,7 +115,8 @@ class OptimizerGate:
         if not (args or kwargs):
             self._check_backward()
             step: Callable[[], Any] = self._own_step
-        else:  # a closure runs its own backward
+        else:
+            self._check_closure()
             step = partial(self._own_step, *args, **kwargs)
         self._inside = True
         try:
@@ -126,8 +131,21 @@ class OptimizerGate:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, unless they belong to the open window."""
-        if self._inside or not self.accumulation.is_pending(self.settled):
+        accumulation = self.accumulation
+        if self._inside or not accumulation.is_pending(self.settled):
             self._own_zero_grad(*args, **kwargs)
+        elif not accumulation.open:
+            accumulation.defer(
+                partial(self._drop_unless_settled, accumulation.serial, partial(self._own_zero_grad, *args, **kwargs))
+            )
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Adds the group; its parameters are checked before the next step."""
+        self._own_add_param_group(group)
+        self._checked = False
+        prepared = self.owner()
+        if prepared is not None:
+            prepared.unchecked = True
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscales the gradients, once between two steps."""
@@ -135,16 +153,35 @@ class OptimizerGate:
             self._relay.unscale_gradients(optimizer)
             self._unscaled = True
 
+    def _drop_unless_settled(self, window: int, zero_grad: Callable[[], None]) -> None:
+        if self.settled != window:
+            zero_grad()
+
     def _check_first(self) -> None:
         prepared = self.owner()
         if prepared is not None:
             prepared.check_orphans()
         self._checked = True
 
+    def _check_closure(self) -> None:
+        # A closure runs forward and backward itself, so only that of the closing micro-batch would ever be called.
+        if self.accumulation.steps > 1 and self.accumulation.serial > 0:
+            raise RuntimeError(
+                f"optimizer.step(closure) was called in a window of {self.accumulation.size} micro-batches, but a closure "
+                f"computes one gradient by itself: the other micro-batches would never be used. Use "
+                f"gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
+            )
+
     def _check_backward(self) -> None:
         accumulation = self.accumulation
         if accumulation.lacks_backward(self.settled):
             found = f"no accelerator.backward(loss) ran in this window of {accumulation.size} micro-batches"
+        elif accumulation.lacks_synchronisation:
+            raise RuntimeError(
+                f"optimizer.step() was called, but the micro-batch that closes this window of {accumulation.size} ran no "
+                f"backward, and its backward is what averages the gradients over the ranks: parameters would drift apart. "
+                f"Leave the step out together with the backward, on all ranks, and call optimizer.zero_grad()."
+            )
         elif self._needs_backward and self.seen_backwards == accumulation.total_backwards:
             found = "no accelerator.backward(loss) ran since its last step"
         else:
@@ -180,3 +217,7 @@ def _is_known(step: Any) -> bool:
 
 def _gated_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     vars(optimizer)[_GATE].zero_grad(*args, **kwargs)
+
+
+def _watched_add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    vars(optimizer)[_GATE].add_param_group(param_group)

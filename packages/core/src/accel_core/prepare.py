@@ -87,9 +87,19 @@ class Prepared:
         for model in self.trained():
             yield from model.parameters()
 
+    def learned(self, *models: nn.Module) -> list[nn.Parameter]:
+        """Every parameter that a backward may give a gradient, once: of trained models, of optimizers, and of `models`."""
+        found = {id(parameter): parameter for parameter in self.parameters()}
+        for holder in (
+            *(held_by(optimizer) for optimizer in self.optimizers),
+            *(model.parameters() for model in models),
+        ):
+            found.update((id(parameter), parameter) for parameter in holder)
+        return list(found.values())
+
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients that are pending."""
-        gradients.scale(self.parameters(), factor)
+        gradients.scale(self.learned(), factor)
 
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
         """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
@@ -144,6 +154,11 @@ def kind_of(obj: object) -> Kind:
         return "optimizer"
     if isinstance(obj, DataLoader):
         return "loader"
+    if hasattr(obj, "optimizer") and callable(getattr(obj, "zero_grad", None)):
+        raise TypeError(
+            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: neither its steps nor its zero_grad "
+            f"could be held back. Prepare the optimizer inside it (its attribute `optimizer`), and go on using the wrapper."
+        )
     if is_scheduler(obj):
         return "scheduler"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:

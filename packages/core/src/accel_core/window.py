@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accel_core.accumulation import Accumulation
     from accel_core.layout import Layout
     from accel_core.plugins import Relay
+    from accel_core.prepare import Prepared
     from accel_core.world import World
 
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, "torch.Tensor | float"]]
@@ -37,15 +38,17 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
 
 _END = object()
-_NOTHING = nullcontext()
 
 
 class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other."""
 
-    def __init__(self, relay: Relay, accumulation: Accumulation, world: World, layout: Layout) -> None:
+    def __init__(
+        self, relay: Relay, accumulation: Accumulation, prepared: Prepared, world: World, layout: Layout
+    ) -> None:
         self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
         self._accumulation = accumulation
+        self._prepared = weakref.ref(prepared)
         self._world = world
         self._layout = layout
         self._reference: float | None = None
@@ -59,32 +62,49 @@ class WindowLoop:
                 "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out when "
                 "the loader is exhausted, on all ranks alike."
             )
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        prepared = self._prepared()
+        assert prepared is not None, "the Accelerator calls this"
+        # The loss may go through other models and learn from them: all that is trained counts.
+        parameters = prepared.learned(model)
+        trained = prepared.trained()
+        models = trained if any(model is each for each in trained) else [*trained, model]
         earlier = gradients.set_aside(parameters)
         try:
             parts = []
             while batch is not _END:
                 following = next(batches, _END)
-                parts.append(self._micro_batch(model, batch, loss_fn, inputs, closes=following is _END))
+                with ExitStack() as local:
+                    for each in () if following is _END else models:
+                        local.enter_context(self._no_sync(each))
+                    parts.append(self._micro_batch(model, batch, loss_fn, inputs, closes=following is _END))
                 batch = following
             mean, correction = self._settle(parts)
             gradients.scale(parameters, correction)
+        except BaseException:
+            gradients.set_aside(parameters)  # half a window is none: the call may be repeated
+            raise
         finally:
             gradients.bring_back(earlier)
         return torch.tensor(mean, device=self._world.device)
 
     def _micro_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool) -> Part:
+        relay = self._bound()
+        args, kwargs = inputs(batch)
+        loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
+        part = (loss.detach(), weight)
+        if self._reference is None:
+            self._reference = self._total([part])[1] / self._layout.shard.count or 1.0
+        self._accumulation.count_backward()
+        relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
+        return part
+
+    def _no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._bound().no_sync(model)
+
+    def _bound(self) -> Relay:
         relay = self._relay()
         assert relay is not None, "the relay calls this"
-        args, kwargs = inputs(batch)
-        with _NOTHING if closes else relay.no_sync(model):
-            loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
-            part = (loss.detach(), weight)
-            if self._reference is None:
-                self._reference = self._total([part])[1] / self._layout.shard.count or 1.0
-            self._accumulation.count_backward()
-            relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
-        return part
+        return relay
 
     def _settle(self, parts: list[Part]) -> tuple[float, float]:
         """The mean loss over the window and the ranks, and the factor that its gradient still lacks."""

@@ -15,6 +15,7 @@ from accel_core.loading import Opening, Read, index_sampler, length_of, local_re
 from accel_core.seeding import derive_seed
 from accel_data.batches import BatchSamplerShard
 from accel_data.order import DrawnOrder, Order, SequentialOrder, ShuffledOrder
+from accel_data.streams import DrawnApart, draws_globally
 
 if TYPE_CHECKING:
     from accel_core.layout import Shard
@@ -150,6 +151,8 @@ class EpochSource:
         if iterable or not self.batched:
             yield from local_reads(sampler, ahead, batched=self.batched, endless=iterable)
             return
+        if self.shard.count > 1 and draws_globally(sampler):
+            sampler = DrawnApart(sampler, key)
         shard = self.batches(sampler)
         for (indices, rows), remaining in looked_ahead(shard.rows(), ahead, length_of(shard)):
             yield indices, remaining, rows

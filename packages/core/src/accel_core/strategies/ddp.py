@@ -131,6 +131,12 @@ class DDP(Strategy):
     @hookimpl
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """The next backward synchronises, although its forward did not announce it."""
+        if getattr(model, "find_unused_parameters", False):
+            raise ValueError(
+                "trigger_sync_in_backward() was called under DDP with find_unused_parameters=True: which parameters are "
+                "unused is found in a forward that synchronises, and there was none. Run the last forward outside no_sync(), or "
+                "leave find_unused_parameters out."
+            )
         return _synchronised(model)
 
     def _wrap(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
@@ -173,6 +179,13 @@ class _Wrapper(Dress):
         """Raises with the names of the parameters that took no part in the loss; torch gives their indices."""
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        except AttributeError as error:
+            if "reducer" in vars(self):
+                raise
+            raise RuntimeError(
+                "This DDP model was called after its process group had ended (end_training() was called). Call the model "
+                "inside it, accelerator.unwrap_model(model), or end the training later."
+            ) from error
         except RuntimeError as error:
             names = _unused_parameters(self, str(error))
             if not names:

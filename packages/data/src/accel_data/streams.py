@@ -1,0 +1,101 @@
+"""Random streams of a sampler's own.
+
+A sampler of the user's that takes no generator draws from the global streams of torch, Python or NumPy. These differ between
+ranks, so each rank would share out another order: samples would be lost, and others read twice. While such a sampler is asked
+for its next indices, the global streams are therefore exchanged for private ones, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class PrivateStreams:
+    """The global streams of the CPU, seeded, for the time of a `with` block; afterwards they go on where they were.
+
+    Args:
+        seed: where the private streams begin; each block goes on where the last one stopped.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: dict[str, Any] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The private streams stand in the place of the global ones."""
+        outer = _states()
+        if self._states is None:
+            _seed(self._seed)
+        else:
+            _restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _restore(outer)
+
+
+class DrawnApart:
+    """A sampler that is asked under private streams; its other attributes are those of the sampler.
+
+    Args:
+        sampler: the user's, which is not changed.
+        seed: of the streams, for one iteration.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        streams = PrivateStreams(self._seed)
+        with streams.installed():
+            indices = iter(self._sampler)
+        while True:
+            with streams.installed():
+                try:
+                    index = next(indices)
+                except StopIteration:
+                    return
+            yield index
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def draws_globally(sampler: Any) -> bool:
+    """Whether a sampler, or the one inside a batch sampler, is the user's own and takes no generator."""
+    holders = [holder for holder in (sampler, getattr(sampler, "sampler", None)) if holder is not None]
+    own = [holder for holder in holders if not type(holder).__module__.startswith("torch.utils.data")]
+    return any(not hasattr(holder, "generator") for holder in own)
+
+
+def _states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _restore(states: dict[str, Any]) -> None:
+    torch.default_generator.set_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
