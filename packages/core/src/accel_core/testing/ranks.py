@@ -338,6 +338,7 @@ def _call(task: bytes, results: Connection) -> int:
     import torch
 
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server loaded the library
+    torch.seed()  # as in a process of its own: forked ranks would share the server's stream, and hide what real ones show
     try:
         function, args, kwargs = pickle.loads(task)
         # Plain pickle: multiprocessing's would pass tensors as handles on a process that is about to end.
