@@ -529,3 +529,20 @@ def test_digests_do_not_depend_on_the_process() -> None:
     letter = Letter(describe("gather"), [], [], torch.device("cpu"))
     assert letter.digest == channel_module._digest(json.dumps({"call": "gather", "structure": "", "leaves": []}))
     assert channel_module._digest("a") == int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little", signed=True)
+
+
+def maxima_with_nan() -> list[bool]:
+    world = World.current()
+    found = []
+    for size in (4, 10**6):
+        values = torch.ones(size)
+        if world.rank == 1:
+            values[1] = torch.nan
+        largest = reduce(values, world, "max")
+        found += [bool(largest[1].isnan()), largest.isnan().sum().item() == 1]
+    return found
+
+
+def test_the_maximum_of_a_nan_is_nan_in_small_tensors_and_in_large_ones():
+    for found in run_ranks(maxima_with_nan, 2):
+        assert all(found)

@@ -292,11 +292,23 @@ def _all_reduce(
     channel.exchange(letter, ())
     remaining = {}
     for dtype, flat in flats.items():
-        dist.all_reduce(flat, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=channel.group)
+        if reduction == "max":
+            _all_reduce_max(flat, channel)
+        else:
+            dist.all_reduce(flat, group=channel.group)
         sizes = [leaf.numel() for leaf in leaves if _wire_dtype(leaf, reduction) == dtype]
         remaining[dtype] = iter(flat.split(sizes))
     totals = [next(remaining[_wire_dtype(leaf, reduction)]).view(leaf.shape) for leaf in leaves]
     return [_finished(total, channel.size, leaf, reduction, scale) for total, leaf in zip(totals, leaves, strict=True)]
+
+
+def _all_reduce_max(flat: torch.Tensor, channel: Channel) -> None:
+    """The maximum over the ranks, in place; a NaN on any rank gives NaN, which backends drop or keep as they like."""
+    lost = flat.isnan().to(torch.uint8) if flat.is_floating_point() else None
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=channel.group)
+    if lost is not None:
+        dist.all_reduce(lost, dist.ReduceOp.MAX, group=channel.group)
+        flat.masked_fill_(lost.bool(), torch.nan)
 
 
 def _wire_dtype(leaf: torch.Tensor, reduction: Reduction) -> torch.dtype:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from accel_core.prepare import PrepareRequest
     from accel_core.world import World
 
+_SYNCHRONISED = "_accel_synchronised"
+
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 CommWrapper = Literal["no", "fp16", "bf16"]
 
@@ -149,6 +151,7 @@ class DDP(Strategy):
             **self._options,
         )
         self._register_comm_hook(wrapper, request.policy)
+        vars(wrapper)[_SYNCHRONISED] = _trainable(model)
         self._world.close_before_end(dress(wrapper, _Wrapper))
         return wrapper  # type: ignore[no-any-return]
 
@@ -175,6 +178,17 @@ class _Wrapper(Dress):
         for name in ("reducer", "logger"):
             vars(self).pop(name, None)
 
+    def train(self, mode: bool = True) -> Any:
+        """Raises when parameters were unfrozen since: DDP synchronises those that it knew when it wrapped the model."""
+        late = sorted(_trainable(self.module) - vars(self).get(_SYNCHRONISED, frozenset())) if mode else []  # type: ignore[attr-defined]
+        if late:
+            raise RuntimeError(
+                f"{len(late)} parameters were unfrozen after prepare(): {', '.join(late)}. DDP would not average their "
+                f"gradients, and the ranks would drift apart. Take the model out with accelerator.unwrap_model(model), call "
+                f"accelerator.free_memory(), and prepare the model and its optimizer again; or unfreeze before prepare()."
+            )
+        return super().train(mode)  # type: ignore[misc]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises with the names of the parameters that took no part in the loss; torch gives their indices."""
         try:
@@ -197,6 +211,10 @@ class _Wrapper(Dress):
                 f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
                 f"requires_grad_(False) on them before prepare."
             ) from error
+
+
+def _trainable(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _unused_parameters(wrapper: Any, message: str) -> list[str]:
