@@ -106,6 +106,39 @@ def test_two_optimizers_may_clear_first_or_last(first: bool) -> None:
     torch.testing.assert_close(other.weight, one.weight)
 
 
+@pytest.mark.parametrize("where", ["inside the block", "behind the block"])
+def test_a_closing_micro_batch_may_be_retried(where: str) -> None:
+    """Semantics 11: what zero_grad drops after a backward is gone before the next one."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X[0]).pow(2).mean())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X[1]).sum() * float("nan"))
+        optimizer.zero_grad()
+        if where == "inside the block":
+            accelerator.backward(model(X[1]).pow(2).mean())
+            optimizer.step()
+    if where == "behind the block":
+        accelerator.backward(model(X[1]).pow(2).mean())
+        optimizer.step()
+    assert model.weight.isfinite().all()
+
+
+def test_clearing_instead_of_a_step_after_unscaling_is_not_forgotten() -> None:
+    """Semantics 13: the next gradients are unscaled too, or the scaler says why not."""
+    accelerator = Accelerator(mixed_precision=Scaling())
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(X[0]).pow(2).mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    optimizer.zero_grad()
+    accelerator.backward(model(X[0]).pow(2).mean())
+    with pytest.raises(RuntimeError, match="has already been called"):
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+
+
 def test_a_closure_under_accumulation_is_refused() -> None:
     """L3: only the closure of the closing micro-batch would ever be called."""
     accelerator = Accelerator(gradient_accumulation_steps=2)

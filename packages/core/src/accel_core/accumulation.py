@@ -46,6 +46,7 @@ class Accumulation:
         "inside",
         "micro_backwards",
         "open",
+        "optimizers",
         "position",
         "serial",
         "size",
@@ -72,6 +73,7 @@ class Accumulation:
         self.sync_each_batch = sync_each_batch
         self._sync_with_dataloader = sync_with_dataloader
         self._rescale = WeakMethod(rescale)  # what was prepared is not kept alive by an optimizer's gate
+        self.optimizers = 0  # how many it holds back
         self.serial = 0
         self.total_backwards = 0
         self.reset()
@@ -112,6 +114,8 @@ class Accumulation:
 
     def count_backward(self) -> None:
         """A backward is about to run."""
+        if self._deferred and not self.inside:
+            self._settle()
         self.backwards += 1
         self.micro_backwards += 1
         self.total_backwards += 1
@@ -175,10 +179,11 @@ class Accumulation:
         return self.open or self.inside
 
     def defer(self, drop: Callable[[], None]) -> None:
-        """`drop` is called before the next window begins.
+        """`drop` is called before the next window begins, or the next backward behind the block.
 
         On the closing micro-batch nobody can tell yet what a `zero_grad` means: it may stand first in the body, with the
         step to come, or last, with the step left out (a loss that was not finite, say) and the gradients to be dropped.
+        With several optimizers that holds after a backward too, which may have been for another one.
         """
         self._deferred.append(drop)
 

@@ -72,6 +72,7 @@ class OptimizerGate:
         needs_backward: bool,
     ) -> None:
         self.accumulation = accumulation
+        accumulation.optimizers += 1
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner = weakref.ref(prepared)
@@ -98,6 +99,7 @@ class OptimizerGate:
 
     def remove(self, optimizer: Optimizer) -> None:
         """Gives the optimizer its own methods back."""
+        self.accumulation.optimizers -= 1
         attributes = vars(optimizer)
         for name in (_GATE, *_SHADOWED):
             attributes.pop(name, None)
@@ -133,11 +135,9 @@ class OptimizerGate:
         """Clears the gradients, unless they belong to the open window."""
         accumulation = self.accumulation
         if self._inside or not accumulation.is_pending(self.settled):
-            self._own_zero_grad(*args, **kwargs)
+            self._clear(*args, **kwargs)
         elif not accumulation.open:
-            accumulation.defer(
-                partial(self._drop_unless_settled, accumulation.serial, partial(self._own_zero_grad, *args, **kwargs))
-            )
+            self._clear_on_closing(partial(self._clear, *args, **kwargs))
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds the group; its parameters are checked before the next step."""
@@ -153,9 +153,17 @@ class OptimizerGate:
             self._relay.unscale_gradients(optimizer)
             self._unscaled = True
 
-    def _drop_unless_settled(self, window: int, zero_grad: Callable[[], None]) -> None:
-        if self.settled != window:
-            zero_grad()
+    def _clear(self, *args: Any, **kwargs: Any) -> None:
+        self._own_zero_grad(*args, **kwargs)
+        self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
+
+    def _clear_on_closing(self, clear: Callable[[], None]) -> None:
+        accumulation = self.accumulation
+        if accumulation.optimizers == 1 and accumulation.micro_backwards:
+            clear()  # after its backward, and there is no other optimizer that this backward could have been for
+            return
+        window = accumulation.serial
+        accumulation.defer(lambda: None if self.settled == window else clear())
 
     def _check_first(self) -> None:
         prepared = self.owner()

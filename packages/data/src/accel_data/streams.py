@@ -70,6 +70,8 @@ class DrawnApart:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy that is being made has no attributes yet
+            raise AttributeError(name)
         return getattr(self._sampler, name)
 
 
