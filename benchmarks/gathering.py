@@ -5,30 +5,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from counting import Collectives
 from libraries import BATCH
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from worker import alternate, arguments, finish, join
 
 CLASSES = 10
 Pair = tuple[torch.Tensor, torch.Tensor]
 Gather = Callable[[Pair], object]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that are called inside, whatever their names in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function.namespace == "c10d"
-        return function(*args, **(kwargs or {}))
 
 
 def plain(data: TensorDataset) -> tuple[DataLoader, Gather]:

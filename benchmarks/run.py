@@ -38,10 +38,32 @@ ROWS = {
         Measure("P4 DDP on 2 ranks, CPU of the main thread", "cpu", 1, "/"),
         Measure("P4 DDP on 2 ranks, on the wall", "wall", None, "/"),
     ],
+    "P6": [
+        Measure("P6 loader, a batch", "single", 0, "-"),
+        Measure("P6 loader, a batch, by __getitems__", "many", 0, "-"),
+    ],
+    "P6d": [
+        Measure("P6d dispatch, collectives a message", "collectives_per_message", 1, "", unit="", scale=1),
+        Measure("P6d dispatch, collectives a batch", "collectives", None, "", unit="", scale=1),
+        Measure("P6d dispatch, pickles a batch", "pickles", 0, "", unit="", scale=1),
+        Measure("P6d dispatch, over sharded", "cpu", 4, "/", base="sharded"),
+        Measure("P6d dispatch, over scatter", "cpu", None, "/", base="scatter"),
+        Measure("P6d dispatch, over scatter, busiest rank", "busiest", None, "/", base="scatter"),
+        Measure("P6d dispatch, over scatter, on the wall", "wall", None, "/", base="scatter"),
+    ],
     "P7": [
         Measure("P7 gather_for_metrics, collectives", "collectives", 1, "", unit="", scale=1),
         Measure("P7 gather_for_metrics, CPU of the main thread", "cpu", 1.3, "/"),
         Measure("P7 gather_for_metrics, on the wall", "wall", None, "/"),
+    ],
+    "P10": [
+        Measure("P10 first batch after 10^6", "first", 5, "", unit="ms", scale=1e3),
+        Measure("P10 first batch after 10^6, 2 workers", "workers", 60, "", unit="ms", scale=1e3),
+        Measure("P10 first batch after 10^6, own sampler", "own_sampler", None, "", unit="ms", scale=1e3),
+        Measure("P10 memory of it", "memory", 1, "", unit="MiB", scale=1 / 2**20),
+        Measure("P10 samples read that are not in it", "other", 0, "", unit="", scale=1),
+        Measure("P10 order of 10^9, an index", "order", 0.1, ""),
+        Measure("P10 order of 10^9, over randperm(10^7)", "order", None, "/"),
     ],
 }
 
@@ -58,7 +80,13 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("steps.py", loops, world=1, accumulation=4, **common)
     if row == "P4":
         return measure("steps.py", loops, world=2, **common)
-    return measure("gathering.py", loops, world=2, **common)
+    if row == "P6":
+        return measure("reading.py", loops, world=1, **common)
+    if row == "P6d":
+        return measure("dispatching.py", ["sharded", "scatter", *libraries], world=2, **common)
+    if row == "P7":
+        return measure("gathering.py", loops, world=2, **common)
+    return measure("resuming.py", loops, world=1, **common)
 
 
 def machine() -> dict[str, object]:

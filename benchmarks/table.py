@@ -54,13 +54,14 @@ class Measure:
         """The cells, by column."""
         values = self.values(OURS, rounds)
         low, middle, high = quartiles(values)
-        raw = [measured[self.base][self.figure] * self.scale for measured in rounds if self.base in measured]
+        bases = [measured[self.base] for measured in rounds if self.base in measured]
+        raw = [figures[self.figure] * self.scale for figures in bases] if self.against else []
         cells = {
             "row": self.name,
             "gate": "" if self.limit is None else f"≤ {self._text(self.limit)}",
             "figure": self._text(middle),
             "interval": f"{self._text(low)} … {self._text(high)}",
-            "raw": f"{statistics.median(raw):.4g} µs" if raw and self.against else "",
+            "raw": f"{statistics.median(raw):.4g} µs" if raw else "",
             "verdict": "" if self.limit is None else ("met" if middle <= self.limit else "MISSED"),
         }
         for peer in PEERS:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import runpy
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "run.py"
+ROWS = [("P1", 3), ("P2", 2), ("P3", 2), ("P4", 2), ("P6", 2), ("P6d", 7), ("P7", 3), ("P10", 7)]
 TINY = ["--rounds", "2", "--repeats", "1", "--batches", "8", "--libraries", "accel"]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("row", "lines"), [("P1", 3), ("P2", 2), ("P3", 2), ("P4", 2), ("P7", 3)])
+@pytest.mark.parametrize(("row", "lines"), ROWS)
 def test_a_row_of_the_benchmarks_runs(row, lines, tmp_path):
     out = tmp_path / "results.json"
     command = [sys.executable, str(RUN), "--rows", row, *TINY, "--out", str(out)]
@@ -27,11 +32,50 @@ def test_a_row_of_the_benchmarks_runs(row, lines, tmp_path):
     assert all({"accel"} <= measured.keys() for measured in results["rounds"][row])
 
 
+def rounds_of(row, out):
+    """The rounds of a row, measured in tiny ones."""
+    subprocess.run([sys.executable, str(RUN), "--rows", row, *TINY, "--out", str(out)], check=True, timeout=200)
+    return json.loads(out.read_text(encoding="utf-8"))["rounds"][row]
+
+
 @pytest.mark.timeout(240)
 def test_gathering_for_metrics_is_one_collective(tmp_path):
     """P7: two tensors travel in exactly one collective."""
-    out = tmp_path / "results.json"
-    subprocess.run([sys.executable, str(RUN), "--rows", "P7", *TINY, "--out", str(out)], check=True, timeout=200)
-    rounds = json.loads(out.read_text(encoding="utf-8"))["rounds"]["P7"]
+    rounds = rounds_of("P7", tmp_path / "results.json")
     assert {measured["accel"]["collectives"] for measured in rounds} == {1.0}
     assert {measured["plain"]["collectives"] for measured in rounds} == {2.0}
+
+
+@pytest.mark.timeout(240)
+def test_dispatched_batches_travel_together_and_without_pickles(tmp_path):
+    """P6d: a message is one collective and holds several batches; scattering by hand takes one for each tensor."""
+    rounds = rounds_of("P6d", tmp_path / "results.json")
+    for measured in rounds:
+        assert measured["accel"]["collectives_per_message"] == 1
+        assert measured["accel"]["collectives"] < 1
+        assert measured["accel"]["pickles"] == 0
+        assert measured["scatter"]["collectives"] == 4
+
+
+@pytest.mark.timeout(240)
+def test_resuming_deep_in_a_huge_set_reads_one_batch_and_takes_no_memory(tmp_path):
+    """P10: at batch 10^6 of 10^9 samples, no other sample is read, also under a sampler of the user's own."""
+    rounds = rounds_of("P10", tmp_path / "results.json")
+    assert {measured["accel"]["other"] for measured in rounds} == {0.0}
+    assert all(measured["accel"]["memory"] <= 2**20 for measured in rounds)
+
+
+def test_pickling_is_counted_under_any_name():
+    """Functions, and objects of subclasses; what is called outside is not."""
+    counting = runpy.run_path(str(RUN.with_name("counting.py")))
+    before = sys.getprofile()
+    with counting["Calls"]({_roundtrip.__code__}) as calls:
+        _roundtrip([1])
+        ForkingPickler(io.BytesIO()).dump([1])
+    _roundtrip([1])
+    assert (calls.pickles, calls.functions) == (3, 1)
+    assert sys.getprofile() is before
+
+
+def _roundtrip(obj):
+    return pickle.loads(pickle.dumps(obj))

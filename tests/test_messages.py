@@ -33,6 +33,7 @@ ROOTS = {"torch": torch, "accel_core": accel_core, "accel_data": accel_data}
 # What a variable in a message stands for, as in `accelerator.backward(loss)`.
 STANDS_FOR = {
     "accelerator": accel_core.Accelerator,
+    "loader": accel_data.DataLoaderShard,
     "loss": torch.Tensor,
     "model": torch.nn.Module,
     "optimizer": torch.optim.Optimizer,

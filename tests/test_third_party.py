@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-THIRD_PARTIES = ("accel-hello", "accel-stopwatch")
+THIRD_PARTIES = ("accel-hello", "accel-nearby", "accel-stopwatch")
 GUIDES = sorted(ROOT.glob("docs/how-to/write-*.md"))
 LAUNCH = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ACCEL.*|TORCHELASTIC.*)")
 
@@ -102,7 +102,7 @@ def test_the_core_knows_no_third_party():
     named = [
         path.name
         for path in ROOT.glob("packages/core/src/**/*.py")
-        if re.search("hello|stopwatch", path.read_text(encoding="utf-8"), re.IGNORECASE)
+        if re.search("hello|nearby|stopwatch", path.read_text(encoding="utf-8"), re.IGNORECASE)
     ]
     assert not named
 

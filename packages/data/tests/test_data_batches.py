@@ -177,15 +177,15 @@ def check_exactly_once(n, b, ranks, drop_last, even, split, *, custom):
     if not custom:
         for rank in range(ranks):
             found = batches_of_loader(n, b, drop_last, Shard(rank, ranks), split, even)
-            assert found == [(indices, rows.real) for indices, rows in by_rank[rank]]
+            assert found == [(indices, rows.real) for indices, rows, _ in by_rank[rank]]
     order = []
-    for parts in itertools.zip_longest(*by_rank, fillvalue=([], None)):
-        for indices, rows in parts:
+    for parts in itertools.zip_longest(*by_rank, fillvalue=([], None, 0)):
+        for indices, rows, _ in parts:
             order += indices[: rows.real] if rows else []
     assert order == one_process_order(n, drop_last, step)
     if even and ranks > 1:
         assert len({len(batches) for batches in by_rank}) == 1
-        assert {len(indices) for batches in by_rank for indices, _ in batches} <= {b // ranks if split else b}
+        assert {len(indices) for batches in by_rank for indices, _, _ in batches} <= {b // ranks if split else b}
 
 
 CASES = list(itertools.product(range(1, 41), range(1, 9), range(1, 5), *[(False, True)] * 4))
@@ -215,15 +215,15 @@ def test_batches_of_varying_sizes_are_handed_out_as_they_come(attributes):
     """Index tables, batch samplers without a fixed size; semantics 20: nothing is lost, whole first batches fill."""
     sampler = Batches(VARYING, **attributes)
     first, second = (list(BatchSamplerShard(sampler, 2, rank).rows()) for rank in (0, 1))
-    assert [indices for indices, _ in first] == [[0, 1, 2], [5, 6, 7, 8], [10, 11]]
-    assert [indices for indices, _ in second] == [[3, 4], [9], [0, 1, 2]]
-    assert [rows.real for _, rows in second] == [2, 1, 0]
+    assert [indices for indices, _, _ in first] == [[0, 1, 2], [5, 6, 7, 8], [10, 11]]
+    assert [indices for indices, _, _ in second] == [[3, 4], [9], [0, 1, 2]]
+    assert [(rows.real, read) for _, rows, read in second] == [(2, 5), (1, 10), (0, 12)]
     assert list(BatchSamplerShard(sampler, 2, 1, even_batches=False)) == [[3, 4], [9]]
 
 
 def test_few_batches_of_varying_sizes_fill_all_ranks():
     by_rank = [list(BatchSamplerShard(Batches([[0, 1, 2], [3]]), 5, rank).rows()) for rank in range(5)]
-    assert [(indices, rows.real) for [(indices, rows)] in by_rank] == [
+    assert [(indices, rows.real) for [(indices, rows, _)] in by_rank] == [
         ([0, 1, 2], 3),
         ([3], 1),
         ([0, 1, 2], 0),

@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -25,7 +26,7 @@ from torch.utils.data import (
 from accel_core.feed import Feed, Rows
 from accel_core.layout import Shard
 from accel_core.world import World
-from accel_data import Sharded, ShardedLoader
+from accel_data import BatchSamplerShard, DataLoaderShard, Sharded
 
 
 def prepare(loader, rank=0, ranks=1, *, feed=None, seed=0, device=None, **options):
@@ -98,6 +99,14 @@ class Broken(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))
+
+
+class Rows2(Dataset):
+    def __getitem__(self, indices):
+        return torch.tensor(indices)
+
+    def __len__(self):
+        return 5
 
 
 class Triples:
@@ -404,7 +413,7 @@ def test_the_original_is_not_changed():
     assert vars(loader) == before
     assert type(loader) is DataLoader
     assert isinstance(prepared, DataLoader)
-    assert isinstance(prepared, ShardedLoader)
+    assert isinstance(prepared, DataLoaderShard)
 
 
 def test_a_subclass_that_iterates_in_its_own_way_is_served():
@@ -483,7 +492,7 @@ def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
     assert str(description) == (
         "batch per rank 8, global batch 32 on 4 data-parallel rank(s), effective batch 64 with accumulation 2; "
         "4 steps per epoch over 100 samples; an incomplete last global batch is filled from the first samples, "
-        "which metrics leave out"
+        "which metrics leave out; every rank reads its own part"
     )
 
 
@@ -522,18 +531,35 @@ def test_copies_and_pickles_go_on_at_the_same_epoch(duplicate, workers):
     iterator = iter(loader)
     next(iterator)
     twin = duplicate(loader)
-    assert isinstance(twin, ShardedLoader)
+    assert isinstance(twin, DataLoaderShard)
     assert ids(twin) == orders[1]
 
 
-def test_iterable_sets_are_refused_when_ranks_share():
-    with pytest.raises(ValueError, match="over Stream, an IterableDataset: every rank .*Shard the iterable yourself"):
-        prepare(DataLoader(Stream()), 0, 2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loaders_without_batches_are_shared_out_element_by_element(rank):
+    """D5: `batch_size=None`."""
+    feed = Feed()
+    prepared = prepare(DataLoader([torch.arange(n) for n in (1, 2, 3)], batch_size=None), rank, 2, feed=feed)
+    found = [(len(batch), feed.current_rows()) for batch in prepared]
+    assert found == ([(1, None), (3, None)] if rank == 0 else [(2, None), (1, Rows(None, 0))])
+    assert len(prepared) == 2
 
 
-def test_loaders_without_batches_are_refused_when_ranks_share():
-    with pytest.raises(ValueError, match="with batch_size=None, so there are no batches .*Give it a batch_size"):
-        prepare(DataLoader(range(4), batch_size=None), 0, 2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lists_of_indices_are_batches_where_the_loader_makes_none(rank):
+    sampler = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
+    loader = DataLoader(Rows2(), sampler=sampler, batch_size=None)
+    prepared = prepare(loader, rank, 2)
+    assert [batch.tolist() for batch in prepared] == ([[0, 1], [4]] if rank == 0 else [[2, 3], [0, 1]])
+    assert prepared.state_dict()["epoch"] == 1
+
+
+def test_a_shard_of_a_batch_sampler_is_not_shared_out_again():
+    shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 2, drop_last=False), 2, 0)
+    with pytest.raises(
+        ValueError, match="with a BatchSamplerShard for 2 processes: .*Give the loader the batch sampler"
+    ):
+        prepare(DataLoader(range(9), batch_sampler=shard), 0, 2)
 
 
 def test_a_sampler_that_shards_already_is_refused():

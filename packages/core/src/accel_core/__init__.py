@@ -23,6 +23,7 @@ from accel_core.precision import Precision, PrecisionPolicy
 from accel_core.prepare import PrepareRequest
 from accel_core.seeding import set_seed
 from accel_core.strategies import DDP, DistributedDataParallelKwargs, Single, Strategy, place_model
+from accel_core.vocabulary import RNGType
 from accel_core.world import World
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Precision",
     "PrecisionPolicy",
     "PrepareRequest",
+    "RNGType",
     "Rows",
     "Shard",
     "Single",

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from accel_core import collectives, gradients, metrics
 from accel_core.accumulation import Accumulate, Accumulation
 from accel_core.assembly import Arguments, assemble
+from accel_core.batch_stream import as_data_loader
+from accel_core.failures import explain, explained
 from accel_core.feed import Feed
 from accel_core.optimizer import OptimizerGate, gate_of
 from accel_core.options import refuse_unknown, strategy_from_plugin_argument
@@ -31,8 +33,9 @@ from accel_core.prepare import (
     kind_of,
     require,
 )
+from accel_core.process import split_between_processes
 from accel_core.scheduler import gate_scheduler, is_scheduler, rule_of
-from accel_core.seeding import agree_seed, derive_seed
+from accel_core.seeding import agree_seed
 from accel_core.window import WindowLoop, default_inputs
 
 if TYPE_CHECKING:
@@ -76,8 +79,16 @@ class Accelerator:
         loader: the name of an installed loader component, or such an object. Not given: ACCELERATE_LOADER, else "sharded" if a
             distribution offers that name, else the core's own, which serves one process.
         plugins: objects with further hooks, such as observers.
+        dataloader_config: the options of the loader component as one object, such as accel-data's
+            `DataLoaderConfiguration`, instead of `split_batches`, `dispatch_batches`, `even_batches` and
+            `use_seedable_sampler`. It is complete: variables of the environment for its fields are refused beside it.
+        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served by the loader component.
         even_batches: whether loaders fill the last global batch from the first samples, so that all ranks have equally many
             batches; metrics leave the filling out. Served by the loader component.
+        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch. Served by the loader component.
+        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated: names of `RNGType`, such as
+            "generator", "torch" or "cuda"; an empty list: none. Not given: as the loader component says, "generator" by
+            that of accel-data. Served by the loader component.
         gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless `split_batches`), for
@@ -104,7 +115,11 @@ class Accelerator:
         strategy: str | Strategy | None = None,
         loader: object = None,
         plugins: Sequence[object] = (),
+        dataloader_config: KwargsHandler | None = None,
+        dispatch_batches: bool | None = None,
         even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
+        rng_types: Sequence[str] | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         step_scheduler_per_process: bool = False,
@@ -124,16 +139,24 @@ class Accelerator:
                 dynamo_backend=dynamo_backend,
                 strategy=chosen,
                 loader=loader,
-                split_batches=split_batches,
-                even_batches=even_batches,
+                dataloader_config=dataloader_config,
+                loader_options={
+                    "split_batches": split_batches,
+                    "dispatch_batches": dispatch_batches,
+                    "even_batches": even_batches,
+                    "use_seedable_sampler": use_seedable_sampler,
+                    "rng_types": rng_types,
+                },
                 plugins=plugins,
                 handlers=() if kwargs_handlers is None else kwargs_handlers,
             )
         )
         self.device_placement = device_placement
+        self._dataloader_config = dataloader_config
+        splits = getattr(parts.loader, "split_batches", False)
         self._scheduler_rule = rule_of(
             step_scheduler_with_optimizer,
-            parts.world.size if step_scheduler_per_process and not parts.options["split_batches"].value else None,
+            parts.world.size if step_scheduler_per_process and not splits else None,
             parts.accumulation.adjust_scheduler,
         )
         self._take(parts)
@@ -217,6 +240,42 @@ class Accelerator:
         return self._accumulation.steps
 
     @property
+    def dataloader_config(self) -> KwargsHandler | None:
+        """The options of the loader component as they were given; None if they were not given as one object."""
+        return self._dataloader_config
+
+    @property
+    def split_batches(self) -> bool | None:
+        """Whether a loader's batch size is that of the whole world; None if the loader component does not say."""
+        return getattr(self._parts.loader, "split_batches", None)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether one rank reads a loader for all; None: the kind of dataset decides, or the loader component does not say."""
+        return getattr(self._parts.loader, "dispatch_batches", None)
+
+    @property
+    def even_batches(self) -> bool | None:
+        """Whether an incomplete last global batch is filled; None if the loader component does not say."""
+        return getattr(self._parts.loader, "even_batches", None)
+
+    @property
+    def use_seedable_sampler(self) -> bool | None:
+        """Whether loaders shuffle by `torch.randperm`, seeded by epoch; None if the loader component does not say."""
+        return getattr(self._parts.loader, "use_seedable_sampler", None)
+
+    @property
+    def non_blocking(self) -> bool | None:
+        """Whether the host goes on while batches are copied to the device; None if the loader component does not say."""
+        return getattr(self._parts.loader, "non_blocking", None)
+
+    @property
+    def rng_types(self) -> list[str] | None:
+        """The random streams that ranks share whenever a loader is iterated; None if the loader component does not say."""
+        shared = getattr(self._parts.loader, "rng_types", None)
+        return None if shared is None else list(shared)
+
+    @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether `scheduler.step()` waits for the optimizer."""
         return self._scheduler_rule.with_optimizer
@@ -251,6 +310,23 @@ class Accelerator:
     def wait_for_everyone(self) -> None:
         """Returns once every process has come here. Collective."""
         self._world.barrier()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`.
+
+        Parts are consecutive, and the first `len(inputs) % num_processes` processes get one element more; where there are
+        too few, parts are empty. One process gets the input as it is. No collective: all have to pass the same.
+
+        Args:
+            inputs: a list or another sequence, a tuple, a tensor or an array (split along dim 0), a dataset with
+                `select(indices)` or of torch's with a length, or a dict of such values, all of one length. It is not changed.
+            apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have one length.
+
+        Raises:
+            TypeError: for anything else, such as a string or a 0-d tensor.
+            ValueError: if the values of a dict differ in length.
+        """
+        return split_between_processes(inputs, self._world, apply_padding)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
@@ -294,27 +370,60 @@ class Accelerator:
         return self._prepare_model(model, device_placement, (), evaluation_mode)
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
         """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
 
         Args:
-            data_loader: the user's loader, which is not changed.
+            data_loader: the user's loader, which is not changed; or any iterable of batches that has `state_dict` and
+                `load_state_dict`.
             device_placement: whether batches are moved to the device; None: as the Accelerator was told.
+            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts the part of one process out of
+                a global batch, where batches are dispatched from one process; None: every tensor along dim 0.
         """
-        require("prepare_data_loader()", data_loader, DataLoader, "a torch.utils.data.DataLoader")
+        data_loader = as_data_loader(data_loader)
         if any(data_loader is known for known in self._prepared.loaders):
             return data_loader
         if self._seed is None:
-            self._seed = agree_seed(self._world)
-        # Each loader has an order of its own: two that are zipped must not pair every sample with itself.
-        number = len(self._prepared.loaders)
-        seed = derive_seed(self._seed, number) if number else self._seed
+            self._seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
         prepared = self._relay.prepare_loader(
-            data_loader, self._layout.shard, self._feed, self._placement(device_placement), seed
+            data_loader,
+            self._layout.shard,
+            self._feed,
+            self._placement(device_placement),
+            self._seed,
+            len(self._prepared.loaders),
+            self._layout.data_group,
+            slice_fn_for_dispatch,
         )
         self._prepared.loaders.append(prepared)
         return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
+
+        It shares the epochs of the prepared loader: loop over it for the rest of an epoch, and over the loader itself from
+        then on. Samples that have indices are not read.
+
+        Args:
+            dataloader: a prepared loader.
+            num_batches: how many batches are left out.
+
+        Raises:
+            TypeError: if the loader is not prepared, or its component cannot leave out batches.
+            ValueError: if the number is negative, or no whole number.
+        """
+        behind = getattr(dataloader, "behind", None)
+        if not callable(behind):
+            raise TypeError(
+                f"skip_first_batches() was given a {type(dataloader).__name__} that cannot leave out batches. Pass the loader "
+                f"that prepare() returned; one of a loader component that cannot do it is to be skipped by hand."
+            )
+        skipped: DataLoader[Any] = behind(num_batches)
+        return skipped
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Prepares one optimizer, in place: `step` and `zero_grad` wait for the end of the window.
@@ -430,7 +539,11 @@ class Accelerator:
         accumulation.count_backward()
         relay = self._relay
         weight = accumulation.weight if accumulation.inside else 1.0 / accumulation.steps
-        relay.backward(relay.scale_loss(loss), weight, not accumulation.open, kwargs)
+        try:
+            relay.backward(relay.scale_loss(loss), weight, not accumulation.open, kwargs)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
     def forward_backward(
         self,
@@ -458,8 +571,13 @@ class Accelerator:
 
         Raises:
             ValueError: without a micro-batch, or if the sum is not a scalar.
-            RuntimeError: inside `accumulate`, or while a window is open.
+            RuntimeError: inside `accumulate`, while a window is open, or where `join_uneven_inputs` joins models.
         """
+        if self._feed.joining:
+            raise RuntimeError(
+                "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take "
+                "the block away and call it on all ranks equally often; numbers of micro-batches may differ."
+            )
         if self._accumulation.inside or self._accumulation.open:
             raise RuntimeError(
                 "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out "
@@ -468,7 +586,8 @@ class Accelerator:
         if self._prepared.unchecked:
             self._prepared.check_orphans()
         self._accumulation.whole_window()
-        return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
+        with explained():
+            return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.
@@ -484,6 +603,33 @@ class Accelerator:
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """The next backward of `model` synchronises all its gradients, although its forward ran inside `no_sync`."""
         return self._relay.trigger_sync_in_backward(model)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A block in which ranks may train on different numbers of batches, none included; at its end all ranks agree again.
+
+        A rank that has ended takes part in the others' steps with zeros, which still count in the mean. Then models,
+        prepared optimizers and schedulers are those of the rank that went on longest. Inside, windows of accumulation close
+        by count alone, and one that is open at the end is dropped with a warning. Leave other collectives, evaluation too,
+        out of the block: a rank that has ended does not make them. Collective, if models are joined.
+
+        Args:
+            joinables: the prepared models that are trained, and other objects of torch's `Joinable`. None at all: only
+                `even_batches` acts, for loops that communicate nothing.
+            even_batches: overrides the option of that name for iterations of prepared loaders that begin inside; None
+                leaves it.
+
+        Raises:
+            TypeError: in a world larger than one, for a model that cannot join; for an `even_batches` of another type.
+        """
+        from accel_core.joining import as_joinables, evenness, joined
+
+        joining = as_joinables(joinables) if self.use_distributed else []
+        with ExitStack() as stack:
+            stack.enter_context(evenness(self._feed, even_batches, bool(joining)))
+            if joining:
+                stack.enter_context(joined(joining, self._world, self._prepared, self._accumulation))
+            yield
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -675,7 +821,8 @@ class Accelerator:
             evaluation=evaluation,
             compile_options=self._parts.compile_options,
         )
-        prepared = self._relay.prepare_model(model, self._prepared.holders(model, optimizers), request)
+        with explained():
+            prepared = self._relay.prepare_model(model, self._prepared.holders(model, optimizers), request)
         # What is given may be a wrapper already, that of an earlier Accelerator for instance.
         self._prepared.models.append(PreparedModel(self.unwrap_model(model), prepared, evaluation))
         return prepared

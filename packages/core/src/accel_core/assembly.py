@@ -17,6 +17,7 @@ from accel_core.config import Option, as_sequence, as_steps, as_text, flag, reso
 from accel_core.defaults import CoreDefaults
 from accel_core.errors import PluginError
 from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
+from accel_core.loader_options import check_class, in_force, refuse_beside_object, resolve_options
 from accel_core.plugins import Activation, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.precision import Precision
 from accel_core.strategies.strategy import Strategy
@@ -45,6 +46,7 @@ class Assembly:
     activation: Activation
     defaults: CoreDefaults
     strategy: Strategy
+    loader: object
     precision: Precision
     mixed_precision: str
     accumulation: GradientAccumulationPlugin
@@ -63,8 +65,8 @@ class Arguments:
     dynamo_backend: object
     strategy: object
     loader: object
-    split_batches: object
-    even_batches: object
+    dataloader_config: object
+    loader_options: Mapping[str, object]
     plugins: Sequence[object]
     handlers: Sequence[KwargsHandler]
 
@@ -78,11 +80,7 @@ def assemble(given: Arguments) -> Assembly:
     compile_options = _compile_options(backend)
     offers = list_offers()
     precision = _precision(given.mixed_precision, offers)
-    flags = {
-        "split_batches": flag("split_batches", given.split_batches, "ACCELERATE_SPLIT_BATCHES", None),
-        "even_batches": flag("even_batches", given.even_batches, "ACCELERATE_EVEN_BATCHES", None),
-    }
-    loader = _loader(given.loader, flags, offers)
+    loader, loader_options = _loader(given, offers)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
     process_group = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
     world = World.current(cpu=cpu.value, **process_group.to_kwargs())
@@ -97,10 +95,11 @@ def assemble(given: Arguments) -> Assembly:
         world=world,
         layout=layout,
         choices=choices,
-        options={"cpu": cpu, "gradient_accumulation_steps": steps, "dynamo_backend": backend, **flags},
+        options={"cpu": cpu, "gradient_accumulation_steps": steps, "dynamo_backend": backend, **loader_options},
         activation=activation,
         defaults=defaults,
         strategy=strategy.selected.component,
+        loader=loader[0].selected.component if loader else None,
         precision=precision.selected.component,
         mixed_precision=precision.selected.name,
         accumulation=accumulation,
@@ -201,14 +200,20 @@ def _precision(argument: object, offers: Sequence[Offer]) -> Choice:
     return Choice("precision", selected, option.source)
 
 
-def _loader(argument: object, flags: Mapping[str, Option[Any]], offers: Sequence[Offer]) -> tuple[Choice, ...]:
-    """The loader component; none where nothing was asked for and the default name is not installed."""
-    options = {name: option.value for name, option in flags.items() if option.value is not None}
-    option: Option[object] = resolve(argument, "ACCELERATE_LOADER", as_text, _DEFAULT_LOADER)
+def _loader(given: Arguments, offers: Sequence[Offer]) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
+    """The loader component, none where nothing was asked for and the default name is not installed; and its options."""
+    config = given.dataloader_config
+    options = resolve_options(given.loader_options, config)
+    passed_on = {name: option.value for name, option in options.items() if option.source != "default"}
+    choice: Option[object] = resolve(given.loader, "ACCELERATE_LOADER", as_text, _DEFAULT_LOADER)
     is_installed = any(offer.group == "accel.loaders" and offer.name == _DEFAULT_LOADER for offer in offers)
-    if option.source == "default" and not is_installed and not options:
-        return ()  # the core's own serves a world of one, and says what to install in a larger one
-    return (Choice("loader", build("accel.loaders", option.value, options, offers), option.source),)
+    if choice.source == "default" and not is_installed and not passed_on and config is None:
+        return (), options  # the core's own serves a world of one, and says what to install in a larger one
+    refuse_beside_object(config, choice.value)
+    selected = build("accel.loaders", choice.value, passed_on, offers)
+    check_class(config, selected.component)
+    in_use = in_force(options, selected.component, from_object=selected.offer is None)
+    return (Choice("loader", selected, choice.source),), in_use
 
 
 _DEFAULT_LOADER = "sharded"

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from accel_core.failures import explain
 from accel_core.mismatch import Description, mismatch
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Channel:
             headers = frame.write(letter, tensors)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
             self._refuse(frame, error)
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
+        self._gather(frame.received, frame.sent)
         by_rank: list[list[int]] = headers.tolist()
         for header in by_rank:
             if header[0] != letter.digest:
@@ -160,10 +161,17 @@ class Channel:
 
     def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
         headers = frame.write_refusal()
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
+        self._gather(frame.received, frame.sent)
         if any(digest != _REFUSED for digest, _ in headers.tolist()):
             self._descriptions({"error": f"{type(error).__name__}: {error}"})
         raise error
+
+    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        try:
+            dist.all_gather_single(received, sent, group=self.group)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
     def _capacity(self) -> int:
         needs = self._needs.get(self._previous)
@@ -186,11 +194,11 @@ class Channel:
         """What every rank has to say, by rank. Costs two collectives; only when something is wrong already."""
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        dist.all_gather_single(lengths, torch.tensor([len(text)], device=self.device), group=self.group)
+        self._gather(lengths, torch.tensor([len(text)], device=self.device))
         longest = int(lengths.max())
         padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(self.device)
         received = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        dist.all_gather_single(received, padded, group=self.group)
+        self._gather(received, padded)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.channel import Channel, Letter, Spec, from_bytes, to_bytes
+from accel_core.failures import explained
 from accel_core.mismatch import describe
 from accel_core.tree import Tree, flatten_with_shape, outline, paths, unflatten
 
@@ -180,7 +181,8 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGrou
     length = int(lengths[source])
     if length > SMALL_OBJECT:
         large = from_bytes(content).to(channel.device) if content else _empty_bytes(length, channel.device)
-        dist.broadcast(large, group=channel.group, group_src=source)
+        with explained():
+            dist.broadcast(large, group=channel.group, group_src=source)
         parts[source] = large
     return obj if channel.rank == source else _unpickled(parts[source])
 
@@ -292,10 +294,11 @@ def _all_reduce(
     channel.exchange(letter, ())
     remaining = {}
     for dtype, flat in flats.items():
-        if reduction == "max":
-            _all_reduce_max(flat, channel)
-        else:
-            dist.all_reduce(flat, group=channel.group)
+        with explained():
+            if reduction == "max":
+                _all_reduce_max(flat, channel)
+            else:
+                dist.all_reduce(flat, group=channel.group)
         sizes = [leaf.numel() for leaf in leaves if _wire_dtype(leaf, reduction) == dtype]
         remaining[dtype] = iter(flat.split(sizes))
     totals = [next(remaining[_wire_dtype(leaf, reduction)]).view(leaf.shape) for leaf in leaves]

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from accel_core.plugins.offers import nearest
+from accel_core.vocabulary import RNGType
+
 T = TypeVar("T")
 D = TypeVar("D")
 
@@ -58,6 +61,18 @@ def as_steps(text: str, variable: str) -> int:
     return int(text)
 
 
+def as_seed(text: str, variable: str) -> int:
+    """An integer from 0 to 2**64 - 1, which is what torch takes."""
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise ValueError(f"{variable}={text!r} is not a seed: expected an integer from 0 to 2**64 - 1, e.g. 42.")
+    return int(text)
+
+
+def as_list(text: str, _: str) -> list[str]:
+    """Names between commas."""
+    return [name.strip() for name in text.split(",")]
+
+
 def flag(name: str, argument: object, variable: str, default: D) -> Option[bool | D]:
     """A resolved truth value. Raises `TypeError` for an argument that is none: a text such as "no" would count as true."""
     if argument is not None and not isinstance(argument, bool):
@@ -70,3 +85,25 @@ def as_sequence(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a list, e.g. {name}=[...].")
     return value
+
+
+def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
+    """The names of random streams in a list of texts and `RNGType`s.
+
+    Args:
+        asked: the name of the argument or variable, for messages.
+        value: the list; an empty one is fine.
+
+    Raises:
+        TypeError: if it is no list, or holds something else.
+        ValueError: for a name that `RNGType` does not have.
+    """
+    known = [kind.value for kind in RNGType]
+    for kind in as_sequence(asked, value):
+        if not isinstance(kind, str):
+            raise TypeError(f"{asked} holds {kind!r}, a {type(kind).__name__}: expected names such as {known[0]!r}.")
+        if kind not in known:
+            meant = nearest(kind, known)
+            hint = "" if meant is None else f" Type {meant!r} if that was meant."
+            raise ValueError(f"{asked} holds {kind!r}, which names no random stream. Known: {', '.join(known)}.{hint}")
+    return tuple(RNGType(kind).value for kind in as_sequence(asked, value))

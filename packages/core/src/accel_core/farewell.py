@@ -34,6 +34,11 @@ class Farewell:
         self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
         self._deadline = time.monotonic() + patience.total_seconds()
 
+    @property
+    def complete(self) -> bool:
+        """Whether there was patience enough for all that was to be said and heard."""
+        return time.monotonic() < self._deadline
+
     def ready(self) -> None:
         """Says that this rank works in the group no more, and waits for the others to say so."""
         self._say("ready", wait=True)

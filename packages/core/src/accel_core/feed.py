@@ -28,9 +28,12 @@ from typing import NamedTuple
 
 
 class Rows(NamedTuple):
-    """How many rows a batch has on this rank, and how many of them are real; padding stands at the end."""
+    """How many rows a batch has on this rank, and how many of them are real; padding stands at the end.
 
-    rows: int
+    `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot count; `real` is then 0.
+    """
+
+    rows: int | None
     real: int
 
 
@@ -72,10 +75,19 @@ class Feed:
     Args:
         lookahead: how many batches a loader without a length must look ahead, so that the last, shorter window of
             accumulation is known when it begins (the number of accumulation steps).
+
+    What the loop asks of the loaders, read when an iteration begins:
+
+    Attributes:
+        even_batches: whether ranks are to get equally many batches, instead of what the loader was told; None: as it was told.
+        joining: whether ranks may end at different batches, because the strategy takes part in the name of those that have
+            ended.
     """
 
     def __init__(self, lookahead: int = 1) -> None:
         self.lookahead = lookahead
+        self.even_batches: bool | None = None
+        self.joining = False
         self.latest: Rows | None = None
         self._live: list[weakref.ref[Passage]] = []
         self.newest: weakref.ref[Passage] | _Nobody = _nobody
@@ -108,7 +120,8 @@ class Feed:
     def begin_step(self) -> int | None:
         """Called once per `accumulate`: batches that remain after this one, over the iterators that advanced for it.
 
-        Returns None when no prepared loader advanced since the last call, or none of them knows.
+        Returns None when no prepared loader advanced since the last call, or none of them knows; and while ranks may end at
+        different batches, for a window that closes on one rank closes on all.
         """
         fewest: int | None = None
         for ref in self._live:
@@ -118,7 +131,7 @@ class Feed:
             passage.advanced = False
             if passage.remaining is not None and (fewest is None or passage.remaining < fewest):
                 fewest = passage.remaining
-        return fewest
+        return None if self.joining else fewest
 
     def current_rows(self) -> Rows | None:
         """The rows of the batch that metrics now refer to; None when no prepared loader counted any."""

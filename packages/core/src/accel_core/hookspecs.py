@@ -24,6 +24,7 @@ import pluggy
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
@@ -120,15 +121,25 @@ class HookSpecs:
 
     @owner
     def prepare_loader(  # type: ignore[empty-body]
-        self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None, seed: int
+        self,
+        loader: DataLoader[Any],
+        shard: Shard,
+        feed: Feed,
+        device: torch.device | None,
+        seed: int,
+        number: int,
+        group: ProcessGroup | None,
+        slice_fn: Callable[..., Any] | None,
     ) -> DataLoader[Any]:
         """Makes a loader yield this process's part of each global batch.
 
         When: once per loader in `prepare`.
         Usual owner: the loader component.
-        Arguments: the user's loader, which must not be changed; the part to read; the feed to which iterators report;
-            the device on which batches are put, None to leave them where they are; the seed of the run, the same on
-            every rank, from which orders are derived.
+        Arguments: the user's loader, which must not be changed; the part to read; the feed to which iterators report, and
+            which says what the loop asks of them; the device on which batches are put, None to leave them where they are;
+            the seed of the run, the same on every rank; how many loaders were prepared before, for each is to have an order
+            of its own (`accel_core.seeding.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
+            in shard order, None for the whole world; the user's function that cuts a batch into pieces, or None.
         Returns: a loader with the same class, attributes and worker settings.
         Default: in a world of one, the loader with batches placed and reported; in a larger world it raises, for all
             ranks would read the same batches.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
@@ -30,35 +31,63 @@ from torch.utils.data import (
 )
 
 from accel_core.dressing import dressed_class
+from accel_core.failures import announce
 from accel_core.feed import Feed, Rows
 from accel_core.fetching import fetching
 from accel_core.tree import to_device
 
 T = TypeVar("T")
-Read = tuple[Any, "int | None", "Rows | None"]
-"""An index batch (or one index), how many follow it on this rank (None: unknown), and its rows (None: not countable)."""
+Note = tuple["int | None", "Rows | None", int]
+"""Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), and how many samples all
+ranks have read of the epoch once it is yielded."""
+
+Read = tuple[Any, "int | None", "Rows | None", int]
+"""An index batch (or one index), and its note."""
 
 _TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class Progress:
+    """How far an iteration has come: what was yielded of its epoch, not what was fetched.
+
+    Args:
+        epoch: which one.
+        samples: samples of the epoch, over all ranks, that are behind it.
+    """
+
+    __slots__ = ("epoch", "finished", "samples")
+
+    def __init__(self, epoch: int = 0, samples: int = 0) -> None:
+        self.epoch = epoch
+        self.samples = samples
+        self.finished = False
 
 
 class Opening:
     """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered."""
 
-    __slots__ = ("__weakref__", "notes", "reads")
+    __slots__ = ("__weakref__", "notes", "progress", "reads")
 
-    def __init__(self, reads: Iterator[Read]) -> None:
+    def __init__(self, reads: Iterator[Read], progress: Progress | None = None) -> None:
         self.reads = reads
-        self.notes: deque[tuple[int | None, Rows | None]] = deque()
+        self.notes: deque[Note] = deque()
+        self.progress = progress or Progress()
 
     def start(self) -> None:
         """The iterator is advanced for the first time. An iterator that never is has not begun an epoch."""
 
 
 class Source(Protocol):
-    """What a prepared loader reads."""
+    """What a prepared loader reads.
 
-    def open(self, ahead: int) -> Opening:
-        """Begins an iteration. `ahead`: how many batches to look ahead where the length is not certain."""
+    Attributes:
+        skipped: batches of this rank that every iteration leaves out at its beginning.
+    """
+
+    skipped: int
+
+    def open(self, feed: Feed) -> Opening:
+        """Begins an iteration. Where the length is not certain, it looks `feed.lookahead` batches ahead."""
 
     def __len__(self) -> int: ...
 
@@ -68,17 +97,25 @@ class Outlet:
 
     The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled loader reports to a feed
     of its own.
+
+    Args:
+        non_blocking: do not wait for copies out of pinned memory.
     """
 
-    def __init__(self, feed: Feed, device: torch.device | None) -> None:
+    def __init__(self, feed: Feed, device: torch.device | None, non_blocking: bool = False) -> None:
         self.feed = feed
         self.device = device
+        self.non_blocking = non_blocking
+
+    def placed(self, batch: Any) -> Any:
+        """The batch, on the device."""
+        return batch if self.device is None else to_device(batch, self.device, self.non_blocking)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outlet:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Outlet], tuple[Any, ...]]:
-        return _lonely_outlet, (self.feed.lookahead, self.device)
+        return _lonely_outlet, (self.feed.lookahead, self.device, self.non_blocking)
 
 
 class IndexBatches:
@@ -88,6 +125,10 @@ class IndexBatches:
 
     Args:
         strict: whether each batch has to be matched with its index batch, because it may be padded.
+
+    Attributes:
+        delivering: torch's latest iterator, where the loader's class iterates in its own way.
+        bypassed: whether that class has yielded batches without asking torch for any.
     """
 
     def __init__(self, source: Source, outlet: Outlet, original: Any, strict: bool) -> None:
@@ -96,10 +137,12 @@ class IndexBatches:
         self.original = original
         self.strict = strict
         self.opened: Opening | None = None
+        self.delivering: Delivering | None = None
+        self.bypassed = False
 
     def open(self) -> Opening:
         """Begins an iteration of the source."""
-        return self.source.open(self.outlet.feed.lookahead)
+        return self.source.open(self.outlet.feed)
 
     def take(self) -> Opening | None:
         """The opening that torch asked for since the last call: it asks when its iterator is made."""
@@ -121,7 +164,36 @@ class IndexBatches:
         return getattr(self.original, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "opened": None}
+        return {**self.__dict__, "opened": None, "delivering": None}
+
+
+class Delivering:
+    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.delivered = 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.inner)
+        self.delivered += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def _reset(self, *arguments: Any, **options: Any) -> None:
+        """torch keeps the iterator with its workers, and begins anew with it."""
+        self.delivered = 0
+        self.inner._reset(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
 
 if TYPE_CHECKING:
@@ -147,11 +219,38 @@ class PreparedLoader(_Base):
             _draw_base_seed(self.generator)
             return _plain_batches(self.dataset, opening, outlet)
         indices.opened = None
-        inner = super().__iter__()
+        inner: Any = super().__iter__()
+        if isinstance(self.dataset, IterableDataset):  # its batches have no indices by which to leave them out
+            inner = islice(inner, indices.source.skipped, None)
         rows_known = self.in_order or self.num_workers == 0
         if indices.strict or not (_iterates_by_itself(self) or isinstance(self.dataset, IterableDataset)):
             return _matched_batches(inner, indices, indices.take(), outlet, rows_known)
         return _batches_looked_ahead(inner, indices, indices.take(), outlet)
+
+    def _get_iterator(self) -> Any:
+        inner = super()._get_iterator()
+        if not _iterates_by_itself(self):
+            return inner
+        self._accel_indices.delivering = Delivering(inner)
+        return self._accel_indices.delivering
+
+    def behind(self, batches: int) -> PreparedLoader:
+        """A copy of which every iteration leaves out so many more batches of this rank.
+
+        Raises:
+            ValueError: if the number is negative, or no whole number.
+        """
+        source = source_behind(self._accel_indices.source, batches)
+        twin = copy.copy(self)
+        twin.__dict__.update(self._reading_from(source))
+        return twin
+
+    def _reading_from(self, source: Source) -> dict[str, Any]:
+        """The attributes by which a copy reads from another source."""
+        indices = copy.copy(self._accel_indices)
+        indices.source = source
+        places = [name for name in ("batch_sampler", "sampler") if self.__dict__[name] is self._accel_indices]
+        return dict.fromkeys(["_accel_indices", *places], indices)
 
     def __getstate__(self) -> Any:
         inherited = getattr(super(), "__getstate__", None)  # object has it since Python 3.11
@@ -188,7 +287,7 @@ def prepare_copy(
     strict: bool = False,
     **attributes: Any,
 ) -> DataLoader[Any]:
-    """A copy of `loader` that reads from `source`, of a subclass of `overrides` and the loader's own class.
+    """A copy of `loader` that reads index batches from `source`, of a subclass of `overrides` and the loader's own class.
 
     Args:
         strict: batches may be padded, so each must be matched with its index batch: a loader class with an `__iter__` of
@@ -198,19 +297,44 @@ def prepare_copy(
     Raises:
         ValueError: if the loader is a prepared one.
     """
+    return dressed_copy(loader, overrides, **reading(loader, source, outlet, strict), **attributes)
+
+
+def reading(loader: DataLoader[Any], source: Source, outlet: Outlet, strict: bool = False) -> dict[str, Any]:
+    """The attributes by which a copy of `loader` reads index batches from `source`. See `prepare_copy`."""
+    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    indices = IndexBatches(source, outlet, index_sampler(loader), strict)
+    return {"_accel_outlet": outlet, "_accel_indices": indices, place: indices}
+
+
+def dressed_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
+    """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes.
+
+    Raises:
+        ValueError: if the loader is a prepared one.
+    """
     if isinstance(loader, PreparedLoader):
         raise ValueError(
             f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass the "
             f"loader that you built, or go on with the one that prepare() returned."
         )
-    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    indices = IndexBatches(source, outlet, index_sampler(loader), strict)
     twin = cast("DataLoader[Any]", _blank(overrides, type(loader)))
     # Not through setattr: torch forbids to set its attributes after the construction.
     twin.__dict__.update(copy.copy(loader).__dict__)
-    twin.__dict__.update({"_iterator": None, "_accel_outlet": outlet, "_accel_indices": indices, place: indices})
-    twin.__dict__.update(attributes)
+    twin.__dict__.update({"_iterator": None, **attributes})
     return twin
+
+
+def source_behind(source: T, batches: int) -> T:
+    """A copy of a source of which every iteration leaves out so many more batches."""
+    if type(batches) is not int or batches < 0:
+        raise ValueError(
+            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, a whole number of at "
+            f"least 0."
+        )
+    twin: Any = copy.copy(source)
+    twin.skipped += batches
+    return cast("T", twin)
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
@@ -256,20 +380,22 @@ class LocalSource:
         self.sampler = sampler
         self.batched = batched
         self.endless = endless
+        self.skipped = 0
 
-    def open(self, ahead: int) -> Opening:
+    def open(self, feed: Feed) -> Opening:
         """Begins an iteration."""
-        return Opening(local_reads(self.sampler, ahead, batched=self.batched, endless=self.endless))
+        reads = local_reads(self.sampler, feed.lookahead, batched=self.batched, endless=self.endless)
+        return Opening(reads if self.endless else islice(reads, self.skipped, None))
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return max(len(self.sampler) - self.skipped, 0)
 
 
 def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[Read]:
     """What `sampler` yields, as reads. See `LocalSource`."""
     if endless:
         for index in sampler:
-            yield index, None, None
+            yield index, None, None, 0
         return
     total = length_of(sampler)
     certain = type(sampler) is BatchSampler and type(sampler.sampler) in _TRUSTED
@@ -278,10 +404,12 @@ def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> It
     else:
         stream = looked_ahead(map(_settled, sampler) if batched else sampler, ahead, total)
     rows: Rows | None = None
+    samples = 0
     for index, remaining in stream:
         if batched and (rows is None or len(index) != rows.rows):
             rows = Rows(len(index), len(index))
-        yield index, remaining, rows
+        samples += len(index) if batched else 1
+        yield index, remaining, rows, samples
 
 
 def _settled(batch: Any) -> Any:
@@ -295,14 +423,14 @@ def _counted_down(items: Iterable[T], total: int) -> Iterator[tuple[T, int]]:
         yield item, total
 
 
-def _noted(reads: Iterator[Read], notes: deque[tuple[int | None, Rows | None]]) -> Iterator[Any]:
-    for index, remaining, rows in reads:
-        notes.append((remaining, rows))
+def _noted(reads: Iterator[Read], notes: deque[Note]) -> Iterator[Any]:
+    for index, remaining, rows, samples in reads:
+        notes.append((remaining, rows, samples))
         yield index
 
 
-def _lonely_outlet(lookahead: int, device: torch.device | None) -> Outlet:
-    return Outlet(Feed(lookahead), device)
+def _lonely_outlet(lookahead: int, device: torch.device | None, non_blocking: bool) -> Outlet:
+    return Outlet(Feed(lookahead), device, non_blocking)
 
 
 def _blank(overrides: type, original: type) -> Any:
@@ -332,12 +460,18 @@ def _matched_batches(
                     opening.start()
             if opening is None or not opening.notes:
                 raise RuntimeError(_unmatched("more batches than"))
-            remaining, rows = opening.notes.popleft()
-            placed = batch if outlet.device is None else to_device(batch, outlet.device)
+            remaining, rows, samples = opening.notes.popleft()
+            placed = outlet.placed(batch)
             passage.advance(remaining, rows if rows_known else None)
+            opening.progress.samples = samples
             yield placed
         if remaining or (opening is not None and opening.notes):
             raise RuntimeError(_unmatched("fewer batches than"))
+        if opening is not None:
+            opening.progress.finished = True
+    except Exception as error:
+        announce(error)
+        raise
     finally:
         passage.leave()
 
@@ -358,18 +492,42 @@ def _batches_looked_ahead(
     if opening is not None:
         opening.start()
     try:
-        for batch, remaining in looked_ahead(inner, outlet.feed.lookahead):
-            if opening is None:
-                opening = indices.take()
-                if opening is not None:
-                    opening.start()
-            if opening is not None:
-                opening.notes.clear()
-            placed = batch if outlet.device is None else to_device(batch, outlet.device)
+        arriving = _with_samples(inner, indices, opening)
+        for (batch, found, samples), remaining in looked_ahead(arriving, outlet.feed.lookahead):
+            if opening is None and found is not None:
+                opening = found
+                opening.start()
+            placed = outlet.placed(batch)
             passage.advance(remaining, None)
+            if opening is not None:
+                opening.progress.samples = samples
             yield placed
+        if opening is not None:
+            opening.progress.finished = True
+    except Exception as error:
+        announce(error)
+        raise
     finally:
         passage.leave()
+
+
+def _with_samples(
+    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None
+) -> Iterator[tuple[Any, Opening | None, int]]:
+    """The batches of a loader class that iterates in its own way, each with the samples that torch has delivered for it."""
+    taken = samples = 0
+    for batch in inner:
+        opening = opening or indices.take()  # the user's __iter__ may have asked for torch's iterator only now
+        delivering = indices.delivering
+        if opening is None:
+            indices.bypassed = True
+        elif delivering is None:
+            opening.notes.clear()
+        else:
+            while taken < delivering.delivered and opening.notes:
+                samples = opening.notes.popleft()[2]
+                taken += 1
+        yield batch, opening, samples
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
@@ -392,20 +550,26 @@ def _draw_base_seed(generator: torch.Generator | None) -> None:
 
 def _plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[Any]:
     fetch = fetching(dataset)
-    device = outlet.device
+    device, non_blocking = outlet.device, outlet.non_blocking
+    progress = opening.progress
     passage = outlet.feed.enter()
     opening.start()
     advance = passage.advance
     try:
-        for indices, remaining, rows in opening.reads:
+        for indices, remaining, rows, samples in opening.reads:
             if profiler._is_profiler_enabled:  # kept by torch as a plain flag for checks like this one
                 with profiler.record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
                     batch = fetch(indices)
             else:
                 batch = fetch(indices)
             if device is not None:
-                batch = to_device(batch, device)
+                batch = to_device(batch, device, non_blocking)
             advance(remaining, rows)
+            progress.samples = samples
             yield batch
+        progress.finished = True
+    except Exception as error:
+        announce(error)
+        raise
     finally:
         passage.leave()

@@ -54,15 +54,15 @@ def gather_for_metrics(
         return _objects_for_metrics(data, rows, world, group)
     channel = channel_of(world, group)
     if channel is None:
-        if rows is not None and rows.real < rows.rows:
+        if rows is not None and _is_padded(rows):
             data = unflatten(data, [_real(leaf, rows) for leaf in leaves])
             leaves, _ = flatten_with_shape(data)
         return alone(data, leaves)
     if rows is not None:
         for index, leaf in enumerate(leaves):
-            if leaf.ndim and leaf.shape[0] != rows.rows:
+            if leaf.ndim and rows.rows not in (None, leaf.shape[0]):
                 channel.refuse(_not_per_sample(data, index, leaf, rows))
-        if rows.real < rows.rows:
+        if _is_padded(rows):
             leaves = [_real(leaf, rows) for leaf in leaves]
     return unflatten(data, gather_leaves(channel, data, leaves, shape))
 
@@ -71,7 +71,8 @@ def _objects_for_metrics(data: Any, rows: Rows | None, world: World, group: Proc
     channel = channel_of(world, group)
     is_list = isinstance(data, (list, tuple))
     if channel is None:
-        return data[: rows.real] if is_list and rows is not None and len(data) == rows.rows > rows.real else data
+        cut = is_list and rows is not None and rows.rows in (None, len(data)) and _is_padded(rows)
+        return data[: rows.real] if cut and rows is not None else data
     if not is_list:
         channel.refuse(
             TypeError(
@@ -79,7 +80,7 @@ def _objects_for_metrics(data: Any, rows: Rows | None, world: World, group: Proc
                 f"tuple with one object per sample. Gather tensors and each list of objects in calls of their own."
             )
         )
-    if rows is not None and len(data) != rows.rows:
+    if rows is not None and rows.rows not in (None, len(data)):
         channel.refuse(
             ValueError(
                 f"gather_for_metrics: a list of {len(data)} objects does not have one per sample of the batch, which "
@@ -103,7 +104,11 @@ def _not_per_sample(data: Tree, index: int, leaf: torch.Tensor, rows: Rows) -> V
 
 def _real(leaf: torch.Tensor, rows: Rows) -> torch.Tensor:
     """A leaf without its padding."""
-    return leaf[: rows.real] if leaf.ndim and leaf.shape[0] == rows.rows else leaf
+    return leaf[: rows.real] if leaf.ndim and rows.rows in (None, leaf.shape[0]) else leaf
+
+
+def _is_padded(rows: Rows) -> bool:
+    return rows.rows is None or rows.real < rows.rows
 
 
 def _only_tensors(leaves: list[Any]) -> bool:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from accel_core import gradients
+from accel_core.batch_stream import is_batch_stream
 from accel_core.compilation import forget_compiled
 from accel_core.config import as_sequence
 from accel_core.optimizer import gate_of
@@ -161,6 +162,8 @@ def kind_of(obj: object) -> Kind:
         )
     if is_scheduler(obj):
         return "scheduler"
+    if is_batch_stream(obj):
+        return "loader"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:
         raise TypeError(
             "prepare() was given a tensor that requires a gradient, which no strategy can synchronise by itself. Make it "

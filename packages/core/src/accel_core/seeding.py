@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TORCH_SEEDS = 2**64  # what torch.manual_seed can hold, and what torch.initial_seed returns
 _NUMPY_SEEDS = 2**32
+_CHOSEN_SEEDS = 2**32
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -56,21 +57,55 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def agree_seed(world: World) -> int:
-    """The seed of the run, the same on every rank: what `torch.initial_seed()` says on rank 0.
+def agree_seed(world: World, given: int | None = None) -> int:
+    """The seed of the run, the same on every rank: what was given, else what `torch.initial_seed()` says on rank 0.
 
-    That is the seed given to `set_seed` or `torch.manual_seed`, also a `device_specific` one; a process that set none has
-    a random one. Drawing numbers does not change it, and asking draws none. Collective, except in a world of one.
+    The latter is the seed given to `set_seed` or `torch.manual_seed`, also a `device_specific` one; a process that set none
+    has a random one. Drawing numbers does not change it, and asking draws none. Collective, except in a world of one.
+
+    Args:
+        world: the processes.
+        given: a seed that takes the place of the process's; the same on all ranks, or None on all.
 
     Returns:
         0 to 2**64 - 1.
-    """
-    if world.size == 1:
-        return torch.initial_seed()
-    from accel_core.collectives import broadcast_object
 
-    seed: int = broadcast_object(torch.initial_seed(), world)
-    return seed
+    Raises:
+        ValueError: on every rank, if they were given different seeds.
+    """
+    own = torch.initial_seed() if given is None else given
+    if world.size == 1:
+        return own
+    from accel_core.collectives import gather_objects
+
+    told: list[tuple[int | None, int]] = gather_objects([(given, own)], world)
+    others = [rank for rank, (seed, _) in enumerate(told) if seed != told[0][0]]
+    if others:
+        raise ValueError(
+            f"data_seed is {told[0][0]} on rank 0 and {told[others[0]][0]} on rank {others[0]}, so the ranks would not read "
+            f"parts of one order. Give all ranks the same data_seed, or none."
+        )
+    return told[0][1]
+
+
+def loader_seed(seed: int, number: int) -> int:
+    """The seed of the order of one loader. Two that are zipped must not pair every sample with itself.
+
+    Args:
+        seed: the run's, from `agree_seed`.
+        number: how many loaders were prepared before this one; the first has the run's seed itself.
+    """
+    return derive_seed(seed, number) if number else seed
+
+
+def was_chosen(seed: int) -> bool:
+    """Whether the seed of a run looks like somebody's choice: whether it is below 2**32.
+
+    An estimate. A process that sets no seed has a random one of 53 to 64 bits, and one in two million or fewer of these is
+    taken for a choice; a larger number that somebody did choose is taken for a random one. What depends on it is only whether
+    a loader refuses the state of another run: it does where both seeds were chosen, and differ.
+    """
+    return 0 <= seed < _CHOSEN_SEEDS
 
 
 def derive_seed(*parts: int) -> int:

@@ -7,6 +7,7 @@ serves older public names, and nothing branches on it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from types import MappingProxyType
 
 _TRACKERS = (
@@ -35,3 +36,23 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution."""
+
+
+class RNGType(str, Enum):
+    """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
+
+    `TORCH` is torch's global stream on the CPU, `GENERATOR` the generators that were handed to a loader's samplers; all others
+    are the global streams of types of device.
+    """
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    GENERATOR = "generator"
+    HPU = "hpu"
+    MLU = "mlu"
+    MPS = "mps"
+    MUSA = "musa"
+    NPU = "npu"
+    SDAA = "sdaa"
+    XLA = "xla"
+    XPU = "xpu"

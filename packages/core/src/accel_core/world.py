@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.errors import WorldError
+from accel_core.failures import Notices, broken_connection_in, explain, explained
 from accel_core.farewell import PATIENCE, Farewell
 from accel_core.launch_environment import Place, read_place
 
@@ -227,7 +228,8 @@ class World:
         if len(members) == self.size:
             return group
         if members not in self._subgroups:
-            subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
+            with explained():
+                subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
             if self.rank in members:
                 _check_timeouts(subgroup, self.timeout)
             self._subgroups[members] = subgroup
@@ -236,7 +238,8 @@ class World:
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
         if self.size > 1:
-            dist.barrier(self.group, device_ids=None if self.device.type == "cpu" else [self.device.index])
+            with explained():
+                dist.barrier(self.group, device_ids=None if self.device.type == "cpu" else [self.device.index])
 
     def channel(self, group: ProcessGroup | None = None) -> Channel:
         """What carries messages between the ranks of `group`, or of the whole world; one for each group."""
@@ -293,10 +296,13 @@ class World:
         if store is None or group is not _default_group():
             return
         farewell = Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0))
+        notices = Notices.running()
         farewell.ready()
         del group
         dist.destroy_process_group()
         farewell.gone()
+        if notices is not None and not farewell.complete:
+            notices.linger()  # only now, when the others notice
 
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
@@ -313,13 +319,29 @@ def _end_all() -> None:
 
     A process that ends because of an exception does not wait: the others had better notice.
     """
+    error = _fatal_error()
+    if error is not None:
+        _tell_why(error)
     for world in list(_all):
-        world._end(patient=not _exiting_on_error())
+        world._end(patient=error is None)
 
 
-def _exiting_on_error() -> bool:
-    """Whether the interpreter has reported an exception that nobody caught; `atexit` callbacks run after that."""
-    return getattr(sys, "last_value", None) is not None
+def _fatal_error() -> BaseException | None:
+    """The exception that nobody caught, as the interpreter has reported it; `atexit` callbacks run after that."""
+    return getattr(sys, "last_value", None)
+
+
+def _tell_why(error: BaseException) -> None:
+    """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
+    lost = broken_connection_in(error)
+    notices = Notices.running()
+    if lost is None and notices is not None:
+        notices.post(error, certain=True)
+    elif lost is not None:
+        found = str(lost)
+        explain(lost)
+        if str(lost) != found:
+            print(str(lost)[len(found) :].lstrip(), file=sys.stderr)  # noqa: T201  (the traceback stands there already)
 
 
 def _default_group() -> ProcessGroup | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any, TypeVar
 
@@ -15,7 +15,10 @@ from accel_data.parts import Parts
 
 T = TypeVar("T")
 Indices = list[int]
-Part = tuple[Indices, Rows]
+Part = tuple[Indices, Rows, int]
+"""An index batch, its rows, and how many samples all processes have read once it is yielded."""
+
+Drawn = Callable[[Iterator[Indices]], Iterator[Indices]]
 
 
 class BatchSamplerShard(Sampler[Indices]):
@@ -106,11 +109,13 @@ class BatchSamplerShard(Sampler[Indices]):
         return math.ceil(max(batches - first, 0) / self.num_processes)
 
     def __iter__(self) -> Iterator[Indices]:
-        for indices, _ in self.rows():
+        for indices, _, _ in self.rows():
             yield indices
 
-    def parts(self) -> Parts | None:
-        """The arithmetic of this shard, where batches are known to be cut from a sampler with a length."""
+    def parts(self, start: int = 0) -> Parts | None:
+        """The arithmetic of this shard behind `start` samples, where batches are known to be cut from a sampler with a
+        length.
+        """
         if type(self.batch_sampler) is not BatchSampler:
             return None
         total = length_of(self.batch_sampler.sampler)
@@ -118,51 +123,77 @@ class BatchSamplerShard(Sampler[Indices]):
             return None
         size, count = self.batch_sampler.batch_size, self.num_processes
         part = size // count if self.split_batches else size
-        return Parts(total, part, self.process_index, count, self.drop_last, self.even_batches)
+        return Parts(total, part, self.process_index, count, self.drop_last, self.even_batches, start)
 
-    def rows(self) -> Iterator[Part]:
-        """The index batches of this process, each with its number of rows and of real ones among them."""
+    def rows(self, start: int = 0, drawn: Drawn | None = None) -> Iterator[Part]:
+        """The index batches of this process, each with its number of rows and of real ones among them.
+
+        Args:
+            start: how many samples of the epoch are left out: they are asked of the sampler, and not read. Of batches that
+                are cut from a sampler any number; of a batch sampler of another kind, whole batches.
+            drawn: makes of the iterator that asks the batch sampler another one.
+
+        Raises:
+            ValueError: when iterated, if `start` lies inside a batch, or behind the end.
+        """
+        head, batches = self._begin(start)
+        if drawn is not None:
+            batches = drawn(batches)
         if self.num_processes == 1:
-            return (_real(batch) for batch in map(list, self.batch_sampler))
-        return self._pieces() if self.split_batches else self._whole_batches()
+            return self._all(batches, start)
+        return self._pieces(head, batches, start) if self.split_batches else self._whole_batches(head, batches, start)
 
-    def _whole_batches(self) -> Iterator[Part]:
+    def _begin(self, start: int) -> tuple[list[Indices], Iterator[Indices]]:
+        """The batches behind `start` samples; and the first ones of the epoch, which fill up once they have been seen."""
+        sampler, head = self.batch_sampler, list[Indices]()
+        if start and type(sampler) is BatchSampler:
+            first = Indices()
+            head.append(first)
+            indices = _recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
+            return head, _cut(islice(indices, start, None), sampler.batch_size, sampler.drop_last)
+        return head, _behind(_recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
+
+    def _all(self, batches: Iterator[Indices], start: int) -> Iterator[Part]:
+        """There is one process."""
+        for batch in batches:
+            start += len(batch)
+            yield batch, Rows(len(batch), len(batch)), start
+
+    def _whole_batches(self, head: list[Indices], batches: Iterator[Indices], read: int) -> Iterator[Part]:
         """A step is `num_processes` batches."""
         count, index, size = self.num_processes, self.process_index, self.batch_size
         regular = size is not None  # until a batch of another size turns up before the end
-        head: list[Indices] = []
-        for step, last in _with_last(_grouped(map(list, self.batch_sampler), count)):
-            head = head or step
+        for step, last in _with_last(_grouped(batches, count)):
+            read += sum(map(len, step))
             short = step[-1] if last else []
             regular = (
                 size is not None and regular and all(len(b) == size or (b is short and len(b) < size) for b in step)
             )
             if len(step) == count and (not regular or len(step[-1]) == size):
-                yield _real(step[index])
+                yield _real(step[index], read)
             elif self.drop_last:
                 return
             elif not self.even_batches:
                 if index < len(step):
-                    yield _real(step[index])
+                    yield _real(step[index], read)
             elif regular and size is not None:
-                yield _filled(list(chain(*step)), list(chain(*head)), size, index)
+                yield _filled(list(chain(*step)), list(chain(*head)), size, index, read)
             elif index < len(step):
-                yield _real(step[index])
+                yield _real(step[index], read)
             else:
                 batch = next(islice(cycle(head), index - len(step), None))
-                yield batch, Rows(len(batch), 0)
+                yield batch, Rows(len(batch), 0), read
 
-    def _pieces(self) -> Iterator[Part]:
+    def _pieces(self, head: list[Indices], batches: Iterator[Indices], read: int) -> Iterator[Part]:
         """A step is one batch."""
         size = self.batch_size
         assert size is not None
         part, index = size // self.num_processes, self.process_index
-        head: Indices = []
-        for batch, last in _with_last(map(list, self.batch_sampler)):
-            head = head or batch
+        for batch, last in _with_last(batches):
+            read += len(batch)
             piece = batch[index * part : (index + 1) * part]
             if len(batch) == size:
-                yield _real(piece)
+                yield _real(piece, read)
             elif not last or len(batch) > size:
                 raise ValueError(
                     f"split_batches=True needs batches of one size, but {type(self.batch_sampler).__name__} says "
@@ -172,9 +203,9 @@ class BatchSamplerShard(Sampler[Indices]):
             elif self.drop_last:
                 return
             elif self.even_batches:
-                yield _filled(batch, head, part, index)
+                yield _filled(batch, list(chain(*head)), part, index, read)
             elif piece:
-                yield _real(piece)
+                yield _real(piece, read)
 
     def _check_divisible(self) -> None:
         size = self.batch_size
@@ -192,15 +223,60 @@ class BatchSamplerShard(Sampler[Indices]):
             )
 
 
-def _real(batch: Indices) -> Part:
-    return batch, Rows(len(batch), len(batch))
+def _real(batch: Indices, read: int) -> Part:
+    return batch, Rows(len(batch), len(batch)), read
 
 
-def _filled(samples: Indices, head: Indices, part: int, index: int) -> Part:
+def _filled(samples: Indices, head: Indices, part: int, index: int, read: int) -> Part:
     """The part of one process in the last step, filled from the first samples of the epoch, over and over if need be."""
     start = index * part
     indices = list(islice(chain(samples, cycle(head)), start, start + part))
-    return indices, Rows(part, min(max(len(samples) - start, 0), part))
+    return indices, Rows(part, min(max(len(samples) - start, 0), part)), read
+
+
+def _listed(batch: Any) -> Any:
+    """An index batch that can wait its turn: the sampler may fill the same list again, or yield a generator."""
+    return batch if type(batch) is Lone else list(batch)
+
+
+class Lone(Indices):
+    """One index where there are no batches: the loader hands out what the dataset gives for it."""
+
+
+def _recorded(items: Iterable[T], first: list[T], limit: int) -> Iterator[T]:
+    """The items; the first of them are also kept."""
+    iterator = iter(items)
+    for item in islice(iterator, limit):
+        first.append(item)
+        yield item
+    yield from iterator
+
+
+def _cut(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[Indices]:
+    """Batches, as a BatchSampler makes them."""
+    for batch in _grouped(indices, size):
+        if len(batch) == size or not drop_last:
+            yield batch
+
+
+def _behind(batches: Iterator[Indices], start: int, sampler: object) -> Iterator[Indices]:
+    """The batches behind the first `start` samples."""
+    read = 0
+    while read < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(
+                f"A position behind {start} samples was loaded, but {type(sampler).__name__} yields only {read} in this epoch. "
+                f"Use the sampler of the run that was saved, or begin a new epoch without a state."
+            )
+        read += len(batch)
+    if read > start:
+        raise ValueError(
+            f"A position behind {start} samples was loaded, which lies inside a batch of {type(sampler).__name__}: its batches "
+            f"end at {read - len(batch or ())} and {read}. Use the batch sizes of the run that was saved, or begin a new epoch "
+            f"without a state."
+        )
+    yield from batches
 
 
 def _grouped(items: Iterable[T], count: int) -> Iterator[list[T]]:

@@ -1,110 +1,158 @@
-"""What a sharded loader offers beside its batches."""
+"""`DataLoaderShard`: a loader that reads the part of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.loading import PreparedLoader, length_of
+from accel_core.dressing import dressed_class
+from accel_core.loading import PreparedLoader, reading
+from accel_data.positioned import PositionedLoader
+from accel_data.request import Request
+from accel_data.sharded_stream import Arriving, SharedStreamSource
+from accel_data.source import EpochSource
+from accel_data.streaming import Stateful, StreamSource
 
 if TYPE_CHECKING:
-    from accel_data.source import EpochSource
+    from accel_data.position import Start
 
 
-@dataclass(frozen=True)
-class LoaderDescription:
-    """What the batch size is, in every sense; None where it varies or is not known.
+class DataLoaderShard(PositionedLoader, DataLoader[Any]):
+    """A `DataLoader` that places its batches, knows its position, and reads the part of one rank.
+
+    `Accelerator.prepare` and `prepare_data_loader` make it from a loader. Constructed, it reads what its own arguments say:
+    to share data out, give it a `BatchSamplerShard`, or an `IterableDatasetShard` as dataset. Constructing it is a collective
+    in a world larger than one, which agrees on the seed of the run.
 
     Args:
-        per_rank_batch: rows of a batch on one rank.
-        global_batch: rows of a batch over all ranks.
-        effective_batch: rows of an accumulation window over all ranks: of one optimizer step.
-        accumulation: batches of a window.
-        ranks: how many ranks read different parts.
-        samples: samples in the dataset.
-        steps: batches of an epoch on the rank that has most of them; windows are `steps / accumulation`, rounded up.
-        ending: how an incomplete last global batch is handled.
+        dataset: as of a `DataLoader`.
+        device: where batches are put; None leaves them where they are.
+        rng_types: which random streams are made equal to those of rank 0 when an iteration begins: "torch", "cuda", "xla",
+            "generator"; None: "generator" if there is one. A collective of the world.
+        synchronized_generator: a generator that is made equal to that of rank 0, beside those of the samplers.
+        skip_batches: how many batches each iteration leaves out at its beginning.
+        _drop_last: says that `drop_last` of the loader, or of its batch sampler, is True; an error otherwise.
+        kwargs: of the `DataLoader`.
     """
 
-    per_rank_batch: int | None
-    global_batch: int | None
-    effective_batch: int | None
-    accumulation: int
-    ranks: int
-    samples: int | None
-    steps: int | None
-    ending: str
+    _accel_source: EpochSource | StreamSource
 
-    def __str__(self) -> str:
-        def shown(number: int | None, unknown: str) -> str:
-            return unknown if number is None else str(number)
-
-        return (
-            f"batch per rank {shown(self.per_rank_batch, 'varies')}, global batch {shown(self.global_batch, 'varies')} on "
-            f"{self.ranks} data-parallel rank(s), effective batch {shown(self.effective_batch, 'varies')} with "
-            f"accumulation {self.accumulation}; {shown(self.steps, 'unknown')} steps per epoch over "
-            f"{shown(self.samples, 'an unknown number of')} samples; {self.ending}"
+    def __new__(cls, *_: Any, **__: Any) -> DataLoaderShard:
+        """An object of a subclass that is also one of the loader's own class, like those that `prepare` makes."""
+        made: DataLoaderShard = object.__new__(
+            cls if is_dressed(cls, DataLoaderShard) else dressed_class(DataLoader, cls)
         )
+        return made
 
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Iterable[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        _drop_last: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        check_skipped("DataLoaderShard(skip_batches", skip_batches)
+        if _drop_last and not (self.drop_last or getattr(self.batch_sampler, "drop_last", False)):
+            raise ValueError(
+                "DataLoaderShard(_drop_last=True) says that an incomplete last batch is left out, but neither the loader nor its "
+                "batch sampler leaves it out. Use drop_last=True, or a batch sampler that has it."
+            )
+        self.__dict__.update(reading_part(as_plain(self), Request.alone(device, rng_types)))
+        self._accel_source.skipped = skip_batches
+        self._accel_source.synchronised = synchronized_generator
 
-class ShardedLoader(PreparedLoader):
-    """A prepared loader that reads one shard. Made by `Sharded`; not to be constructed."""
-
-    _accel_source: EpochSource
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`; without this call, each iteration is the next epoch.
-
-        Passed on to the dataset, the batch sampler, the sampler and the loader's own class, where they take it.
-        """
-        inherited = getattr(super(), "set_epoch", None)
-        if inherited is not None:
-            inherited(epoch)
-        self._accel_source.epochs.set(epoch)
-        self._accel_source.tell_epoch(epoch)
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Rows of a batch over all ranks; None if batches vary, or are not made by the loader."""
+    def __iter__(self) -> Any:
         source = self._accel_source
-        size = source.batches().batch_size if source.batched else None
-        return size if size is None or source.split_batches else size * source.shard.count
+        if isinstance(source, StreamSource):
+            return source.iterate(self._fetched, self._accel_outlet, self._stateful())
+        return super().__iter__()
 
-    @property
-    def total_dataset_length(self) -> int:
-        """Samples in the dataset, over all ranks.
-
-        Raises:
-            TypeError: if the dataset has no length.
-        """
-        return len(cast(Sized, self.dataset))
-
-    def describe(self) -> LoaderDescription:
-        """The batch size in every sense, the steps of an epoch, and how its end is handled; `print` it."""
-        source, accumulation = self._accel_source, self._accel_outlet.feed.lookahead
-        total, ranks = self.total_batch_size, source.shard.count
-        return LoaderDescription(
-            per_rank_batch=None if total is None else total // ranks,
-            global_batch=total,
-            effective_batch=None if total is None else total * accumulation,
-            accumulation=accumulation,
-            ranks=ranks,
-            samples=length_of(self.dataset),
-            steps=source.most_steps(),
-            ending=self._ending(),
-        )
-
-    def _ending(self) -> str:
+    def _position(self) -> Start:
         source = self._accel_source
-        if isinstance(self.dataset, IterableDataset) or not source.batched:
-            return "batches come as the dataset gives them"
-        if source.batches().drop_last:
-            return "an incomplete last global batch is dropped"
-        if source.shard.count == 1:
-            return "the last batch may be short"
-        if source.even_batches:
-            return "an incomplete last global batch is filled from the first samples, which metrics leave out"
-        return "an incomplete last global batch is left as it is: ranks may differ by one batch"
+        return source.position(self._stateful()) if isinstance(source, StreamSource) else super()._position()
+
+    def _fetched(self) -> Iterator[Any]:
+        """The batches as torch, and the user's own class, give them."""
+        return super(PreparedLoader, self).__iter__()
+
+    def _get_iterator(self) -> Any:
+        """torch's iterator. Where batches arrive with a note of their padding, the note is taken off before anybody looks."""
+        source = self._accel_source
+        if not isinstance(source, StreamSource):
+            return super()._get_iterator()
+        inner: Any = cast(Any, super(PreparedLoader, self))._get_iterator()
+        if not isinstance(source, SharedStreamSource):
+            return inner
+        arriving = Arriving(inner)
+        source.arrived = arriving.arrived
+        return arriving
+
+    def _stateful(self) -> Stateful | None:
+        """What keeps a position of its own: the user's class of loader, or a dataset that is read in this process."""
+        source, inherited = self._accel_source, cast(Any, super(PreparedLoader, self))
+        if isinstance(source, StreamSource) and source.inherits_state and _is_stateful(inherited):
+            return Inherited(inherited)
+        return cast(Stateful, self.dataset) if self.num_workers == 0 and _is_stateful(self.dataset) else None
+
+
+def reading_part(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
+    """The attributes by which a copy of `loader` becomes a `DataLoaderShard`: of an iterable dataset, all is its part."""
+    outlet, shard, options = request.outlet(), request.shard, request.options
+    identity, synchronise = request.identity(loader), request.synchronise()
+    if isinstance(loader.dataset, IterableDataset):
+        stream = StreamSource(loader, shard, identity, synchronise=synchronise)
+        return {"_accel_outlet": outlet, "_accel_source": stream}
+    # The workers of a rank are to draw from streams of their own.
+    generator = torch.Generator() if shard.count > 1 and loader.num_workers else None
+    source = EpochSource(
+        loader,
+        shard,
+        identity,
+        split_batches=options.split_batches and shard.count > 1,
+        even_batches=options.even_batches,
+        worker_generator=generator,
+        synchronise=synchronise,
+        seedable=options.use_seedable_sampler,
+    )
+    source.batches()  # raises now for what cannot be split
+    attributes = reading(loader, source, outlet, strict=source.shard.count > 1)
+    attributes["_accel_source"] = source
+    return attributes if generator is None else {**attributes, "generator": generator}
+
+
+def as_plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader of torch's own class with the same attributes."""
+    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+    plain.__dict__.update(loader.__dict__)
+    return plain
+
+
+def check_skipped(asked: str, number: object) -> None:
+    """Raises unless this many batches can be left out."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{asked}={number!r}): expected how many batches are left out, a whole number of at least 0.")
+
+
+class Inherited:
+    """The state of a loader as its own class keeps it."""
+
+    def __init__(self, inherited: Any) -> None:
+        self.state_dict = inherited.state_dict
+        self.load_state_dict = inherited.load_state_dict
+
+
+def _is_stateful(obj: Any) -> bool:
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def is_dressed(cls: type, overrides: type) -> bool:
+    """Whether a class consists of these overrides, or a subclass of them, and a class of loaders."""
+    bases = cls.__bases__
+    return len(bases) == 2 and issubclass(bases[0], overrides) and issubclass(bases[1], DataLoader)

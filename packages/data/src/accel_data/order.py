@@ -5,7 +5,8 @@ others. An order depends on its key alone, never on the number of ranks, on torc
 
 Permutations: up to `SMALL` samples, positions are sorted by a keyed 64-bit hash. Above, eight rounds of a Feistel network
 on Z_a x Z_b with a*b barely above n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), walking the cycle
-until the result is below n. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+until the result is below n. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). A round takes a shorter
+one of its kind: after eight of them the order is as even, and an index costs half as much.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _FeistelPermutation:
         self._size = size
         self._left = math.isqrt(size - 1) + 1
         self._right = -(-size // self._left)
-        self._keys = [derive_seed(key, number) for number in range(ROUNDS)]
+        self._keys = [torch.tensor(derive_seed(key, number), device="cpu") for number in range(ROUNDS)]
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         indices = self._network(positions)
@@ -123,10 +124,17 @@ class _FeistelPermutation:
         left, right = values // self._right, values % self._right
         for number, key in enumerate(self._keys):
             if number % 2:
-                right = (_hashed(left, key) & _MASK).add_(right).remainder_(self._right)
+                right = _mixed(left, key).add_(right).remainder_(self._right)
             else:
-                left = (_hashed(right, key) & _MASK).add_(left).remainder_(self._left)
+                left = _mixed(right, key).add_(left).remainder_(self._left)
         return left.mul_(self._right).add_(right)
+
+
+def _mixed(values: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The function of a round: 32 bits, signed. In five operations, whose calls cost more than their arithmetic."""
+    mixed = torch.add(key, values, alpha=_GOLDEN)
+    mixed.bitwise_xor_(mixed >> 32).mul_(_FACTORS[0])
+    return mixed.bitwise_right_shift_(32)
 
 
 def _hashed(values: torch.Tensor, key: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ is shorter than a step; or left as it is, and then the last part of a rank may b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,7 @@ class Parts:
         count: how many ranks.
         drop_last: leaves out an incomplete last step.
         even: fills an incomplete last step. With one rank there is nothing to make even, and its last part is short.
+        start: how many samples of the epoch were read before; the first step begins behind them.
     """
 
     total: int
@@ -41,6 +42,7 @@ class Parts:
     count: int
     drop_last: bool
     even: bool
+    start: int = 0
 
     @property
     def fills(self) -> bool:
@@ -48,22 +50,30 @@ class Parts:
         return self.even and self.count > 1 and not self.drop_last
 
     def __len__(self) -> int:
-        stride = self.part * self.count
+        stride, left = self.part * self.count, max(self.total - self.start, 0)
         if self.drop_last:
-            return self.total // stride
+            return left // stride
         first = 0 if self.fills else self.index * self.part
-        return (max(self.total - first, 0) + stride - 1) // stride
+        return (max(left - first, 0) + stride - 1) // stride
 
     def real(self, step: int) -> int:
         """How many samples of the rank's part in a step are real."""
-        start = (step * self.count + self.index) * self.part
-        return min(max(self.total - start, 0), self.part)
+        first = self.start + (step * self.count + self.index) * self.part
+        return min(max(self.total - first, 0), self.part)
+
+    def behind(self, steps: int) -> Parts:
+        """The parts behind so many steps."""
+        return replace(self, start=self.start + steps * self.part * self.count)
 
     def reads(self, order: Order) -> Iterator[Read]:
-        """The index batches of this rank, each with how many follow and its rows; `order.length` is `total`."""
+        """The index batches of this rank, each with how many follow, its rows, and how many samples all ranks have read then.
+
+        `order.length` is `total`.
+        """
         steps = len(self)
         if not steps:
             return
+        read, stride = self.start, self.part * self.count
         whole = steps if self.real(steps - 1) == self.part else steps - 1
         full, left = Rows(self.part, self.part), steps
         block = max(1, BLOCK // self.part)
@@ -71,14 +81,16 @@ class Parts:
             indices = self._indices(order, first, min(first + block, whole))
             for start in range(0, len(indices), self.part):
                 left -= 1
-                yield indices[start : start + self.part], left, full
+                read += stride
+                yield indices[start : start + self.part], left, full, min(read, self.total)
         if whole < steps:
             real = self.real(whole)
             indices = self._indices(order, whole, steps)
-            yield (indices, 0, Rows(self.part, real)) if self.fills else (indices[:real], 0, Rows(real, real))
+            rows = Rows(self.part, real) if self.fills else Rows(real, real)
+            yield indices[: rows.rows], 0, rows, self.total
 
     def _indices(self, order: Order, first: int, last: int) -> list[int]:
-        starts = (torch.arange(first, last) * self.count + self.index) * self.part
+        starts = (torch.arange(first, last) * self.count + self.index) * self.part + self.start
         positions = (starts[:, None] + torch.arange(self.part)).flatten().remainder_(self.total)
         indices: list[int] = order.at(positions).tolist()
         return indices

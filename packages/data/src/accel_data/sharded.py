@@ -1,18 +1,22 @@
-"""The loader component `sharded`: each rank reads its own part of a map-style dataset."""
+"""The loader component `sharded`: ranks share out every kind of loader."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-
+from accel_core.config import as_rng_types
 from accel_core.hookspecs import hookimpl
-from accel_core.loading import Outlet, prepare_copy
-from accel_data.loader import ShardedLoader
-from accel_data.source import EpochSource
+from accel_data.configuration import DataLoaderConfiguration, Uneven, check_options
+from accel_data.preparing import prepare
+from accel_data.request import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.utils.data import DataLoader
+
     from accel_core.feed import Feed
     from accel_core.layout import Shard
 
@@ -26,61 +30,83 @@ class Sharded:
         even_batches: fill an incomplete last global batch from the first samples of the epoch, so that all ranks see as
             many batches of one size; metrics leave the filling out. Otherwise the last batch may be short, and ranks may
             differ by one batch.
+        dispatch_batches: see `DataLoaderConfiguration`, as for the next four.
+        use_seedable_sampler: see there.
+        data_seed: see there.
+        non_blocking: see there.
+        use_stateful_dataloader: see there.
+        rng_types: which random streams all ranks take from rank 0 at the start of each iteration: names of
+            `accel_core.RNGType`. "generator" means those that the user handed to a loader's samplers.
+        presharded: see `DataLoaderConfiguration`, as for the last one.
+        uneven: see there.
+
+    Raises:
+        TypeError: if a value is of another type, such as a text for a truth value.
+        ValueError: if it is out of range, or no known name.
     """
 
-    def __init__(self, split_batches: bool = False, even_batches: bool = True) -> None:
+    handler = DataLoaderConfiguration
+
+    def __init__(
+        self,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        dispatch_batches: bool | None = None,
+        use_seedable_sampler: bool = False,
+        data_seed: int | None = None,
+        non_blocking: bool = False,
+        use_stateful_dataloader: bool = False,
+        rng_types: Sequence[str] = ("generator",),
+        presharded: bool = False,
+        uneven: Uneven = "pad",
+    ) -> None:
+        options = {
+            "split_batches": split_batches,
+            "even_batches": even_batches,
+            "dispatch_batches": dispatch_batches,
+            "use_seedable_sampler": use_seedable_sampler,
+            "data_seed": data_seed,
+            "non_blocking": non_blocking,
+            "use_stateful_dataloader": use_stateful_dataloader,
+            "presharded": presharded,
+            "uneven": uneven,
+        }
+        check_options(type(self).__name__, options)
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.dispatch_batches = dispatch_batches
+        self.use_seedable_sampler = use_seedable_sampler
+        self.data_seed = data_seed
+        self.non_blocking = non_blocking
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.rng_types = as_rng_types("rng_types", rng_types)
+        self.presharded = presharded
+        self.uneven: Uneven = uneven
 
     @hookimpl
     def prepare_loader(
-        self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None, seed: int
+        self,
+        loader: DataLoader[Any],
+        shard: Shard,
+        feed: Feed,
+        device: torch.device | None,
+        seed: int,
+        number: int = 0,
+        group: ProcessGroup | None = None,
+        slice_fn: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """A copy of the loader that reads one shard."""
-        if shard.count > 1:
-            _refuse_unserved(loader, shard.count)
-        generator = torch.Generator() if shard.count > 1 and loader.num_workers else None
-        source = EpochSource(
-            loader,
-            shard,
-            seed,
+        """A copy of the loader that gives one shard."""
+        options = DataLoaderConfiguration(
             split_batches=self.split_batches,
+            dispatch_batches=self.dispatch_batches,
             even_batches=self.even_batches,
-            worker_generator=generator,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+            presharded=self.presharded,
+            uneven=self.uneven,
         )
-        if shard.count > 1:
-            source.batches()  # raises now for what cannot be split
-        attributes: dict[str, Any] = {"_accel_source": source}
-        if generator is not None:
-            attributes["generator"] = generator
-        strict = shard.count > 1
-        return prepare_copy(loader, ShardedLoader, source, Outlet(feed, device), strict, **attributes)
-
-
-def _refuse_unserved(loader: DataLoader[Any], ranks: int) -> None:
-    """Raises for what would be read twice, or could not be told apart, in a world larger than one."""
-    asked = f"prepare() was given a {type(loader).__name__} on {ranks} data-parallel ranks"
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            f"{asked} over {type(loader.dataset).__name__}, an IterableDataset: every rank would read all of it. This version "
-            f"shards map-style datasets. Shard the iterable yourself, by rank and worker, and leave its loader out of "
-            f"prepare()."
-        )
-    if loader.batch_sampler is None:
-        raise ValueError(
-            f"{asked} with batch_size=None, so there are no batches to share out. This version shards loaders that make "
-            f"batches. Give it a batch_size or a batch_sampler; or a sampler that yields this rank's part, and leave it "
-            f"out of prepare()."
-        )
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ValueError(
-            f"{asked} with a DistributedSampler for {sampler.num_replicas} replicas: its part would be sharded again, and "
-            f"most samples never read. Use shuffle={sampler.shuffle} instead of the sampler, or leave the loader out of "
-            f"prepare()."
-        )
-    if loader.num_workers and not loader.in_order and not getattr(loader.batch_sampler, "drop_last", False):
-        raise ValueError(
-            f"{asked} with in_order=False: a batch that was filled up to be even could not be told from the others. Use "
-            f"in_order=True, or drop_last=True."
+        return prepare(
+            loader, Request(shard, feed, device, seed, number, group, slice_fn, options, tuple(self.rng_types))
         )

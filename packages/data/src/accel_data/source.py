@@ -1,69 +1,31 @@
-"""What a prepared loader reads, epoch by epoch."""
+"""What a prepared loader reads of a map-style dataset, epoch by epoch."""
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from accel_core.loading import Opening, Read, index_sampler, length_of, local_reads, looked_ahead
-from accel_core.seeding import derive_seed
-from accel_data.batches import BatchSamplerShard
+from accel_core.feed import Rows
+from accel_core.layout import Shard
+from accel_core.loading import Read, index_sampler, length_of, looked_ahead
+from accel_core.seeding import derive_seed, loader_seed
+from accel_data.batches import BatchSamplerShard, Lone
 from accel_data.order import DrawnOrder, Order, SequentialOrder, ShuffledOrder
-from accel_data.streams import DrawnApart, draws_globally
+from accel_data.position import EpochOpening, EpochProgress, Epochs, Identity, Start
+from accel_data.seedable import SeedableRandomSampler
+from accel_data.streams import drawn_apart, draws_globally
 
 if TYPE_CHECKING:
-    from accel_core.layout import Shard
+    from accel_core.feed import Feed
 
-
-class Epochs:
-    """Numbers the iterations of one loader. Each that is advanced at least once is an epoch."""
-
-    def __init__(self) -> None:
-        self.following = 0
-        self._latest: weakref.ref[EpochOpening] | None = None
-
-    def set(self, epoch: int) -> None:
-        """The next iteration is `epoch`."""
-        self.following = epoch
-        self._latest = None
-
-    def number(self) -> int:
-        """The epoch of an iteration that is opened now.
-
-        One that was opened before, and may still be advanced, has its own: `zip(loader, loader)` pairs two epochs.
-        """
-        latest = self._latest() if self._latest is not None else None
-        return self.following if latest is None else max(self.following, latest.epoch + 1)
-
-    def open(self, epoch: int, reads: Iterator[Read]) -> EpochOpening:
-        """An iteration of that epoch."""
-        opening = EpochOpening(epoch, reads, self)
-        self._latest = weakref.ref(opening)
-        return opening
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"following": self.following, "_latest": None}
-
-
-class EpochOpening(Opening):
-    """One iteration of a numbered epoch."""
-
-    __slots__ = ("_epochs", "epoch")
-
-    def __init__(self, epoch: int, reads: Iterator[Read], epochs: Epochs) -> None:
-        super().__init__(reads)
-        self.epoch = epoch
-        self._epochs = epochs
-
-    def start(self) -> None:
-        """The epoch begins."""
-        self._epochs.following = max(self._epochs.following, self.epoch + 1)
+Synchronise = Callable[[list[torch.Generator]], None]
+"""Makes random streams equal to those of rank 0; a collective."""
 
 
 class EpochSource:
@@ -72,90 +34,199 @@ class EpochSource:
     Args:
         loader: the user's loader. Its samplers and its dataset are told the epoch, and otherwise not changed.
         shard: which part.
-        seed: the seed of the run.
+        identity: of the loader; the order of an epoch derives from its seed and number.
         split_batches: see `Sharded`.
         even_batches: see `Sharded`.
         worker_generator: from which torch is made to draw the base of its workers' seeds; None leaves torch's own.
+        synchronise: called once per iteration with the generators that the user handed in.
+        seedable: the order of a shuffling sampler is that of `SeedableRandomSampler`.
+
+    Attributes:
+        skipped: batches of this rank that every iteration leaves out at its beginning.
+        synchronised: a generator that is made equal to that of rank 0, beside those of the samplers.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         shard: Shard,
-        seed: int,
+        identity: Identity,
         *,
-        split_batches: bool,
-        even_batches: bool,
+        split_batches: bool = False,
+        even_batches: bool = True,
         worker_generator: torch.Generator | None = None,
+        synchronise: Synchronise | None = None,
+        seedable: bool = False,
     ) -> None:
         self.dataset = loader.dataset
         self.sampler = index_sampler(loader)
         self.batched = loader.batch_sampler is not None
         self.shard = shard
-        self.seed = seed
         self.split_batches = split_batches
         self.even_batches = even_batches
+        if isinstance(self.sampler, BatchSamplerShard) and shard.count == 1:
+            self._take_over(self.sampler)
+        if seedable:
+            self.sampler = with_inner(self.sampler, made_seedable)
+        self.identity = identity
         self.epochs = Epochs()
+        self.skipped = 0
+        self.synchronised: torch.Generator | None = None
         self._torch_generator = loader.generator
         self._worker_generator = worker_generator
+        self._synchronise = synchronise
 
-    def open(self, ahead: int) -> Opening:
+    def _take_over(self, sharded: BatchSamplerShard) -> None:
+        """The user has shared the batches out already: reads that part of them, padding known."""
+        self.sampler = sharded.batch_sampler
+        self.shard = Shard(sharded.process_index, sharded.num_processes)
+        self.split_batches = sharded.split_batches
+        self.even_batches = sharded.even_batches
+
+    def open(self, feed: Feed) -> EpochOpening:
         """Begins an iteration.
 
-        Taking its first read is a collective if the user handed in a generator and the world is larger than one.
+        Taking its first read is a collective if streams of the ranks are made equal.
         """
-        epoch = self.epochs.number()
-        self.tell_epoch(epoch)
+        start = self.epochs.next()
+        self.tell_epoch(start.epoch)
         if self._worker_generator is not None:
-            self._worker_generator.manual_seed(derive_seed(self.seed, epoch, self.shard.index))
-        return self.epochs.open(epoch, self._reads(derive_seed(self.seed, epoch), ahead))
+            self._worker_generator.manual_seed(derive_seed(self.identity.seed, start.epoch, self.shard.index))
+        opening = self.epochs.open(start)
+        opening.before = self._between_epochs()
+        opening.reads = self._reads(start, feed, opening.progress)
+        return opening
 
     def tell_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, the batch sampler and the sampler, where they take it."""
-        for target in (self.dataset, self.sampler, getattr(self.sampler, "sampler", None)):
-            forward = getattr(target, "set_epoch", None)
-            if forward is not None:
-                forward(epoch)
+        tell_epoch(epoch, self.dataset, self.sampler, getattr(self.sampler, "sampler", None))
 
-    def batches(self, batch_sampler: Any = None) -> BatchSamplerShard:
+    def batches(self, batch_sampler: Any = None, even_batches: bool | None = None) -> BatchSamplerShard:
         """The shard of the loader's batch sampler, or of a copy of it."""
         sampler = self.sampler if batch_sampler is None else batch_sampler
-        count, index = self.shard.count, self.shard.index
-        return BatchSamplerShard(sampler, count, index, self.split_batches, self.even_batches)
+        even = self.even_batches if even_batches is None else even_batches
+        if not self.batched:
+            return BatchSamplerShard(LoneBatches(sampler), self.shard.count, self.shard.index, False, even)
+        return BatchSamplerShard(sampler, self.shard.count, self.shard.index, self.split_batches, even)
 
     def __len__(self) -> int:
-        return len(self.batches()) if self.batched else len(self.sampler)
+        return max(len(self.batches()) - self.skipped, 0)
+
+    def global_batch(self) -> int | None:
+        """Rows of a batch over all ranks; None if they vary, or are not made by the loader."""
+        size = self.batches().batch_size if self.batched else None
+        return size if size is None or self.split_batches else size * self.shard.count
 
     def most_steps(self) -> int | None:
         """The batches of an epoch on the rank that has most of them, which is the first; None if that is not known."""
-        if isinstance(self.dataset, IterableDataset):
-            return None
-        if not self.batched:
-            return length_of(self.sampler)
-        first = BatchSamplerShard(self.sampler, self.shard.count, 0, self.split_batches, self.even_batches)
-        return length_of(first)
+        first = self.batches()
+        first.process_index = 0
+        steps = length_of(first)
+        return None if steps is None else max(steps - self.skipped, 0)
 
-    def _reads(self, key: int, ahead: int) -> Iterator[Read]:
+    def reading(self) -> str:
+        """In words."""
+        return "every rank reads its own part"
+
+    def ending(self) -> str:
+        """In words."""
+        if not self.batched:
+            return "batches come as the dataset gives them"
+        if self.batches().drop_last:
+            return "an incomplete last global batch is dropped"
+        if self.shard.count == 1:
+            return "the last batch may be short"
+        if self.even_batches:
+            return "an incomplete last global batch is filled from the first samples, which metrics leave out"
+        return "an incomplete last global batch is left as it is: ranks may differ by one batch"
+
+    def position(self) -> Start:
+        """Where the loader stands, and the states of the user's generators."""
+        position = self.epochs.position()
+        if position.extras:
+            return position
+        waiting = self.epochs.waiting()
+        extras = self._between_epochs() if waiting is None else waiting.before
+        return Start(position.epoch, position.samples, extras)
+
+    def _between_epochs(self) -> dict[str, Any]:
+        given = given_generators(self.sampler)
+        return {"generators": states_of(given, begun=False)} if given else {}
+
+    def restore(self, start: Start) -> None:
+        """The next iteration begins there."""
+        saved = start.extras.get("generators")
+        if saved is not None and not saved["begun"]:
+            # What is drawn from here to the order is drawn as it was in the run that was saved.
+            set_states(given_generators(self.sampler), saved)
+            start = Start(start.epoch, start.samples)
+        self.epochs.restore(start)
+
+    def _reads(self, start: Start, feed: Feed, progress: EpochProgress) -> Iterator[Read]:
         if self._worker_generator is not None:
             # torch's draw is made all the same, so that the stream that it is made from goes on as it would.
             torch.empty((), dtype=torch.int64).random_(generator=self._torch_generator)
-        for generator in _given_generators(self.sampler):
-            _adopt_first_rank(generator)
-        parts = self.batches().parts() if self.batched else None
+        self._settle_generators(start, progress)
+        key = derive_seed(loader_seed(self.identity.seed, self.identity.number), start.epoch)
+        even = self.even_batches if feed.even_batches is None else feed.even_batches
+        parts = self.batches(even_batches=even).parts(start.samples) if self.batched else None
         order = None if parts is None else _known_order(self.sampler.sampler, key)
         if parts is not None and order is not None:
+            parts = parts.behind(self.skipped)
+            progress.samples = min(parts.start, parts.total)
             yield from parts.reads(order)
-            return
-        iterable = isinstance(self.dataset, IterableDataset)
-        sampler = self.sampler if iterable else seeded(self.sampler, key)
-        if iterable or not self.batched:
-            yield from local_reads(sampler, ahead, batched=self.batched, endless=iterable)
-            return
-        if self.shard.count > 1 and draws_globally(sampler):
-            sampler = DrawnApart(sampler, key)
-        shard = self.batches(sampler)
-        for (indices, rows), remaining in looked_ahead(shard.rows(), ahead, length_of(shard)):
-            yield indices, remaining, rows
+        else:
+            yield from self._asked(key, start.samples, even, feed.lookahead)
+
+    def _asked(self, key: int, start: int, even: bool, ahead: int) -> Iterator[Read]:
+        """What the user's sampler yields, behind `start` samples."""
+        sampler = with_inner(self.sampler, lambda inner: seeded(inner, key, self.identity.seed))
+        shard = self.batches(sampler, even)
+        drawn = partial(drawn_apart, seed=key) if draws_globally(sampler) else None
+        total = None if start or self.skipped else length_of(shard)
+        parts = islice(shard.rows(start, drawn), self.skipped, None)
+        for (indices, rows, read), remaining in looked_ahead(parts, ahead, total):
+            if self.batched:
+                yield indices, remaining, rows, read
+            else:
+                index = indices[0] if type(indices) is Lone else indices
+                yield index, remaining, None if rows.real else _FILLER, read
+
+    def _settle_generators(self, start: Start, progress: EpochProgress) -> None:
+        """Brings the user's generators where they are to be when the order is drawn, and notes where that is."""
+        given = given_generators(self.sampler)
+        if self._synchronise is not None:
+            self._synchronise([*given, *([] if self.synchronised is None else [self.synchronised])])
+        saved = start.extras.get("generators")
+        if saved is not None:
+            set_states(given, saved)
+        if given:
+            progress.extras = {"generators": states_of(given, begun=True)}
+
+
+_FILLER = Rows(None, 0)
+
+
+class LoneBatches:
+    """What a sampler yields where the loader makes no batches: an index is a batch of its own, a list of them one batch."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for item in self.sampler:
+            yield item if isinstance(item, list) else Lone([item])
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def tell_epoch(epoch: int, *targets: object) -> None:
+    """Passes the epoch on to those that take it."""
+    for target in targets:
+        forward = getattr(target, "set_epoch", None)
+        if forward is not None:
+            forward(epoch)
 
 
 def _known_order(sampler: Any, key: int) -> Order | None:
@@ -170,44 +241,68 @@ def _known_order(sampler: Any, key: int) -> Order | None:
     return kind(len(sampler.data_source), len(sampler), key)
 
 
-def seeded(sampler: Any, seed: int) -> Any:
-    """A copy of a sampler that draws from a generator with this seed; the sampler itself if it takes no generator.
-
-    A batch sampler gets a copy of its sampler. Generators that the user handed in stay.
-    """
-    changes: dict[str, Any] = {}
-    if getattr(sampler, "generator", sampler) is None:
-        changes["generator"] = torch.Generator().manual_seed(seed)
+def with_inner(sampler: Any, change: Callable[[Any], Any]) -> Any:
+    """A sampler, and the one inside a batch sampler, as `change` makes them; a copy where that is another."""
+    changed = change(sampler)
     inner = getattr(sampler, "sampler", None)
-    replaced = inner if inner is None else seeded(inner, seed)
-    if replaced is not inner:
-        changes["sampler"] = replaced
-    if not changes:
-        return sampler
-    twin = copy.copy(sampler)
-    for name, value in changes.items():
-        setattr(twin, name, value)
+    replaced = inner if inner is None else change(inner)
+    if replaced is inner:
+        return changed
+    twin = copy.copy(changed)
+    twin.sampler = replaced
     return twin
 
 
-def _given_generators(sampler: Any) -> list[torch.Generator]:
-    """The generators that the user handed to a batch sampler or its sampler."""
+def seeded(sampler: Any, key: int, run_seed: int) -> Any:
+    """A copy of a sampler that draws from a generator with this seed; the sampler itself if it takes none or has one."""
+    if isinstance(sampler, SeedableRandomSampler):
+        return sampler.with_seed(run_seed)
+    if getattr(sampler, "generator", sampler) is not None:
+        return sampler
+    twin = copy.copy(sampler)
+    twin.generator = torch.Generator().manual_seed(key)
+    return twin
+
+
+def made_seedable(sampler: Any) -> Any:
+    """A `SeedableRandomSampler` in the place of torch's shuffling sampler; any other as it is."""
+    if type(sampler) is not RandomSampler:
+        return sampler
+    return SeedableRandomSampler(
+        sampler.data_source,
+        sampler.replacement,
+        sampler._num_samples,
+        sampler.generator,  # torch keeps it in private
+    )
+
+
+def given_generators(*samplers: Any) -> list[torch.Generator]:
+    """The generators that the user handed to batch samplers, the samplers inside them, or iterable datasets."""
     found: list[torch.Generator] = []
-    for holder in (sampler, getattr(sampler, "sampler", None)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and generator not in found:
-            found.append(generator)
+    for sampler in samplers:
+        for holder in (sampler, getattr(sampler, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator) and generator not in found:
+                found.append(generator)
     return found
 
 
-def _adopt_first_rank(generator: torch.Generator) -> None:
-    """Sets the generator to the state that it has on rank 0. A collective of the world, whatever the shards.
+def states_of(generators: list[torch.Generator], begun: bool) -> dict[str, Any]:
+    """The states of generators, and whether they are those from which the order of a begun epoch is drawn."""
+    return {"begun": begun, "states": [generator.get_state() for generator in generators]}
 
-    Ranks that read the same part need the same order as well, so the number of shards does not tell whether to share.
+
+def set_states(generators: list[torch.Generator], saved: dict[str, Any]) -> None:
+    """Puts generators where they were.
+
+    Raises:
+        ValueError: if there are not as many of them.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    from accel_core.collectives import broadcast_object
-    from accel_core.world import World
-
-    generator.set_state(broadcast_object(generator.get_state(), World.current()))
+    states = saved["states"]
+    if len(states) != len(generators):
+        raise ValueError(
+            f"load_state_dict() was given a state with {len(states)} generators of a sampler, this loader's sampler has "
+            f"{len(generators)}. Build the sampler as in the run that was saved, with generator=torch.Generator() if it had one."
+        )
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

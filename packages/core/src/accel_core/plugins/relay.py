@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
@@ -54,7 +55,19 @@ class Relay:
     finish: Callable[[], None]
     layout: Callable[[World], Layout]
     prepare_model: Callable[[nn.Module, Sequence[Optimizer], PrepareRequest], nn.Module]
-    prepare_loader: Callable[[DataLoader[Any], Shard, Feed, torch.device | None, int], DataLoader[Any]]
+    prepare_loader: Callable[
+        [
+            DataLoader[Any],
+            Shard,
+            Feed,
+            torch.device | None,
+            int,
+            int,
+            ProcessGroup | None,
+            Callable[..., Any] | None,
+        ],
+        DataLoader[Any],
+    ]
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]
     trigger_sync_in_backward: Callable[[nn.Module], AbstractContextManager[None]]
     scale_loss: Callable[[torch.Tensor], torch.Tensor]

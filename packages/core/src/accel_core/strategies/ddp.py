@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_core.dressing import Dress, dress
 from accel_core.errors import WorldError
+from accel_core.failures import explain
 from accel_core.handlers import KwargsHandler
 from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout
@@ -203,6 +204,7 @@ class _Wrapper(Dress):
         except RuntimeError as error:
             names = _unused_parameters(self, str(error))
             if not names:
+                explain(error)
                 raise
             raise RuntimeError(
                 f"{len(names)} parameters took no part in the loss of the previous iteration, so their gradients never "

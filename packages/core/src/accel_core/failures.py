@@ -1,0 +1,157 @@
+"""Which rank failed, and with what: told to the ranks that only see a connection break.
+
+A rank that raises where the others do not leaves them in a collective. When its process ends, the backend tells them that a
+connection was closed, not by whom or why. So the failing rank puts a *notice* into the store at which the ranks have met,
+before it leaves the group; and a rank whose collective fails with a broken connection looks there, and only then. Nothing
+happens while all goes well: no thread, no message, no work per step.
+
+There are two kinds of notices. One is posted at exit, when an exception that nobody caught ends the process: that rank is
+gone for certain. `announce` posts the other as soon as an error is seen, because a script may log the error and leave in a
+way of its own. It may also handle the error and go on, so such a notice counts only while it is fresh, and only if no rank
+is gone for certain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+FRESH = 30.0
+"""For how many seconds an announced error explains a broken connection."""
+
+LINGER = timedelta(seconds=2)
+"""How long a rank that may host the store stays for those who have not read the notices."""
+
+LONGEST = 4000
+"""Characters of an error that travel, its last ones: a worker's error ends with the original exception."""
+
+
+def announce(error: BaseException) -> None:
+    """Tells the other ranks of an error of this one, in case it ends here: call it in an `except` block, then `raise`.
+
+    Loaders do around what the user's dataset, sampler and collate function do. One message to the store; does nothing
+    without a process group. No collective.
+    """
+    notices = Notices.running()
+    if notices is not None:
+        notices.post(error, certain=False)
+
+
+def explain(error: BaseException) -> None:
+    """Adds to the error of a broken connection which rank failed and with what; other errors stay as they are.
+
+    Call it in an `except` block around what communicates, then `raise`: the exception is the same, its message longer. Costs
+    nothing unless there is an error, and then a few messages to the store. No collective.
+    """
+    notices = Notices.running() if is_broken_connection(error) else None
+    text = "" if notices is None else notices.read()
+    if text and text not in str(error):
+        # Not a note (PEP 678): it would be missing from `str(error)`, from logs, and before Python 3.11.
+        error.args = (f"{error}\n{text}",)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """A block whose errors of broken connections are explained: see `explain`. Costs a microsecond."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error)
+        raise
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one has gone. gloo raises a bare `RuntimeError` that names its source."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def broken_connection_in(error: BaseException) -> BaseException | None:
+    """The first error of a broken connection among an error, its cause or context, theirs, and so on."""
+    return next((each for each in _chain(error) if is_broken_connection(each)), None)
+
+
+class Notices:
+    """The notices of the ranks of one process group.
+
+    A store that has gone is no error here: what is being reported is why.
+
+    Args:
+        store: at which the ranks of the group have met.
+        rank, size: of this process in the group.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = dist.PrefixStore("accel/failures", store), rank, size
+
+    @classmethod
+    def running(cls) -> Notices | None:
+        """Those of torch's default group; None if there is none, or if its backend met without a store."""
+        if not dist.is_initialized():
+            return None
+        store: Store | None = distributed_c10d._get_default_store()
+        return None if store is None else cls(store, dist.get_rank(), dist.get_world_size())
+
+    def post(self, error: BaseException, *, certain: bool) -> None:
+        """Posts a notice of this rank's error; `certain` says that the process ends because of it."""
+        notice = {"rank": self._rank, "error": _described(error), "certain": certain, "time": time.time()}
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"notice/{self._store.add('count', 1)}", json.dumps(notice))
+            self._store.set(f"read/{self._rank}", "")  # whoever knows needs no news
+
+    def read(self) -> str:
+        """What the other ranks have posted, as a paragraph for this rank's user; empty if there is nothing to say."""
+        notices: dict[int, dict[str, str | float]] = {}  # by rank, the last one of each
+        with contextlib.suppress(dist.DistError):
+            for number in range(1, self._store.add("count", 0) + 1):
+                key = f"notice/{number}"
+                if self._store.check([key]):  # else its rank was killed between counting and writing
+                    notice = json.loads(self._store.get(key))
+                    notices[notice.pop("rank")] = notice
+            self._store.set(f"read/{self._rank}", "")
+        notices.pop(self._rank, None)
+        certain = {rank: notice["error"] for rank, notice in notices.items() if notice["certain"]}
+        if certain:
+            return _paragraph("The connection broke because", "failed", certain)
+        now = time.time()
+        fresh = {rank: each["error"] for rank, each in notices.items() if abs(now - float(each["time"])) < FRESH}
+        return _paragraph("Before the connection broke,", "reported an error", fresh) if fresh else ""
+
+    def linger(self) -> None:
+        """On rank 0, which may host the store: waits until the others have read the notices, `LINGER` at most."""
+        with contextlib.suppress(dist.DistError):
+            if self._rank == 0 and self._store.add("count", 0):
+                self._store.wait([f"read/{rank}" for rank in range(1, self._size)], LINGER)
+
+
+def _paragraph(beginning: str, verb: str, errors: dict[int, str | float]) -> str:
+    told = "; ".join(f"rank {rank} {verb}: {error}" for rank, error in sorted(errors.items()))
+    return f"{beginning} {told}\nMend that one: the error of this rank only follows from it."
+
+
+def _described(error: BaseException) -> str:
+    """Type and message, and the line that raised it."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return (text if len(text) <= LONGEST else f"…{text[-LONGEST:]}") + place
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__

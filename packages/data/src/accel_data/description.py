@@ -1,0 +1,43 @@
+"""What the batch size of a loader is, in every sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoaderDescription:
+    """What the batch size is, in every sense; None where it varies or is not known.
+
+    Args:
+        per_rank_batch: rows of a batch on one rank.
+        global_batch: rows of a batch over all ranks.
+        effective_batch: rows of an accumulation window over all ranks: of one optimizer step.
+        accumulation: batches of a window.
+        ranks: how many ranks read different parts.
+        samples: samples in the dataset.
+        steps: batches of an epoch on the rank that has most of them; windows are `steps / accumulation`, rounded up.
+        reading: how the ranks come to their parts.
+        ending: how an incomplete last global batch is handled.
+    """
+
+    per_rank_batch: int | None
+    global_batch: int | None
+    effective_batch: int | None
+    accumulation: int
+    ranks: int
+    samples: int | None
+    steps: int | None
+    reading: str
+    ending: str
+
+    def __str__(self) -> str:
+        def shown(number: int | None, unknown: str) -> str:
+            return unknown if number is None else str(number)
+
+        return (
+            f"batch per rank {shown(self.per_rank_batch, 'varies')}, global batch {shown(self.global_batch, 'varies')} on "
+            f"{self.ranks} data-parallel rank(s), effective batch {shown(self.effective_batch, 'varies')} with "
+            f"accumulation {self.accumulation}; {shown(self.steps, 'unknown')} steps per epoch over "
+            f"{shown(self.samples, 'an unknown number of')} samples; {self.ending}; {self.reading}"
+        )

@@ -1,0 +1,89 @@
+"""`DataLoaderDispatcher`: one rank reads, and sends the others their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accel_core.dressing import dressed_class
+from accel_core.layout import Shard
+from accel_core.loading import dressed_copy
+from accel_core.world import World
+from accel_data.dispatching import DispatchSource
+from accel_data.loader import DataLoaderShard, as_plain, check_skipped, is_dressed, reading_part
+from accel_data.positioned import PositionedLoader
+from accel_data.request import Request, refuse_unserved
+
+
+class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):
+    """A `DataLoader` that is read on the first rank only, which sends every other rank its part of each global batch.
+
+    The other ranks never touch the dataset. Any batch travels that can be pickled, and ranks may get batches of different
+    shapes. `Accelerator.prepare` and `prepare_data_loader` make it from a loader; constructing it is a collective in a world
+    larger than one, and so is each iteration: all ranks leave a loop over it after the same batch.
+
+    Args:
+        dataset: as of a `DataLoader`.
+        split_batches: a batch is the global batch, and each rank gets an equal piece. Otherwise each rank gets a batch.
+        skip_batches: how many batches each iteration leaves out at its beginning.
+        _drop_last: leaves out an incomplete last global batch; as does `drop_last=True` among `kwargs`.
+        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts the part of one process out of a global
+            batch; None: `slice_tensors`, also where batches hold lists with one object per row.
+        kwargs: of the `DataLoader`.
+    """
+
+    _accel_source: DispatchSource
+
+    def __new__(cls, *_: Any, **__: Any) -> DataLoaderDispatcher:
+        """An object of a subclass that is also one of the loader's own class, like those that `prepare` makes."""
+        made: DataLoaderDispatcher = object.__new__(
+            cls if is_dressed(cls, DataLoaderDispatcher) else dressed_class(DataLoader, cls)
+        )
+        return made
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        _drop_last: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        check_skipped("DataLoaderDispatcher(skip_batches", skip_batches)
+        world = World.current()
+        request = Request.alone(world.device, ()).to_dispatch(Shard(world.rank, world.size), split_batches, slice_fn)
+        refuse_unserved("DataLoaderDispatcher()", self, request.shard)
+        self.__dict__.update(dispatching(as_plain(self), request))
+        self._accel_source.sharing.drop_last |= _drop_last
+        self._accel_source.skipped = skip_batches
+
+    def __iter__(self) -> Any:
+        return self._accel_source.iterate(self._accel_outlet)
+
+
+def dispatching(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
+    """The attributes by which a copy of `loader` becomes a `DataLoaderDispatcher`."""
+    place = _place(request)
+    if place != request.shard:
+        raise ValueError(
+            f"dispatch_batches=True sends batches from the first process to the others, but part {request.shard.index} of "
+            f"{request.shard.count} was asked for, and this is process {place.index} of {place.count}. Leave num_processes and "
+            f"process_index out, or use dispatch_batches=False."
+        )
+    local = dressed_copy(loader, DataLoaderShard, **reading_part(loader, request.to_read()))
+    assert isinstance(local, DataLoaderShard)
+    source = DispatchSource(local, request)
+    return {"_accel_outlet": request.outlet(), "_accel_source": source}
+
+
+def _place(request: Request) -> Shard:
+    """Which of the processes this is that share out a global batch."""
+    world = World.current()
+    if world.size == 1:
+        return Shard(0, 1)
+    channel = world.channel(request.group)
+    return Shard(channel.rank, channel.size)

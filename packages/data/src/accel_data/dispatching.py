@@ -1,0 +1,343 @@
+"""What a dispatching loader reads: one rank iterates, and posts to the others.
+
+Batches travel in blocks: a message carries several steps at once, for what a message costs does not depend on its size as
+long as it is small. A step is one batch for every rank. The first message of an iteration carries one step, the next ones
+more, as long as they stay small.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from accel_core.feed import Rows
+from accel_core.loading import length_of
+from accel_core.seeding import derive_seed
+from accel_core.tree import flatten
+from accel_core.world import World
+from accel_data.mailbox import Mailbox
+from accel_data.position import EpochOpening, EpochProgress, Epochs, Start
+from accel_data.sharing import Part, Sharing
+from accel_data.source import EpochSource
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_core.feed import Feed
+    from accel_core.loading import Outlet
+    from accel_data.loader import DataLoaderShard
+    from accel_data.request import Request
+    from accel_data.streaming import StreamSource
+
+BLOCK = 8
+"""The most steps of a message: what one costs is then small beside what reading its batches costs."""
+
+BLOCK_BYTES = 1 << 20
+"""A message is not made larger than this by several steps."""
+
+_UNKNOWN = -1
+_MORE, _LAST = 0, 1
+
+
+class Arrived(NamedTuple):
+    """A batch of this rank, its rows, how many follow, the samples that all ranks have read with it, and what else its
+    position needs.
+    """
+
+    batch: Any
+    rows: Rows | None
+    remaining: int
+    samples: int
+    extras: dict[str, Any]
+
+
+class Shared(NamedTuple):
+    """A step, shared out: for every rank its part, or None."""
+
+    parts: list[Part | None]
+    samples: int
+    extras: dict[str, Any]
+
+
+class Line:
+    """The way to the other ranks. Copies of a loader share the group; a pickled loader takes the whole world."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self._mailbox: Mailbox | None = None
+        self._serial = 0
+
+    def open(self) -> tuple[Mailbox, int]:
+        """The mailbox, and the number of the iteration that begins. Every rank opens the same ones, in the same order."""
+        if self._mailbox is None:
+            self._mailbox = Mailbox(World.current(), self._group)
+        self._serial += 1
+        return self._mailbox, self._serial
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
+        return Line(self._group)
+
+    def __reduce__(self) -> tuple[type[Line], tuple[None]]:
+        if self._group is not None:
+            raise TypeError(
+                "A DataLoaderDispatcher of a group of ranks cannot be pickled: the group lives in this process. Pickle the "
+                "loader that you built, and prepare it in the new process."
+            )
+        return Line, (None,)
+
+
+class DispatchSource:
+    """The parts of one rank, read by the first.
+
+    Args:
+        local: the loader as the first rank reads it, whole.
+        request: what was asked for.
+
+    Attributes:
+        skipped: batches of this rank that every iteration leaves out at its beginning.
+    """
+
+    def __init__(self, local: DataLoaderShard, request: Request) -> None:
+        self.local = local
+        self.shard = request.shard
+        self.identity = local._accel_source.identity
+        self.epochs = Epochs()
+        self.skipped = 0
+        self.sharing = Sharing(local, request)
+        self._line = Line(request.group)
+        # Tells the messages of loaders apart, for each counts its iterations by itself.
+        self._name = derive_seed(self.identity.seed, self.identity.number, self.identity.length or 0)
+        # The sampler is asked on the first rank only, so that its generators need not be equal on the others.
+        streams = tuple(kind for kind in request.rng_types if kind != "generator")
+        self._synchronise = replace(request, rng_types=streams).synchronise()
+
+    def iterate(self, outlet: Outlet) -> Iterator[Any]:
+        """One iteration: a collective of the ranks among which batches are shared out."""
+        start = self.epochs.next()
+        return self._reported(start, self.epochs.open(start), outlet)
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the dataset and the samplers, where they take it."""
+        self.local._accel_source.tell_epoch(epoch)
+
+    def position(self) -> Start:
+        """Where the loader stands; on the first rank with the states of generators and dataset."""
+        position = self.epochs.position()
+        if position.extras or self.shard.index:
+            return position
+        return Start(position.epoch, position.samples, self.local._position().extras)
+
+    def restore(self, start: Start) -> None:
+        """The next iteration begins there."""
+        source = self.local._accel_source
+        source.restore(start)
+        self.epochs.restore(source.epochs.position())
+
+    def global_batch(self) -> int | None:
+        """Rows of a batch over all ranks; None if they vary, or are not made by the loader."""
+        return self.sharing.global_batch
+
+    def most_steps(self) -> int | None:
+        """Batches of an epoch on the first rank, which has most of them; None if that is not known."""
+        return self._steps(0)
+
+    def reading(self) -> str:
+        """In words."""
+        return "one rank reads, and sends the others their parts"
+
+    def ending(self) -> str:
+        """In words."""
+        if self.sharing.drop_last:
+            return "an incomplete last global batch is dropped"
+        if self.sharing.even:
+            return "an incomplete last global batch is split evenly, and what that fills up is left out by metrics"
+        return "an incomplete last global batch is split: ranks may differ by one batch"
+
+    def __len__(self) -> int:
+        steps = self._steps(self.shard.index)
+        if steps is None:
+            return len(self.local)  # raises, and says why
+        return steps
+
+    def _steps(self, index: int) -> int | None:
+        source = copy.copy(self.local._accel_source)
+        source.skipped = 0  # the iteration that was begun last has set it
+        samples, batches = _samples(source), source.most_steps()
+        if samples is not None:
+            return max(self.sharing.steps_of_samples(samples, index) - self.skipped, 0)
+        return None if batches is None else max(self.sharing.steps_of_batches(batches) - self.skipped, 0)
+
+    def _reported(self, start: Start, opening: EpochOpening, outlet: Outlet) -> Iterator[Any]:
+        passage = outlet.feed.enter()
+        opening.start()
+        progress = opening.progress
+        mailbox, serial = self._line.open()
+        if self._synchronise is not None:
+            self._synchronise([])
+        try:
+            for arrived in (
+                self._posted(start, outlet.feed, mailbox, serial)
+                if self.shard.index == 0
+                else self._received(mailbox, serial)
+            ):
+                placed = outlet.placed(arrived.batch)
+                passage.advance(arrived.remaining, arrived.rows)
+                progress.samples = arrived.samples
+                progress.extras = arrived.extras
+                yield placed
+            progress.finished = True
+        finally:
+            passage.leave()
+
+    def _posted(self, start: Start, feed: Feed, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
+        """Reads, and posts block by block; yields this rank's own."""
+        steps = Ahead(self._shared(start, feed), feed.lookahead)
+        limit, sequence, last = 1, 0, False
+        while not last:
+            try:
+                block = steps.block(limit)
+            except Exception as error:
+                mailbox.post_error(error)
+                raise
+            last = steps.ended
+            parts = [_items(block, rank) for rank in range(self.shard.count)]
+            mailbox.post(serial, sequence, [_LAST if last else _MORE, self._name], parts)
+            for (batch, numbers), (step, _) in zip(parts[0], block, strict=True):
+                yield _arrived(batch, numbers, step.extras)
+            limit, sequence = min(2 * limit, BLOCK), sequence + 1
+
+    def _received(self, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
+        """What the first rank posts."""
+        sequence, more = 0, _MORE
+        while more == _MORE:
+            (more, name), items = mailbox.receive(serial, sequence)
+            if name != self._name:
+                raise RuntimeError(
+                    "The ranks iterate over different loaders: this rank asked for a batch of one, and the rank that reads the "
+                    "data sent one of another. Have all ranks leave a loop over a dispatching loader after the same batch "
+                    "(decide on one rank and broadcast it), or let every rank read for itself with dispatch_batches=False."
+                )
+            for batch, numbers in items:
+                yield _arrived(batch, numbers, {})
+            sequence += 1
+
+    def _shared(self, start: Start, feed: Feed) -> Iterator[Shared]:
+        """The steps of an iteration, shared out."""
+        sharing = copy.copy(self.sharing)  # it keeps the first batches of one iteration
+        even = sharing.even if feed.even_batches is None else feed.even_batches
+        for step, is_last in sharing.steps(self._read(start)):
+            parts = sharing.shared(step, is_last, even)
+            if parts:
+                yield Shared(parts, step.samples, step.extras)
+
+    def _read(self, start: Start) -> Iterator[tuple[Any, Rows | None, Start]]:
+        """The batches of the loader, whole: with their rows, and where it stands then."""
+        source, feed = self.local._accel_source, self.local._accel_outlet.feed
+        source.identity = self.identity
+        source.epochs.restore(start)
+        source.skipped = self.skipped * self.sharing.batches_per_step
+        progress: EpochProgress | None = None
+        for batch in self.local:
+            # Of this iteration: another one over the same loader may begin before it ends.
+            progress = progress or source.epochs._current
+            assert progress is not None
+            yield batch, feed.current_rows(), Start(progress.epoch, progress.samples, progress.extras)
+
+
+class Ahead:
+    """Steps that were read but not posted yet: enough to know, for every step, how many follow.
+
+    Args:
+        steps: an iteration.
+        lookahead: how many are read ahead.
+    """
+
+    def __init__(self, steps: Iterator[Shared], lookahead: int) -> None:
+        self._steps = steps
+        self._lookahead = lookahead
+        self._waiting: deque[Shared] = deque()
+        self._failure: Exception | None = None
+        self.ended = False
+
+    def block(self, limit: int) -> list[tuple[Shared, list[int]]]:
+        """The next steps, each with how many follow on every rank; sets `ended` with the last.
+
+        Raises:
+            Exception: what reading raised, once everything is posted that was read before.
+        """
+        self._fill(1)
+        if self._waiting:
+            size = _size(self._waiting[0])
+            limit = max(1, min(limit, BLOCK_BYTES // size if size else limit))
+            self._fill(limit)
+        if self._failure is not None and not self._waiting:
+            failure, self._failure = self._failure, None
+            try:
+                raise failure
+            finally:
+                del failure  # its frames hold this object, and workers that are to end
+        block = []
+        for _ in range(min(limit, len(self._waiting))):
+            step = self._waiting.popleft()
+            block.append((step, self._following(len(step.parts))))
+        self.ended = not self._waiting and self._failure is None
+        return block
+
+    def _fill(self, steps: int) -> None:
+        missing = steps + self._lookahead - len(self._waiting)
+        if self._failure is not None or missing <= 0:
+            return
+        try:
+            for step in islice(self._steps, missing):
+                self._waiting.append(step)
+        except Exception as error:  # noqa: BLE001  (it is raised when its turn comes)
+            self._failure = error
+
+    def _following(self, ranks: int) -> list[int]:
+        if all(step.parts[-1] is not None for step in self._waiting):
+            return [len(self._waiting)] * ranks
+        return [sum(step.parts[rank] is not None for step in self._waiting) for rank in range(ranks)]
+
+
+def _samples(source: EpochSource | StreamSource) -> int | None:
+    """The samples of an epoch, if batches of one size are made of them, and that is known."""
+    if isinstance(source, EpochSource):
+        parts = source.batches().parts() if source.batched else None
+        return None if parts is None else parts.total
+    return None if source.batch_size is None else length_of(source.dataset)
+
+
+def _items(block: list[tuple[Shared, list[int]]], rank: int) -> list[tuple[Any, list[int]]]:
+    """What one rank is sent of a block."""
+    items = []
+    for step, following in block:
+        part = step.parts[rank]
+        if part is not None:
+            items.append((part.batch, [*_numbers(part.rows), following[rank], step.samples]))
+    return items
+
+
+def _arrived(batch: Any, numbers: list[int], extras: dict[str, Any]) -> Arrived:
+    rows, real, remaining, samples = numbers
+    if real == _UNKNOWN:
+        return Arrived(batch, None, remaining, samples, extras)
+    return Arrived(batch, Rows(None if rows == _UNKNOWN else rows, real), remaining, samples, extras)
+
+
+def _numbers(rows: Rows | None) -> list[int]:
+    if rows is None:
+        return [_UNKNOWN, _UNKNOWN]
+    return [_UNKNOWN if rows.rows is None else rows.rows, rows.real]
+
+
+def _size(step: Shared) -> int:
+    """Bytes of the tensors of one part."""
+    part = step.parts[0]
+    leaves = [] if part is None else flatten(part.batch)[0]
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,226 @@
+"""`IterableDatasetShard`: one process's part of the samples of an iterable dataset, and the rule by which they are shared out.
+
+A *step* is `count * part` consecutive samples of the stream; the process with index r takes the r-th part of each. An incomplete
+last step is dropped; or filled from the first samples of the stream, over again if it is shorter than a step; or left as it
+is. What fills up is known by its place, never guessed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch.utils.data import IterableDataset
+
+from accel_data.parts import Parts
+
+T = TypeVar("T")
+
+
+class Piece(NamedTuple):
+    """What one process takes of a step.
+
+    Attributes:
+        samples: at least one.
+        real: how many of them, from the first on, do not fill up.
+        read: how many samples of the stream all processes have read with this step.
+    """
+
+    samples: list[Any]
+    real: int
+    read: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a stream is shared out.
+
+    Args:
+        part: samples of one process in a step.
+        index: which process.
+        count: how many processes.
+        drop_last: leaves out an incomplete last step.
+        fill: fills it. With one process there is nobody to be even with, and its last piece is short.
+        skip: how many samples of the stream are left out at the beginning: they are read, and may fill up.
+        turn: takes only each step whose number, counted behind what is left out, is `turn` modulo `turns`.
+        turns: how many take turns.
+    """
+
+    part: int
+    index: int
+    count: int
+    drop_last: bool
+    fill: bool
+    skip: int = 0
+    turn: int = 0
+    turns: int = 1
+
+    def length(self, total: int) -> int:
+        """How many samples the process gets of so many, over all turns."""
+        parts = Parts(total, self.part, self.index, self.count, self.drop_last, self.fill, min(self.skip, total))
+        steps = len(parts)
+        if not steps:
+            return 0
+        return (steps - 1) * self.part + (self.part if parts.fills else parts.real(steps - 1))
+
+    def pieces(self, samples: Iterator[Any]) -> Iterator[Piece]:
+        """The pieces of this process, in order.
+
+        Args:
+            samples: the stream. It is only asked for the next sample, for `iter` would begin some hand-written iterators anew.
+
+        Raises:
+            ValueError: if the stream ends before `skip` samples.
+        """
+        stride, first = self.part * self.count, self.index * self.part
+        fills = self.fill and self.count > 1 and not self.drop_last
+        head: list[Any] = []
+        stream = _recorded(asked(samples), head, stride if fills else 0)
+        read = _passed(stream, self.skip)
+        if read < self.skip:
+            raise ValueError(
+                f"A position behind {self.skip} samples was loaded, but the dataset yields only {read} in this epoch. Load "
+                f"it for the dataset of the run that was saved, or begin a new epoch without a state."
+            )
+        step = 0
+        while True:
+            taken = _passed(stream, first)
+            mine = list(islice(stream, self.part)) if taken == first else []
+            taken += len(mine)
+            if taken == first + self.part:
+                taken += _passed(stream, stride - taken)
+            read += taken
+            real = len(mine)
+            if taken < stride:
+                if not taken or self.drop_last:
+                    return
+                if fills:
+                    places = range(max(first, taken), first + self.part)
+                    mine += [_kept(head[(place - taken) % len(head)]) for place in places]
+            if mine and step % self.turns == self.turn:
+                yield Piece(mine, real, read)
+            if taken < stride:
+                return
+            step += 1
+
+
+class IterableDatasetShard(IterableDataset[T], Generic[T]):
+    """Wraps an iterable dataset to yield the samples of one process. Every process must see the same stream.
+
+    An incomplete last step is filled from the first samples of the stream, so that all processes get equally many; if the
+    dataset yields nothing, so does each part of it. A single process gets what the dataset yields.
+
+    Args:
+        dataset: the stream; it is not changed.
+        batch_size: samples that one process takes in turn; with `split_batches`, that all of them take together.
+        drop_last: leaves out an incomplete last step on all processes.
+        num_processes: how many processes share the stream.
+        process_index: which of them this is.
+        split_batches: whether `batch_size` is that of all processes together.
+
+    Raises:
+        ValueError: for a process that does not exist, a batch size below 1, or, with `split_batches`, one that the number of
+            processes does not divide.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[T],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if num_processes < 1 or not 0 <= process_index < num_processes:
+            raise ValueError(
+                f"IterableDatasetShard(num_processes={num_processes}, process_index={process_index}) names no process: "
+                f"process_index must be at least 0 and below num_processes."
+            )
+        if batch_size < 1:
+            raise ValueError(
+                f"IterableDatasetShard(batch_size={batch_size}) would hand out nothing: batch_size must be at least 1."
+            )
+        if split_batches and batch_size % num_processes:
+            raise ValueError(
+                f"IterableDatasetShard(split_batches=True) cuts each batch into {num_processes} equal pieces, but "
+                f"batch_size={batch_size} is not a multiple of {num_processes}. Use "
+                f"batch_size={_nearest_multiple(batch_size, num_processes)}, or split_batches=False."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the dataset, if it takes it."""
+        forward = getattr(self.dataset, "set_epoch", None)
+        if forward is not None:
+            forward(epoch)
+
+    def __len__(self) -> int:
+        """How many samples this process gets, those that fill up included.
+
+        Raises:
+            TypeError: if the dataset has no length.
+        """
+        dataset: Any = self.dataset
+        try:
+            total = len(dataset)
+        except (TypeError, NotImplementedError) as error:
+            raise TypeError(
+                f"The number of samples was asked for, but {type(dataset).__name__} has no length. Give it a __len__ that "
+                f"returns the number of samples over all processes, or iterate without asking."
+            ) from error
+        return self._steps().length(total)
+
+    def __iter__(self) -> Iterator[T]:
+        for sample, _ in self.rows():
+            yield sample
+
+    def rows(self) -> Iterator[tuple[T, bool]]:
+        """The samples of this process, each with whether it is real; those that fill up are not."""
+        for samples, real, _ in self._steps().pieces(iter(self.dataset)):
+            for place, sample in enumerate(samples):
+                yield sample, place < real
+
+    def _steps(self) -> Steps:
+        part = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        return Steps(part, self.process_index, self.num_processes, self.drop_last, fill=True)
+
+
+def asked(iterator: Iterator[T]) -> Iterator[T]:
+    """What an iterator yields. It is not asked again behind its end, where some begin anew, nor for an iterator."""
+    while True:
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            return
+        yield sample
+
+
+def _recorded(samples: Iterator[Any], head: list[Any], limit: int) -> Iterator[Any]:
+    """The samples; the first of them are also kept."""
+    for sample in islice(samples, limit):
+        head.append(_kept(sample))
+        yield sample
+    yield from samples
+
+
+def _kept(sample: Any) -> Any:
+    """A sample that collate functions which pop from their samples do not empty for the next time."""
+    return copy.copy(sample) if isinstance(sample, (dict, list)) else sample
+
+
+def _passed(samples: Iterator[Any], count: int) -> int:
+    """Passes over so many samples, and says how many there were."""
+    return sum(1 for _ in islice(samples, count))
+
+
+def _nearest_multiple(size: int, count: int) -> int:
+    return max(count, (2 * size + count) // (2 * count) * count)

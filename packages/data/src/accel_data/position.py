@@ -1,0 +1,228 @@
+"""Where a loader stands: seed, epoch, and how many samples of the global order are behind it.
+
+A position says nothing about ranks, so a state that four processes saved is continued by two. It counts what was yielded;
+what workers have fetched ahead is fetched again.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_core.loading import Opening, Progress, Read
+from accel_core.seeding import was_chosen
+
+VERSION = 1
+_NUMBERS = ("seed", "loader", "epoch", "samples")
+_IDENTITY = (*_NUMBERS, "version", "length", "order", "workers")
+
+
+class EpochProgress(Progress):
+    """How far an iteration of an epoch has come, and what else is needed to go on from there.
+
+    Args:
+        extras: entries for the state, such as that of the dataset; whoever yields keeps them up to date.
+    """
+
+    __slots__ = ("extras",)
+
+    def __init__(self, epoch: int, samples: int, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(epoch, samples)
+        self.extras: Mapping[str, Any] = extras or {}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an iteration begins.
+
+    Args:
+        epoch: which one.
+        samples: how many of its samples are behind it.
+        extras: what else was in the state that is continued; empty at an ordinary beginning.
+    """
+
+    epoch: int
+    samples: int = 0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Epochs:
+    """Numbers the iterations of one loader, and knows where the latest stands. Each that is advanced at least once is an epoch."""
+
+    def __init__(self) -> None:
+        self.following = 0
+        self._pending: Start | None = None  # where the next iteration continues an epoch
+        self._current: EpochProgress | None = None  # of the iteration that was begun last
+        self._latest: weakref.ref[EpochOpening] | None = None
+
+    def set(self, epoch: int) -> None:
+        """The next iteration is `epoch`; it goes on from a state that was loaded, if that is of this epoch."""
+        if self._pending is not None and self._pending.epoch != epoch:
+            warnings.warn(
+                f"loader.set_epoch({epoch}) gives up the position that was loaded: epoch {self._pending.epoch}, "
+                f"{self._pending.samples} samples. To go on from there, begin with loader.set_epoch({self._pending.epoch}).",
+                stacklevel=3,
+            )
+            self._pending = None
+        self.following = epoch
+        self._current = self._latest = None
+
+    def restore(self, start: Start) -> None:
+        """The next iteration continues there."""
+        self.following = start.epoch
+        self._pending = start
+        self._current = self._latest = None
+
+    def position(self) -> Start:
+        """Where the latest iteration stands; the beginning of the next epoch once it has ended."""
+        current = self._current
+        if current is not None and not current.finished:
+            return Start(current.epoch, current.samples, current.extras)
+        if current is None and self._pending is not None:
+            return self._pending
+        return Start(self.following)
+
+    def next(self) -> Start:
+        """Where an iteration begins that is opened now.
+
+        One that was opened before, and may still be advanced, has its own epoch: `zip(loader, loader)` pairs two.
+        """
+        latest = self._latest() if self._latest is not None else None
+        epoch = self.following if latest is None else max(self.following, latest.progress.epoch + 1)
+        if self._pending is not None and self._pending.epoch == epoch:
+            return self._pending
+        return Start(epoch)
+
+    def open(self, start: Start, reads: Iterator[Read] | None = None) -> EpochOpening:
+        """An iteration that begins there."""
+        opening = EpochOpening(self, start, iter(()) if reads is None else reads)
+        self._latest = weakref.ref(opening)
+        return opening
+
+    def waiting(self) -> EpochOpening | None:
+        """The latest iteration, if it was opened and not advanced yet."""
+        latest = self._latest() if self._latest is not None else None
+        return None if latest is None or latest.progress is self._current else latest
+
+    def begin(self, progress: EpochProgress) -> None:
+        """An iteration is advanced for the first time."""
+        self.following = max(self.following, progress.epoch + 1)
+        self._current = progress
+        self._pending = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None, "_current": None}
+
+
+class EpochOpening(Opening):
+    """One iteration of a numbered epoch."""
+
+    __slots__ = ("_epochs", "before")
+
+    progress: EpochProgress
+
+    def __init__(self, epochs: Epochs, start: Start, reads: Iterator[Read]) -> None:
+        super().__init__(reads, EpochProgress(start.epoch, start.samples, start.extras))
+        self._epochs = epochs
+        self.before: Mapping[str, Any] = {}  # what the state needs until it is advanced: opening may draw already
+
+    def start(self) -> None:
+        """The epoch begins, or goes on."""
+        self._epochs.begin(self.progress)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells the positions of one loader from those of another.
+
+    Args:
+        seed: of the run.
+        number: how many loaders were prepared before this one.
+        length: of the dataset; None if it has none.
+        order: what gives the order: the classes of the samplers, or of an iterable dataset.
+        workers: among how many the order of an iterable dataset is made; None where it does not depend on that.
+    """
+
+    seed: int
+    number: int
+    length: int | None
+    order: str
+    workers: int | None
+
+    def state(self, position: Start) -> dict[str, Any]:
+        """A state: numbers, and tensors of bytes where a generator or a dataset has a state of its own."""
+        return {
+            "version": VERSION,
+            "seed": self.seed,
+            "loader": self.number,
+            "epoch": position.epoch,
+            "samples": position.samples,
+            "length": self.length,
+            "order": self.order,
+            "workers": self.workers,
+            **position.extras,
+        }
+
+    def check(self, state: object) -> dict[str, Any]:
+        """The state, if it is one of this loader.
+
+        Raises:
+            TypeError: if it is no state of a loader.
+            ValueError: if it is one of another loader, dataset or run.
+        """
+        if not isinstance(state, Mapping) or any(type(state.get(name)) is not int for name in _NUMBERS):
+            raise TypeError(
+                f"load_state_dict() was given a {type(state).__name__} that is no state of a loader: it needs whole numbers "
+                f"{', '.join(_NUMBERS)}. Pass what state_dict() of a prepared loader returned."
+            )
+        if state.get("version") != VERSION:
+            raise ValueError(
+                f"load_state_dict() was given a state of version {state.get('version')!r}; this accel-data reads version "
+                f"{VERSION}. Install the accel-data that saved it, or a newer one."
+            )
+        if state.get("length") != self.length:
+            raise ValueError(
+                f"load_state_dict() was given the state of a dataset with {_samples(state.get('length'))}; this loader's "
+                f"has {_samples(self.length)}. Load it into the loader of the dataset that was saved, or begin a new "
+                f"epoch without a state."
+            )
+        if state.get("order") != self.order:
+            raise ValueError(
+                f"load_state_dict() was given a position in the order of {state.get('order')}, this loader's is that of "
+                f"{self.order}. Build the loader with the sampler, or the dataset, of the run that was saved."
+            )
+        if state["samples"] and state.get("workers") != self.workers:
+            raise ValueError(
+                f"load_state_dict() was given a position in the order that {state.get('workers')} worker(s) make of an "
+                f"IterableDataset, this loader has {self.workers}. Use num_workers as in the run that was saved."
+            )
+        if state["loader"] != self.number:
+            raise ValueError(
+                f"load_state_dict() was given the state of loader {state['loader']}, counted from 0 in the order of "
+                f"prepare(); this is loader {self.number}, whose order is another. Prepare the loaders in the same order "
+                f"as in the run that was saved, and give each its own state."
+            )
+        if state["seed"] != self.seed and was_chosen(self.seed) and was_chosen(state["seed"]):
+            raise ValueError(
+                f"load_state_dict() was given a state of a run with seed {state['seed']}, this run has seed {self.seed}, so "
+                f"it would go on in another order. Type set_seed({state['seed']}) before the loader is prepared, or set no "
+                f"seed: then that of the state is taken."
+            )
+        if state["epoch"] < 0 or state["samples"] < 0:
+            raise ValueError(
+                f"load_state_dict() was given epoch {state['epoch']} and {state['samples']} samples, and neither may be "
+                f"negative. Pass what state_dict() of a prepared loader returned."
+            )
+        return dict(state)
+
+
+def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state holds beside the position."""
+    return {name: value for name, value in state.items() if name not in _IDENTITY}
+
+
+def _samples(length: object) -> str:
+    return "no known length" if length is None else f"{length} samples"

@@ -1,0 +1,142 @@
+"""What is asked for one loader, and what follows from it for every kind of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from accel_core.config import as_rng_types
+from accel_core.feed import Feed
+from accel_core.layout import Shard
+from accel_core.loading import Outlet, index_sampler, length_of
+from accel_core.seeding import agree_seed
+from accel_core.world import World
+from accel_data.batches import BatchSamplerShard
+from accel_data.configuration import DataLoaderConfiguration
+from accel_data.position import Identity
+from accel_data.rng import synchronize
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.utils.data import DataLoader
+
+    from accel_data.source import Synchronise
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for one loader.
+
+    Args:
+        shard: the part to read.
+        feed: where iterators report.
+        device: where batches are put, or None.
+        seed: of the run.
+        number: how many loaders were prepared before.
+        group: the ranks among which a global batch is shared out; None: the world.
+        slice_fn: the user's function that cuts a batch, or None.
+        options: how.
+        rng_types: which random streams are made equal when an iteration begins.
+    """
+
+    shard: Shard
+    feed: Feed
+    device: torch.device | None
+    seed: int
+    number: int
+    group: ProcessGroup | None
+    slice_fn: Callable[..., Any] | None
+    options: DataLoaderConfiguration
+    rng_types: tuple[str, ...]
+
+    @classmethod
+    def alone(cls, device: torch.device | None, rng_types: Iterable[str] | None) -> Request:
+        """All of the data, for nobody's Accelerator. A collective in a world larger than one."""
+        return cls(
+            shard=Shard(0, 1),
+            feed=Feed(),
+            device=device,
+            seed=agree_seed(World.current()),
+            number=0,
+            group=None,
+            slice_fn=None,
+            options=DataLoaderConfiguration(),
+            rng_types=named(rng_types),
+        )
+
+    def to_read(self) -> Request:
+        """What is asked of the one process that reads for the others: all of the data, and nobody else takes part."""
+        return replace(self, shard=Shard(0, 1), feed=Feed(), device=None, rng_types=())
+
+    def to_dispatch(self, shard: Shard, split_batches: bool, slice_fn: Callable[..., Any] | None) -> Request:
+        """The same for a loader that one process reads for all."""
+        options = replace(self.options, split_batches=split_batches, dispatch_batches=True)
+        return replace(self, shard=shard, options=options, slice_fn=slice_fn)
+
+    def outlet(self) -> Outlet:
+        """Where the loader reports and puts its batches."""
+        return Outlet(self.feed, self.device, self.options.non_blocking)
+
+    def identity(self, loader: DataLoader[Any]) -> Identity:
+        """What tells the positions of the loader from those of others."""
+        stream = isinstance(loader.dataset, IterableDataset)
+        shared = (
+            stream and self.shard.count > 1
+        )  # there the workers take turns, or a position tells how far each has come
+        workers = max(1, loader.num_workers) if stream and not shared else None
+        return Identity(self.seed, self.number, length_of(loader.dataset), self._order(loader), workers)
+
+    def _order(self, loader: DataLoader[Any]) -> str:
+        if isinstance(loader.dataset, IterableDataset):
+            return type(loader.dataset).__qualname__
+        sampler = index_sampler(loader)
+        if isinstance(sampler, BatchSamplerShard):
+            sampler = sampler.batch_sampler
+        inner = getattr(sampler, "sampler", None)
+        names = [type(each).__qualname__ for each in (sampler, inner) if each is not None]
+        return " of ".join(names) + (", seedable" if self.options.use_seedable_sampler else "")
+
+    def synchronise(self) -> Synchronise | None:
+        """What makes random streams equal when an iteration begins; None if nothing is to be."""
+        return partial(_synchronise, self.rng_types) if self.rng_types else None
+
+
+def named(rng_types: Iterable[str] | None) -> tuple[str, ...]:
+    """The names of random streams; None stands for "generator". Raises for unknown ones."""
+    return ("generator",) if rng_types is None else as_rng_types("rng_types", list(rng_types))
+
+
+def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard) -> None:
+    """Raises for what would be read twice, or could not be told apart, where data is shared out."""
+    if shard.count == 1:
+        return
+    asked = f"{asked} was given a {type(loader).__name__} on {shard.count} data-parallel ranks"
+    sampler = loader.batch_sampler
+    if isinstance(sampler, BatchSamplerShard) and sampler.num_processes > 1:
+        raise ValueError(
+            f"{asked} with a BatchSamplerShard for {sampler.num_processes} processes: its part would be shared out again, and "
+            f"most samples never read. Give the loader the batch sampler inside it, or leave it out of prepare()."
+        )
+    inner = getattr(sampler, "sampler", None)
+    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
+        raise ValueError(
+            f"{asked} with a DistributedSampler for {inner.num_replicas} replicas: its part would be sharded again, and "
+            f"most samples never read. Use shuffle={inner.shuffle} instead of the sampler, or leave the loader out of "
+            f"prepare()."
+        )
+    if loader.num_workers and not loader.in_order and not getattr(sampler, "drop_last", False):
+        raise ValueError(
+            f"{asked} with in_order=False: a batch that was filled up to be even could not be told from the others. Use "
+            f"in_order=True, or drop_last=True."
+        )
+
+
+def _synchronise(rng_types: tuple[str, ...], generators: list[torch.Generator]) -> None:
+    if dist.is_available() and dist.is_initialized():  # reading the environment of a process that is alone takes time
+        synchronize(rng_types, generators, World.current())

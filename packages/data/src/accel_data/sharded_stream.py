@@ -1,0 +1,264 @@
+"""An iterable dataset that every rank reads, and keeps its part of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler
+
+from accel_core.feed import Rows
+from accel_core.layout import Shard
+from accel_core.loading import Delivering
+from accel_core.world import World
+from accel_data.lanes import Counted, CountedCollate, ShardedStream, WorkerStart
+from accel_data.streaming import Fetched, StreamSource, inside
+from accel_data.uneven import even_ends
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from accel_core.feed import Feed
+    from accel_data.configuration import Uneven
+    from accel_data.lanes import Mark
+    from accel_data.position import Start
+    from accel_data.request import Request
+    from accel_data.streaming import Stateful
+
+
+def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
+    """The attributes by which a copy of `loader` becomes a `DataLoaderShard` of one rank's part of a stream."""
+    source = SharedStreamSource(loader, request)
+    attributes = {
+        "_accel_outlet": request.outlet(),
+        "_accel_source": source,
+        "dataset": source.stream,
+        "collate_fn": CountedCollate(loader.collate_fn),
+        "worker_init_fn": WorkerStart(loader.worker_init_fn),
+    }
+    if loader.batch_sampler is not None:  # of an iterable dataset, it only says how many samples make a batch
+        attributes["batch_sampler"] = BatchSampler(loader.sampler, source.stream.part, loader.drop_last)
+    return attributes
+
+
+class Arriving(Delivering):
+    """torch's iterator over counted batches, for a loader class that may look at the batches: it sees the user's."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.arrived: deque[Counted] = deque()
+
+    def __next__(self) -> Any:
+        counted: Counted = super().__next__()
+        self.arrived.append(counted)
+        return counted.batch
+
+    def _reset(self, *arguments: Any, **options: Any) -> None:
+        self.arrived.clear()
+        super()._reset(*arguments, **options)
+
+
+class SharedStreamSource(StreamSource):
+    """The part of one rank of an iterable dataset that all ranks read.
+
+    Args:
+        loader: the user's.
+        request: what was asked for.
+
+    Attributes:
+        stream: what stands in the place of the user's dataset.
+        arrived: what torch's latest iterator has delivered.
+    """
+
+    inherits_state = False  # it would be that of one rank's part
+
+    def __init__(self, loader: DataLoader[Any], request: Request) -> None:
+        super().__init__(loader, request.shard, request.identity(loader), synchronise=request.synchronise())
+        options = request.options
+        self.uneven: Uneven = options.uneven
+        self.presharded = options.presharded
+        self.split_batches = options.split_batches
+        self.arrived: deque[Counted] = deque()
+        self._group = request.group
+        shard = Shard(0, 1) if self.presharded else self.shard
+        self.stream = ShardedStream(loader.dataset, shard, self._part(), self.drop_last, fill=True)
+
+    @property
+    def step(self) -> int:
+        """The samples that all ranks read in a step."""
+        return self.stream.part * self.shard.count
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the dataset, if it takes it, also in workers that run already."""
+        self.stream.set_epoch(epoch)
+
+    def global_batch(self) -> int | None:
+        """Rows of a batch over all ranks; None if the dataset makes them."""
+        return None if self.batch_size is None else self.step
+
+    def most_steps(self) -> int | None:
+        """Batches of an epoch, as far as the dataset has a length."""
+        samples = self.identity.length
+        if samples is None:
+            return None
+        step = self.stream.part if self.presharded else self.step
+        steps = samples // step if self.drop_last else -(-samples // step)
+        return max(steps - self.skipped, 0)
+
+    def reading(self) -> str:
+        """In words."""
+        if self.presharded:
+            return "every rank reads a stream of its own"
+        return "every rank reads the whole stream, and keeps its part"
+
+    def ending(self) -> str:
+        """In words."""
+        last = "dropped" if self.drop_last else "filled from the first samples, which metrics leave out"
+        if self.presharded:
+            last = "dropped" if self.drop_last else "left as it is"
+        policies = {
+            "pad": "a rank that ends before the others goes on with batches that metrics leave out",
+            "stop": "all ranks end with the first",
+            "join": "each rank ends by itself",
+        }
+        return f"an incomplete last global batch is {last}; {policies[self.uneven]}"
+
+    def restore(self, start: Start) -> None:
+        """The next iteration begins there.
+
+        Raises:
+            ValueError: if the position belongs to another number of ranks with streams of their own.
+        """
+        ranks = start.extras.get("ranks")
+        if (ranks is not None or self.presharded) and start.samples and ranks != self.shard.count:
+            raise ValueError(
+                f"load_state_dict() was given a position in the streams of {ranks or 'no'} ranks that have their own, this run "
+                f"has {self.shard.count} with presharded={self.presharded}. Go on with as many ranks as were saved, or begin a "
+                f"new epoch without a state."
+            )
+        super().restore(start)
+
+    def _part(self) -> int:
+        """The samples that one rank reads in a step."""
+        size, count = self.batch_size, self.shard.count
+        if not self.split_batches or self.presharded:
+            return size or 1
+        if size is None:
+            raise ValueError(
+                "split_batches=True cuts each batch into equal pieces, but with batch_size=None the dataset makes the batches. Use "
+                "split_batches=False, or dispatch_batches=True, which cuts what can be cut."
+            )
+        if size % count:
+            raise ValueError(
+                f"split_batches=True cuts each batch into {count} equal pieces, but batch_size={size} is not a multiple of "
+                f"{count}. Use batch_size={-(-size // count) * count}, or split_batches=False."
+            )
+        return size // count
+
+    def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
+        """The batches until the common end, each with how many follow."""
+        if self.uneven == "join" and not feed.joining:
+            raise RuntimeError(
+                "uneven='join' lets each rank end by itself, so the others would wait for it outside of join_uneven_inputs(). Put "
+                "the loop into `with accelerator.join_uneven_inputs([model])`, or use uneven='pad' or 'stop'."
+            )
+        policy: Uneven = "join" if feed.joining else self.uneven
+        read = 0
+        for fetched, is_real, following in even_ends(batches, policy, World.current(), self._group, feed.lookahead):
+            read = max(read, fetched.samples)
+            if is_real:
+                yield fetched, following
+            else:
+                rows = None if fetched.rows is None else fetched.rows.rows
+                yield Fetched(fetched.batch, Rows(rows, 0), read, {}), following
+
+    def _from_the_beginning(
+        self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
+    ) -> Iterator[Fetched]:
+        self.stream.begin(skip=0 if self.presharded else start.samples)
+        return islice(self._delivered(fetched(), start, stateful), self.skipped, None)
+
+    def _from_a_state(
+        self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
+    ) -> Iterator[Fetched]:
+        scale = self.shard.count if self.presharded else 1
+        self.stream.begin(read=start.samples // scale)
+        return islice(self._delivered(fetched(), start, stateful), self.skipped, None)
+
+    def _delivered(self, batches: Iterable[Any], start: Start, stateful: Stateful | None) -> Iterator[Fetched]:
+        """The batches behind `start`, each with its rows and the samples that all ranks have read then."""
+        arrived = batches.arrived if isinstance(batches, Arriving) else None
+        scale = self.shard.count if self.presharded else 1
+        # Of a stream that all ranks see, the workers leave out the beginning themselves.
+        single = [start.samples // scale if self.presharded else 0]
+        lanes = Lanes(start.extras.get("lanes", single), start.samples > 0, type(self.stream.dataset).__name__)
+        constant = {"ranks": self.shard.count} if self.presharded else {}
+        for batch in batches:
+            arrived = (
+                self.arrived if arrived is None else arrived
+            )  # the user's class has made torch's iterator only now
+            if not arrived:
+                raise RuntimeError(
+                    "The __iter__ of this DataLoader subclass yielded more batches than it takes from super().__iter__(). Which "
+                    "of them are padded cannot be told. Yield one batch for each, or leave the loader out of prepare()."
+                )
+            counted = arrived.popleft()
+            if lanes.advance(counted.mark):
+                extras = {**constant, **lanes.extras(), **inside(stateful)}
+                yield Fetched(batch, counted.rows, lanes.read * scale, extras)
+
+
+class Lanes:
+    """How far the streams of a dataset have come that splits itself over the workers; or its only stream.
+
+    Args:
+        behind: for each of them, how many samples are left out.
+        is_resumed: whether that is because a position was loaded.
+        dataset: the name of its class, for messages.
+    """
+
+    def __init__(self, behind: list[int], is_resumed: bool, dataset: str) -> None:
+        self._behind = behind
+        self._is_resumed = is_resumed
+        self._dataset = dataset
+        self._read: list[int] = []
+
+    @property
+    def read(self) -> int:
+        """Samples of all lanes together."""
+        return sum(self._read)
+
+    def extras(self) -> dict[str, Any]:
+        """What a position needs beside their sum."""
+        return {"lanes": list(self._read)} if len(self._read) > 1 else {}
+
+    def advance(self, mark: Mark) -> bool:
+        """A batch has come. Returns whether it is not left out.
+
+        Raises:
+            ValueError: if the position belongs to another number of lanes, or lies inside the batch.
+        """
+        if not self._read:
+            self._begin(mark.lanes)
+        before, self._read[mark.lane] = self._read[mark.lane], mark.read
+        behind = self._behind[mark.lane]
+        if before < behind < mark.read:
+            raise ValueError(
+                f"A position behind {behind} samples of stream {mark.lane} was loaded, which lies inside a batch: batches of "
+                f"{self._dataset} end there at {before} and {mark.read}. Use the batch size and the number of ranks of the run "
+                f"that was saved, or begin a new epoch without a state."
+            )
+        return mark.read > behind
+
+    def _begin(self, lanes: int) -> None:
+        self._read = [0] * lanes
+        if not self._is_resumed:
+            self._behind = self._read.copy()
+        elif len(self._behind) != lanes:
+            raise ValueError(
+                f"A position in {len(self._behind)} stream(s) was loaded, but {self._dataset} gives {lanes} here: it splits "
+                f"itself over its workers, so its order depends on how many there are. Use num_workers as in the run that was "
+                f"saved, or begin a new epoch without a state."
+            )

@@ -1,0 +1,39 @@
+"""Leaving out the first batches of a loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accel_core.loading import PreparedLoader, dressed_copy
+from accel_data.loader import DataLoaderShard, reading_part
+from accel_data.request import Request
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader that leaves out the first batches of each of its iterations, without reading them where they have indices.
+
+    Of a prepared loader it is a copy that shares its epochs: an iteration of the one is followed by the next epoch of either.
+    So loop over it for the rest of an epoch, and over the loader itself from then on. A prepared loader resumes more simply
+    by `load_state_dict`, on any number of ranks.
+
+    Args:
+        dataloader: a prepared loader, or any other: then the result reads all of it, in this process, and a shuffled order is
+            a function of seed and epoch. That is a collective in a world larger than one, which agrees on the seed.
+        num_batches: how many batches of this rank.
+
+    Raises:
+        TypeError: if it is no `DataLoader`.
+        ValueError: if the number is negative, or no whole number.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.behind(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(
+            f"skip_first_batches() was given a {type(dataloader).__name__}, expected a torch.utils.data.DataLoader. Of other "
+            f"iterables, itertools.islice(batches, {num_batches!r}, None) leaves out the first."
+        )
+    twin = dressed_copy(dataloader, DataLoaderShard, **reading_part(dataloader, Request.alone(None, None)))
+    assert isinstance(twin, DataLoaderShard)
+    return twin.behind(num_batches)

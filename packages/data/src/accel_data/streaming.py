@@ -1,0 +1,258 @@
+"""What a prepared loader reads of an iterable dataset: there are no indices, only samples as they come.
+
+Going on inside an epoch therefore reads what is left out, batch by batch, unless dataset or loader has a state of its own:
+then that is kept beside the position, as it was when the latest batch was yielded, and restored.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from accel_core.failures import announce
+from accel_core.loading import length_of, looked_ahead
+from accel_data.position import EpochOpening, EpochProgress, Epochs, Identity, Start
+from accel_data.source import given_generators, set_states, states_of, tell_epoch
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
+
+    from accel_core.feed import Feed, Rows
+    from accel_core.layout import Shard
+    from accel_core.loading import Outlet
+    from accel_data.source import Synchronise
+
+
+class Stateful(Protocol):
+    """What has a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """It goes on from there."""
+
+
+class Fetched(NamedTuple):
+    """A batch, its rows, the samples that all ranks have read with it, and what else its position needs."""
+
+    batch: Any
+    rows: Rows | None
+    samples: int
+    extras: dict[str, Any]
+
+
+class StreamSource:
+    """Every batch that a loader gives, in order: what one process reads that shares with nobody.
+
+    Args:
+        loader: the user's loader over an iterable dataset. The dataset is told the epoch.
+        shard: the only one.
+        identity: of the loader.
+        synchronise: called once per iteration with the generators that the user handed in.
+
+    Attributes:
+        inherits_state: whether a loader class that keeps a position of its own is asked for it.
+        skipped: batches that every iteration leaves out at its beginning.
+        synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
+    """
+
+    inherits_state = True
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        shard: Shard,
+        identity: Identity,
+        *,
+        synchronise: Synchronise | None = None,
+    ) -> None:
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self.drop_last = loader.drop_last
+        self.shard = shard
+        self.identity = identity
+        self.epochs = Epochs()
+        self.skipped = 0
+        self.synchronised: torch.Generator | None = None
+        self._synchronise = synchronise
+        self._restored = False  # whether a state at the end of an epoch was loaded, and the next one has not begun
+
+    def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
+        """One iteration over what `fetched` gives.
+
+        Args:
+            fetched: begins a pass over the batches.
+            outlet: where they go.
+            stateful: what keeps a position of its own, the dataset or the loader. None: batches are counted.
+        """
+        start = self.epochs.next()
+        self.tell_epoch(start.epoch)
+        opening = self.epochs.open(start)
+        self._settle_generators(start, opening.progress)
+        return self._reported(opening, self._arriving(start, fetched, stateful), outlet)
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the dataset, if it takes it."""
+        tell_epoch(epoch, self.dataset)
+
+    def position(self, stateful: Stateful | None = None) -> Start:
+        """Where the loader stands, with the states of generators, and of what keeps a position of its own."""
+        position = self.epochs.position()
+        if position.extras:
+            return position
+        extras: dict[str, Any] = {}
+        given = self._generators()
+        if given:
+            extras["generators"] = states_of(given, begun=False)
+        if stateful is not None:
+            extras["stream"] = snapshot(stateful, "between")
+        return Start(position.epoch, position.samples, extras)
+
+    def restore(self, start: Start) -> None:
+        """The next iteration begins there."""
+        extras = dict(start.extras)
+        saved = extras.get("generators")
+        if saved is not None and not saved["begun"]:
+            set_states(self._generators(), extras.pop("generators"))
+        self.epochs.restore(Start(start.epoch, start.samples, extras))
+
+    def global_batch(self) -> int | None:
+        """Rows of a batch; None if the dataset makes them."""
+        return self.batch_size
+
+    def most_steps(self) -> int | None:
+        """Batches of an epoch, as far as the dataset has a length."""
+        samples = length_of(self.dataset)
+        if samples is None:
+            return None
+        size = self.batch_size or 1
+        steps = samples // size if self.drop_last else -(-samples // size)
+        return max(steps - self.skipped, 0)
+
+    def reading(self) -> str:
+        """In words."""
+        return "the stream is read here, whole"
+
+    def ending(self) -> str:
+        """In words."""
+        return "batches come as the dataset gives them"
+
+    def __len__(self) -> int:
+        steps = self.most_steps()
+        if steps is None:
+            raise TypeError(
+                f"The number of batches was asked for, but {type(self.dataset).__name__} is an IterableDataset without a "
+                f"length. Give it a __len__ that returns the number of samples, or iterate without asking."
+            )
+        return steps
+
+    def _reported(self, opening: EpochOpening, batches: Iterator[Fetched], outlet: Outlet) -> Iterator[Any]:
+        """The batches, placed and reported."""
+        passage = outlet.feed.enter()
+        opening.start()
+        progress = opening.progress
+        try:
+            for fetched, remaining in self._ended(batches, outlet.feed):
+                placed = outlet.placed(fetched.batch)
+                passage.advance(remaining, fetched.rows)
+                progress.samples = fetched.samples
+                if fetched.extras:
+                    progress.extras = {**progress.extras, **fetched.extras}
+                    if not remaining and "stream" in fetched.extras:
+                        progress.extras["stream"] = {**fetched.extras["stream"], "standing": "end"}
+                yield placed
+            progress.finished = True
+        except Exception as error:
+            announce(error)
+            raise
+        finally:
+            passage.leave()
+
+    def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
+        """Each batch, with how many follow."""
+        return looked_ahead(batches, feed.lookahead)
+
+    def _arriving(
+        self, start: Start, fetched: Callable[[], Iterable[Any]], stateful: Stateful | None
+    ) -> Iterator[Fetched]:
+        """The batches behind `start`."""
+        saved = start.extras.get("stream")
+        if stateful is None or (saved is None and not self._restored):
+            return self._from_the_beginning(fetched, start, stateful)
+        if saved is not None:
+            stateful.load_state_dict(copy.deepcopy(saved["state"]))
+        self._restored = saved is not None and saved["standing"] == "end"
+        if self._restored:
+            return iter(())
+        goes_on = saved is not None and saved["standing"] == "inside"
+        return self._from_a_state(fetched if goes_on else partial(_restarted, fetched), start, stateful)
+
+    def _from_the_beginning(
+        self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
+    ) -> Iterator[Fetched]:
+        """The batches behind `start` of a pass that begins at the beginning of the epoch."""
+        return self._counted(islice(fetched(), self._batches_behind(start.samples), None), start.samples, stateful)
+
+    def _from_a_state(
+        self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
+    ) -> Iterator[Fetched]:
+        """The same of a pass that begins at `start`."""
+        return self._counted(fetched(), start.samples, stateful)
+
+    def _counted(self, batches: Iterable[Any], samples: int, stateful: Stateful | None) -> Iterator[Fetched]:
+        size = self.batch_size or 1
+        samples += size * self.skipped
+        for batch in islice(batches, self.skipped, None):
+            samples += size
+            yield Fetched(batch, None, samples, inside(stateful))
+
+    def _batches_behind(self, samples: int) -> int:
+        """How many batches are left out to go on behind so many samples."""
+        size = self.batch_size or 1
+        if samples % size:
+            raise ValueError(
+                f"A position behind {samples} samples was loaded, which lies inside a batch of {size}: a stream is left "
+                f"out batch by batch. Use a batch size that divides {samples}, or begin a new epoch without a state."
+            )
+        return samples // size
+
+    def _settle_generators(self, start: Start, progress: EpochProgress) -> None:
+        given = self._generators()
+        if self._synchronise is not None:
+            self._synchronise([*given, *([] if self.synchronised is None else [self.synchronised])])
+        saved = start.extras.get("generators")
+        if saved is not None:
+            set_states(given, saved)
+        if given:
+            progress.extras = {**progress.extras, "generators": states_of(given, begun=True)}
+
+    def _generators(self) -> list[torch.Generator]:
+        return given_generators(self.dataset)
+
+
+def inside(stateful: Stateful | None) -> dict[str, Any]:
+    """What a position inside an epoch needs beside the number of samples."""
+    return {} if stateful is None else {"stream": snapshot(stateful, "inside")}
+
+
+def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) -> dict[str, Any]:
+    """A state, and where it was taken: inside an epoch, behind its last batch, or between two epochs.
+
+    Behind the last batch some have begun the next epoch already. A copy: some hand out what they go on changing.
+    """
+    return {"standing": standing, "state": copy.deepcopy(stateful.state_dict())}
+
+
+def _restarted(fetched: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """A pass from a state at the end of an epoch. Some pipelines begin anew from there, others end once more first."""
+    empty = True
+    for batch in fetched():
+        empty = False
+        yield batch
+    if empty:
+        yield from fetched()

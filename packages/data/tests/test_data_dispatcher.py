@@ -1,0 +1,654 @@
+"""Dispatched loaders on real ranks: who gets what, what travels, what is refused, and where they stand."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from accel_core import Accelerator
+from accel_core.feed import Feed
+from accel_core.layout import Shard
+from accel_core.testing import assert_dies
+from accel_core.testing.ranks import run_ranks
+from accel_core.world import World
+from accel_data import DataLoaderDispatcher, Sharded, slice_tensors
+
+pytestmark = pytest.mark.timeout(120)
+
+TABLE = """
+    False False 12 2 [01][45][89] [23][67][ab] [0123][4567][89ab]
+    False False 11 2 [01][45][89] [23][67][a0] [0123][4567][89a]
+    False False  9 2 [01][45][8] [23][67][0] [0123][4567][8]
+    False False  3 2 [01] [20] [012]
+    False False  1 2 [0] [0] [0]
+    False False 10 4 [0123][8] [4567][9] [01234567][89]
+    False False  2 4 [0] [1] [01]
+    False True  12 2 [01][45][89] [23][67][ab] [0123][4567][89ab]
+    False True  11 2 [01][45] [23][67] [0123][4567]
+    False True   9 2 [01][45] [23][67] [0123][4567]
+    False True   3 2 - - -
+    False True   1 2 - - -
+    False True  10 4 [0123] [4567] [01234567]
+    False True   2 4 - - -
+    True  False 12 2 [0][2][4][6][8][a] [1][3][5][7][9][b] [01][23][45][67][89][ab]
+    True  False 11 2 [0][2][4][6][8][a] [1][3][5][7][9][0] [01][23][45][67][89][a]
+    True  False  9 2 [0][2][4][6][8] [1][3][5][7][0] [01][23][45][67][8]
+    True  False  3 2 [0][2] [1][0] [01][2]
+    True  False  1 2 [0] [0] [0]
+    True  False 10 4 [01][45][8] [23][67][9] [0123][4567][89]
+    True  False  2 4 [0] [1] [01]
+    True  True  12 2 [0][2][4][6][8][a] [1][3][5][7][9][b] [01][23][45][67][89][ab]
+    True  True  11 2 [0][2][4][6][8] [1][3][5][7][9] [01][23][45][67][89]
+    True  True   9 2 [0][2][4][6] [1][3][5][7] [01][23][45][67]
+    True  True   3 2 [0] [1] [01]
+    True  True   1 2 - - -
+    True  True  10 4 [01][45] [23][67] [0123][4567]
+    True  True   2 4 - - -
+"""
+ROWS = [
+    (split == "True", drop_last == "True", int(n), int(size), *batches)
+    for split, drop_last, n, size, *batches in map(str.split, TABLE.strip().splitlines())
+]
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class Measured(Stream):
+    def __len__(self):
+        return self.n
+
+
+class StatefulStream(Stream):
+    """Begins where it stands."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class OnFirstRank(Dataset):
+    """Must not be read elsewhere."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        assert os.environ["RANK"] == "0"
+        return index
+
+
+class Sizes:
+    """A batch sampler of the user's own."""
+
+    def __init__(self, *sizes, **attributes):
+        self.sizes = sizes
+        self.__dict__.update(attributes)
+
+    def __iter__(self):
+        indices = itertools.count()
+        return (list(itertools.islice(indices, size)) for size in self.sizes)
+
+    def __len__(self):
+        return len(self.sizes)
+
+
+def dispatched(loader, feed, *, group=None, slice_fn=None, seed=0, **options):
+    """As an Accelerator prepares it."""
+    world = World.current(cpu=True)
+    channel = world.channel(group)
+    shard = Shard(channel.rank, channel.size)
+    component = Sharded(dispatch_batches=True, **options)
+    return component.prepare_loader(loader, shard, feed, None, seed, 0, group, slice_fn)
+
+
+def real(batch, feed):
+    """The ids in a batch, without padding."""
+    rows = feed.current_rows()
+    ids = batch.tolist()
+    return ids if rows is None else ids[: rows.real]
+
+
+def taken(loader, feed, steps=None):
+    return [real(batch, feed) for batch in itertools.islice(loader, steps)]
+
+
+def in_order(ranks):
+    """The samples of an epoch, rank after rank within each step."""
+    return [i for step in itertools.zip_longest(*ranks, fillvalue=()) for part in step for i in part]
+
+
+def shown(batches):
+    return "".join(f"[{''.join(f'{i:x}' for i in batch)}]" for batch in batches) or "-"
+
+
+def rows_of_the_table():
+    accelerators = {
+        split: Accelerator(cpu=True, split_batches=split, dispatch_batches=True) for split in (False, True)
+    }
+    found = []
+    for split, drop_last, n, size, *_ in ROWS:
+        accelerator = accelerators[split]
+        for dataset in (OnFirstRank(n), Measured(n)):
+            loader = accelerator.prepare(DataLoader(dataset, batch_size=size, drop_last=drop_last))
+            own, gathered = [], []
+            for batch in loader:
+                own.append(batch.tolist())
+                gathered.append(accelerator.gather_for_metrics(batch).tolist())
+            found.append((shown(own), shown(gathered), len(loader) == len(own)))
+    return found
+
+
+def test_ranks_get_what_the_table_says():
+    """Map-style and iterable sets alike; the second rank never touches the dataset."""
+    first, second = run_ranks(rows_of_the_table, 2)
+    for number, (own, gathered, certain) in enumerate(first):
+        other, gathered_there, certain_there = second[number]
+        _, _, _, _, *expected = row = ROWS[number // 2]
+        assert [own, other, gathered] == expected, row
+        assert gathered == gathered_there, row
+        assert certain, row
+        assert certain_there, row
+
+
+PRODUCT = [
+    (n, size, {"drop_last": drop_last}, {"even_batches": even, "split_batches": split})
+    for n, size, drop_last, even, split in itertools.product((0, 1, 2, 5, 9, 12, 13, 20), (1, 6), *[(False, True)] * 3)
+    if size == 6 or not split
+]
+VARYING = [(3, 2, 4, 1, 2), (3, 2, 4, 1), (2, 2, 1), (1,), ()]
+
+
+def loaders_of_the_product():
+    """Every case with its options, whether the set is map-style, iterable, or read by a batch sampler of the user's own."""
+    for n, size, given, options in PRODUCT:
+        for dataset in (range(n), Measured(n)):
+            yield DataLoader(dataset, batch_size=size, **given), options
+    for sizes in VARYING:
+        for even, split, attributes in itertools.product((True, False), (True, False), ({}, {"batch_size": 6})):
+            options = {"even_batches": even, "split_batches": split}
+            yield DataLoader(range(20), batch_sampler=Sizes(*sizes, **attributes)), options
+
+
+def passes_of_the_product(ahead):
+    found = []
+    for loader, options in loaders_of_the_product():
+        feed = Feed(ahead)
+        prepared = dispatched(loader, feed, **options)
+        parts, following, lengths = [], [], []
+        for batch in prepared:
+            parts.append(real(batch, feed))
+            following.append(feed.begin_step())
+            lengths.append(len(batch))
+        found.append((parts, following, lengths, len(prepared)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_sample_is_yielded_once_in_order(ranks):
+    """D1, and the number of batches that follow, which decides about windows of accumulation."""
+    ahead = 3
+    found = run_ranks(passes_of_the_product, ranks, ahead)
+    for (loader, options), *by_rank in zip(loaders_of_the_product(), *found, strict=True):
+        parts, following, lengths, steps = zip(*by_rank, strict=True)
+        expected = [i for batch in loader for i in batch.tolist()]
+        if loader.drop_last:
+            step = loader.batch_size * (1 if options["split_batches"] else ranks)
+            expected = expected[: len(expected) // step * step]
+        assert in_order(parts) == expected
+        for rank in range(ranks):
+            left = list(reversed(range(len(parts[rank]))))
+            assert [min(count, ahead) for count in following[rank]] == [min(count, ahead) for count in left]
+        if options["even_batches"]:
+            assert len(set(map(len, parts))) == 1
+            assert loader.batch_size is None or len(set(map(tuple, lengths))) == 1
+        if loader.batch_size is not None:  # else what the last batch holds is not known beforehand
+            assert list(map(len, parts)) == list(steps)
+
+
+def windows_of_accumulation():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(Stream(40), batch_size=2))
+    model = torch.nn.Linear(1, 1)
+    found = []
+    for _ in loader:
+        with accelerator.accumulate(model):
+            found.append(accelerator.sync_gradients)
+    return found
+
+
+def test_a_stream_closes_its_last_window():
+    """L3: ten batches in windows of four."""
+    expected = [i in (3, 7, 9) for i in range(10)]
+    assert run_ranks(windows_of_accumulation, 2) == [expected, expected]
+
+
+Pair = namedtuple("Pair", ["ids", "names"])
+
+
+class Opaque:
+    """Cannot be cut into rows, but be sent."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def to(self, device):
+        raise AssertionError(device)
+
+
+def names(ids):
+    return [f"name {i}" for i in ids]
+
+
+def ragged(ids):
+    return [torch.full((i % 3 + 1,), i) for i in ids]
+
+
+COLLATES = {
+    "dict": (
+        lambda ids: {"ids": torch.tensor(ids), "names": names(ids), "none": None, "ragged": ragged(ids)},
+        lambda batch: batch["ids"].tolist() if len(batch["names"]) == len(batch["ids"]) else "torn",
+    ),
+    "strings": (names, lambda batch: [int(name.split()[1]) for name in batch]),
+    "ragged": (ragged, lambda batch: [int(tensor[0]) for tensor in batch]),
+    "objects": (lambda ids: [Opaque(i) for i in ids], lambda batch: [item.ids for item in batch]),
+    "opaque": (Opaque, lambda batch: batch.ids),
+    "opaque inside": (lambda ids: {"it": Opaque(ids)}, lambda batch: batch["it"].ids),
+    "named tuple": (lambda ids: Pair(torch.tensor(ids), names(ids)), lambda batch: batch.ids.tolist()),
+    "tuple": (lambda ids: (torch.tensor(ids), torch.zeros(len(ids), 2)), lambda batch: batch[0].tolist()),
+    "array": (lambda ids: {"ids": np.array(ids)}, lambda batch: batch["ids"].tolist()),
+    "other keys": (lambda ids: {f"ids of {len(ids)}": torch.tensor(ids)}, lambda batch: [*batch.values()][0].tolist()),
+    "other shapes": (lambda ids: torch.tensor([[i] * (len(ids) + 1) for i in ids]), lambda batch: batch[:, 0].tolist()),
+}
+MADE = {
+    "numbers": ([0, 1, 2, 3, 4], lambda batch: [batch]),
+    "nothing between": ([{"id": 0}, None, {"id": 1}, None, {"id": 2}], lambda batch: [batch["id"]] if batch else []),
+    "batches": (
+        [{"ids": torch.tensor(ids)} for ids in ([0], [1, 2, 3], [4, 5], [6, 7, 8])],
+        lambda batch: batch["ids"].tolist(),
+    ),
+    "an uneven end": (
+        [{"ids": torch.tensor(ids)} for ids in ([0, 1], [2, 3, 4], [5, 6, 7])],
+        lambda batch: batch["ids"].tolist(),
+    ),
+    "samples": ([torch.tensor(i) for i in range(5)], lambda batch: [batch.item()]),
+}
+
+
+class Items(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def batches_of_any_kind(even):
+    found = {}
+    for kind, (collate, ids) in COLLATES.items():
+        found[kind] = pass_over(DataLoader(range(9), batch_size=2, collate_fn=collate), ids, even)
+    for kind, (items, ids) in MADE.items():
+        found[kind] = pass_over(DataLoader(Items(items), batch_size=None), ids, even)
+    return found
+
+
+def pass_over(loader, ids, even):
+    feed = Feed()
+    found = []
+    for batch in dispatched(loader, feed, even_batches=even):
+        rows = feed.current_rows()
+        found.append((type(batch).__name__, ids(batch)[: None if rows is None else rows.real]))
+    return found, {type(batch).__name__ for batch in loader}
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_any_batch_that_can_be_pickled_is_dispatched(even):
+    """D2: neither equal shapes nor tensors are needed."""
+    found = run_ranks(batches_of_any_kind, 2, even)
+    for kind in (*COLLATES, *MADE):
+        ranks = [by_rank[kind][0] for by_rank in found]
+        ids = in_order([[ids for _, ids in batches] for batches in ranks])
+        assert ids == list(range(len(ids))), kind
+        assert len(ids) == {"numbers": 5, "samples": 5, "nothing between": 3, "an uneven end": 8}.get(kind, 9), kind
+        assert {type_ for batches in ranks for type_, _ in batches} == found[0][kind][1], kind
+        assert len(ranks[0]) - len(ranks[1]) in ({0} if even else {0, 1}), kind
+
+
+def cut_by_hand(batch, part, process_index, num_processes):
+    return {"ids": batch["ids"][part], "cut for": (process_index, num_processes, part.start, part.stop)}
+
+
+def as_dict(ids):
+    return {"ids": torch.tensor(ids)}
+
+
+def slice_fns():
+    accelerator = Accelerator(cpu=True, dispatch_batches=True)
+    loader = DataLoader(range(5), batch_size=2, collate_fn=as_dict)
+    by_accelerator = accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=cut_by_hand)
+    constructed = DataLoaderDispatcher(range(5), slice_fn=cut_by_hand, batch_size=2, collate_fn=as_dict)
+    split = DataLoaderDispatcher(range(5), True, slice_fn=slice_tensors, batch_size=2, collate_fn=as_dict)
+    return [list(by_accelerator), list(constructed), [batch["ids"].tolist() for batch in split]]
+
+
+def test_a_slice_function_cuts_the_parts():
+    first, second = run_ranks(slice_fns, 2)
+    for mine, others in zip(first[:2], second[:2], strict=True):
+        assert [batch["ids"].tolist() for batch in mine] == [[0, 1], [4]]
+        assert [batch["ids"].tolist() for batch in others] == [[2, 3], [0]]
+        assert [batch["cut for"] for batch in others] == [(1, 2, 2, 4), (1, 2, 1, 2)]
+    assert (first[2], second[2]) == ([[0], [2], [4]], [[1], [3], [0]])
+
+
+class Failing(Dataset):
+    def __init__(self, at):
+        self.at = at
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise LookupError(f"sample {index} is broken")
+        return index
+
+
+class FailingStream(IterableDataset):
+    def __init__(self, at):
+        self.at = at
+
+    def __iter__(self):
+        yield from range(self.at)
+        raise LookupError(f"sample {self.at} is broken")
+
+
+def unsendable(ids):
+    return (lambda: ids) if 11 in ids else torch.tensor(ids)
+
+
+def uncuttable(batch, *_, **__):
+    raise LookupError(f"{len(batch)} rows cannot be cut")
+
+
+def what_is_raised(loader, **options):
+    """What a rank has got before, and what it raises; afterwards another loader is read as if nothing had happened."""
+    found, feed, text = [], Feed(), "nothing"
+    try:
+        for batch in dispatched(loader, feed, **options):
+            found.append(real(batch, feed))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    after = taken(dispatched(DataLoader(range(6), batch_size=2), feed), feed)
+    return found, text, after
+
+
+def failures():
+    return {
+        "first": what_is_raised(DataLoader(Failing(0), batch_size=2)),
+        "later": what_is_raised(DataLoader(Failing(29), batch_size=2)),
+        "later, by workers": what_is_raised(DataLoader(Failing(29), batch_size=2, num_workers=2)),
+        "first of a stream": what_is_raised(DataLoader(FailingStream(0), batch_size=2)),
+        "later in a stream": what_is_raised(DataLoader(FailingStream(30), batch_size=2)),
+        "later in a stream, by a worker": what_is_raised(DataLoader(FailingStream(30), batch_size=2, num_workers=1)),
+        "unsendable": what_is_raised(DataLoader(range(40), batch_size=2, collate_fn=unsendable)),
+        "split": what_is_raised(DataLoader(Items([Opaque([0])]), batch_size=None), split_batches=True),
+        "slice_fn": what_is_raised(DataLoader(range(40), batch_size=2), slice_fn=uncuttable),
+        "not divisible": what_is_raised(DataLoader(range(40), batch_size=3), split_batches=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def failed():
+    return run_ranks(failures, 2)
+
+
+@pytest.mark.parametrize(("kind", "steps", "message"), [
+    ("first", 0, "LookupError: sample 0 is broken"),
+    ("later", 7, "LookupError: sample 29 is broken"),
+    ("later, by workers", 7, "LookupError: Caught LookupError in DataLoader worker process"),
+    ("first of a stream", 0, "LookupError: sample 0 is broken"),
+    ("later in a stream", 7, "LookupError: sample 30 is broken"),
+    ("later in a stream, by a worker", 7, "LookupError: Caught LookupError in DataLoader worker process"),
+    ("slice_fn", 0, "LookupError: 4 rows cannot be cut"),
+])  # fmt: skip
+def test_all_ranks_raise_what_one_raises_after_the_batches_before(failed, kind, steps, message):
+    (mine, text, after), (others, quoted, after_there) = (by_rank[kind] for by_rank in failed)
+    assert text.startswith(message)
+    assert quoted.startswith("RuntimeError: The next batch was asked for from rank 0")
+    assert message in quoted
+    assert in_order([mine, others]) == list(range(4 * steps))
+    assert (after, after_there) == ([[0, 1], [4]], [[2, 3], [5]])
+
+
+@pytest.mark.parametrize(("kind", "message", "before"), [
+    ("unsendable", "cannot be pickled", [[[0, 1]], [[2, 3]]]),
+    ("split", "cannot be cut into", [[], []]),
+    ("not divisible", "split_batches=True cuts each batch into 2 equal pieces, but batch_size=3", [[], []]),
+])  # fmt: skip
+def test_all_ranks_raise_for_a_batch_that_cannot_be_shared_out(failed, kind, message, before):
+    for by_rank, parts in zip(failed, before, strict=True):
+        found, text, after = by_rank[kind]
+        assert message in text
+        assert found == parts
+        assert len(after) == 2
+
+
+def epochs_apart(leaving):
+    """The rank `leaving` breaks out before the other, and begins another epoch."""
+    loader = dispatched(DataLoader(range(40), batch_size=2), Feed())
+    if World.current().rank == leaving:
+        next(iter(loader))
+        return attempt(lambda: next(iter(loader)))
+    return attempt(lambda: list(itertools.islice(loader, 2)))
+
+
+def loaders_apart():
+    """One rank leaves its loop early, and goes on with another loader."""
+    loader, other = (dispatched(DataLoader(range(n), batch_size=2), Feed()) for n in (40, 50))
+    if World.current().rank == 0:
+        return list(itertools.islice(other, 1))
+    return attempt(lambda: next(iter(loader)))
+
+
+def attempt(function):
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_leaving_a_loop_at_different_batches_is_an_error_on_the_rank_that_receives(leaving):
+    messages = run_ranks(epochs_apart, 2, leaving)
+    assert "The ranks left the loop at different batches" in messages[1]
+    assert messages[0] is None
+
+
+def test_batches_of_another_loader_are_never_taken_for_those_of_this_one():
+    assert "The ranks iterate over different loaders" in run_ranks(loaders_apart, 2)[1]
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(range(26), batch_size=2),
+    "shuffled": lambda: DataLoader(range(26), batch_size=2, shuffle=True),
+    "workers": lambda: DataLoader(range(26), batch_size=2, shuffle=True, num_workers=2),
+    "batch sampler": lambda: DataLoader(range(26), batch_sampler=Sizes(*[2] * 13)),
+    "stream": lambda: DataLoader(Stream(26), batch_size=2),
+    "stateful stream": lambda: DataLoader(StatefulStream(26), batch_size=2),
+    "generator": lambda: DataLoader(
+        range(26), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(World.current().rank)
+    ),
+}
+WITH_WORKERS = {0, 3, 8}
+"""After which steps runs with workers, which take long to start, are resumed."""
+
+
+def whole_run():
+    """Two epochs; and the states in the second one, after each of its steps, as this rank has them."""
+    found = {}
+    for kind, make in LOADERS.items():
+        feed = Feed()
+        loader = dispatched(make(), feed, seed=2**40)
+        first = taken(loader, feed)
+        states, second = [loader.state_dict()], []
+        for batch in loader:
+            second.append(real(batch, feed))
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())
+        found[kind] = first, second, states, taken(loader, feed)
+    return found
+
+
+def resumed_run(states):
+    """What a state leaves of its epoch, and the next epoch."""
+    found = {}
+    for kind, saved in states.items():
+        for at, state in enumerate(saved):
+            if kind == "workers" and at not in WITH_WORKERS:
+                continue
+            feed = Feed()
+            loader = dispatched(LOADERS[kind](), feed, seed=2**41)
+            loader.load_state_dict(state)
+            assert loader.state_dict()["samples"] == state["samples"]
+            found[kind, at] = taken(loader, feed), taken(loader, feed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run_ranks(whole_run, 2)
+
+
+def test_states_count_what_all_ranks_have_yielded(whole):
+    numbers = ("epoch", "samples", "seed", "loader", "length")
+    for kind in LOADERS:
+        states, there = (by_rank[kind][2] for by_rank in whole)
+        for state, other in zip(states, there, strict=True):
+            assert [state[name] for name in numbers] == [other[name] for name in numbers], kind
+        assert [(state["epoch"], state["samples"]) for state in states] == [
+            (1, 0), *[(1, min(4 * step, 26)) for step in range(1, 8)], (2, 0)
+        ], kind  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("saved_by", [0, 1])
+def test_any_number_of_ranks_goes_on_where_the_state_was_taken(whole, saved_by, ranks):
+    """R1, R2: with the state of any rank, but for generators and datasets whose states only the first rank has."""
+    kinds = [kind for kind in LOADERS if saved_by == 0 or kind != "generator"]
+    found = run_ranks(resumed_run, ranks, {kind: whole[saved_by][kind][2] for kind in kinds})
+    for kind in kinds:
+        epochs = [in_order([by_rank[kind][part] for by_rank in whole]) for part in (0, 1, 3)]
+        assert sorted(epochs[1]) == list(range(26)), kind
+        for at, state in enumerate(whole[saved_by][kind][2]):
+            if (kind, at) not in found[0]:
+                continue
+            rest, following = (in_order([by_rank[kind, at][part] for by_rank in found]) for part in (0, 1))
+            assert rest == epochs[state["epoch"]][state["samples"] :], (kind, at)
+            assert state["epoch"] == 2 or following == epochs[2], (kind, at)
+
+
+def interleaved():
+    loader, again = (dispatched(DataLoader(range(10), batch_size=2, shuffle=True), Feed()) for _ in range(2))
+    found = []
+    for one, other in zip(loader, loader):  # noqa: B905  (they end alike)
+        found.append((one.tolist(), other.tolist(), loader.state_dict()["samples"]))
+    return found, [[batch.tolist() for batch in again] for _ in range(2)]
+
+
+def test_two_iterations_at_a_time_are_two_epochs():
+    """The position is that of the one that was begun last."""
+    for pairs, (first, second) in run_ranks(interleaved, 2):
+        assert [one for one, _, _ in pairs] == first
+        assert [other for _, other, _ in pairs] == second
+        assert [samples for _, _, samples in pairs] == [4, 8, 10]
+
+
+class Workers(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def workers_of_two_epochs(persistent):
+    loader = dispatched(DataLoader(Workers(), num_workers=1, persistent_workers=persistent), Feed())
+    return [{pid for batch in loader for pid in batch.tolist()} for _ in range(2)]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_persist_if_asked_to(persistent):
+    for first, second in run_ranks(workers_of_two_epochs, 2, persistent):
+        assert (first == second) is persistent
+
+
+def two_groups(members):
+    world = World.current(cpu=True)
+    groups = [world.subgroup(ranks) for ranks in members]
+    number = [world.rank in ranks for ranks in members].index(True)
+    feed = Feed()
+    ids = range(100 * number, 100 * number + 9 - 4 * number)
+    loader = dispatched(DataLoader(ids, batch_size=2), feed, group=groups[number])
+    return [taken(loader, feed) for _ in range(2)]
+
+
+@pytest.mark.parametrize("members", [([0, 1], [2, 3]), ([0, 2], [1, 3])])
+def test_data_groups_dispatch_independently(members):
+    found = run_ranks(two_groups, 4, members)
+    for epoch in range(2):
+        for ranks, expected in zip(members, (range(9), range(100, 105)), strict=True):
+            assert in_order([found[rank][epoch] for rank in ranks]) == list(expected)
+
+
+def lifetimes():
+    kept = []
+
+    def iterated(epochs):
+        loader = dispatched(DataLoader(Stream(8), batch_size=2), Feed())
+        for _ in range(epochs):
+            kept[:] = list(loader)
+        return loader
+
+    def broken_out():
+        iterator = iter(dispatched(DataLoader(range(8), batch_size=2), Feed()))
+        next(iterator)
+        return iterator
+
+    assert_dies(lambda: iterated(0))
+    assert_dies(lambda: iterated(2))
+    assert_dies(lambda: iterated(1)._accel_source)
+    assert_dies(broken_out)
+    loader = iterated(1)
+    World.current().end()
+    return len(kept), loader.state_dict()["epoch"]
+
+
+def test_a_dispatcher_dies_with_its_last_reference():
+    assert run_ranks(lifetimes, 2) == [(2, 1), (2, 1)]
