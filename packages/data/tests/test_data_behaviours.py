@@ -231,7 +231,11 @@ def what_survives():
         loader = accelerator.prepare(original)
         found[kind, "batches"] = gathered(loader, accelerator)
         found[kind, "attributes"] = (loader.flavour, loader.prefetch_factor, loader.num_workers, loader.batch_size)
-        found[kind, "class"] = isinstance(loader, Flavoured), type(loader).__name__, accelerator.prepare(loader) is loader
+        found[kind, "class"] = (
+            isinstance(loader, Flavoured),
+            type(loader).__name__,
+            accelerator.prepare(loader) is loader,
+        )
         found[kind, "is ours"] = isinstance(loader, DataLoaderShard), isinstance(loader, DataLoaderDispatcher)
         found[kind, "original"] = vars(original) == before and type(original) is Flavoured
         for name, made in {

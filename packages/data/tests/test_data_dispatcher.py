@@ -9,7 +9,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_core import Accelerator
 from accel_core.feed import Feed
@@ -149,9 +149,7 @@ def shown(batches):
 
 
 def rows_of_the_table():
-    accelerators = {
-        split: Accelerator(cpu=True, split_batches=split, dispatch_batches=True) for split in (False, True)
-    }
+    accelerators = {split: Accelerator(cpu=True, split_batches=split, dispatch_batches=True) for split in (False, True)}
     found = []
     for split, drop_last, n, size, *_ in ROWS:
         accelerator = accelerators[split]
@@ -249,6 +247,20 @@ def test_a_stream_closes_its_last_window():
     assert run_ranks(windows_of_accumulation, 2) == [expected, expected]
 
 
+def iterations_in_and_behind_a_block():
+    accelerator = Accelerator(cpu=True, dispatch_batches=True)
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    with accelerator.join_uneven_inputs([], even_batches=False):
+        inside = [batch.tolist() for batch in loader]
+    return inside, [batch.tolist() for batch in loader]
+
+
+def test_join_uneven_inputs_decides_about_iterations_that_begin_inside():
+    first, second = run_ranks(iterations_in_and_behind_a_block, 2)
+    assert first == ([[0, 1], [4]], [[0, 1], [4]])
+    assert second == ([[2, 3]], [[2, 3], [0]])
+
+
 Pair = namedtuple("Pair", ["ids", "names"])
 
 
@@ -283,7 +295,10 @@ COLLATES = {
     "named tuple": (lambda ids: Pair(torch.tensor(ids), names(ids)), lambda batch: batch.ids.tolist()),
     "tuple": (lambda ids: (torch.tensor(ids), torch.zeros(len(ids), 2)), lambda batch: batch[0].tolist()),
     "array": (lambda ids: {"ids": np.array(ids)}, lambda batch: batch["ids"].tolist()),
-    "other keys": (lambda ids: {f"ids of {len(ids)}": torch.tensor(ids)}, lambda batch: [*batch.values()][0].tolist()),
+    "other keys": (
+        lambda ids: {f"ids of {len(ids)}": torch.tensor(ids)},
+        lambda batch: next(iter(batch.values())).tolist(),
+    ),
     "other shapes": (lambda ids: torch.tensor([[i] * (len(ids) + 1) for i in ids]), lambda batch: batch[:, 0].tolist()),
 }
 MADE = {
@@ -401,7 +416,7 @@ def what_is_raised(loader, **options):
     found, feed, text = [], Feed(), "nothing"
     try:
         for batch in dispatched(loader, feed, **options):
-            found.append(real(batch, feed))
+            found += [real(batch, feed)]
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     after = taken(dispatched(DataLoader(range(6), batch_size=2), feed), feed)

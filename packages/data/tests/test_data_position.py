@@ -157,3 +157,234 @@ def test_a_new_process_goes_on_where_the_state_was_taken(kind, saved_at):
     assert resumed.state_dict().keys() == state.keys()
     expected = whole[2:] if saved_at == "end" else [whole[1][steps:], *whole[2:]]
     assert epochs(resumed, len(expected)) == expected
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [(4, 2), (2, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("kind", ["shuffled", "a sampler's generator", "seedable", "own sampler"])
+def test_any_number_of_ranks_goes_on_in_the_same_order(kind, saved_on, resumed_on):
+    """R2, C3: no sample is lost and none repeated, also where the global batch is another one."""
+    (whole,) = global_orders([prepare(LOADERS[kind]())])
+    loaders = [prepare(LOADERS[kind](), rank, saved_on) for rank in range(saved_on)]
+    iterators = [iter(loader) for loader in loaders]
+    begun = [index for _ in range(2) for iterator in iterators for index in next(iterator).tolist()]
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state["samples"] == len(begun) for state in states)
+    resumed = [prepare(LOADERS[kind](), rank, resumed_on, seed=2**41) for rank in range(resumed_on)]
+    for loader in resumed:
+        loader.load_state_dict(states[-1])
+    (rest,) = global_orders(resumed)
+    assert begun + rest == whole
+
+
+def global_orders(loaders, count=1):
+    """The real samples of each epoch, rank after rank within each step."""
+    orders = []
+    for _ in range(count):
+        order = []
+        for step in itertools.zip_longest(*loaders):
+            for loader, batch in zip(loaders, step, strict=True):
+                rows = loader._accel_outlet.feed.current_rows()
+                order += [] if batch is None else batch.tolist()[: rows.real]
+        orders.append(order)
+    return orders
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_skipping_leaves_out_the_beginning_and_the_next_epoch_is_whole(kind):
+    """R11."""
+    whole = epochs(prepare(LOADERS[kind]()), 2)
+    loader = prepare(LOADERS[kind]())
+    assert epochs(skip_first_batches(loader, 3), 1) == [whole[0][3:]]
+    assert epochs(loader, 1) == [whole[1]]
+    assert epochs(skip_first_batches(prepare(LOADERS[kind]()), 1000), 1) == [[]]
+
+
+def test_a_skipped_loader_is_shorter_and_says_where_it_is():
+    loader = skip_first_batches(prepare(LOADERS["shuffled"](), 0, 2), 2)
+    assert len(loader) == len(list(copy.copy(loader))) == 3
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.state_dict()["samples"] == 24
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, True])
+def test_a_wrong_number_of_skipped_batches_is_refused(number):
+    with pytest.raises(ValueError, match=r"skip_first_batches\(num_batches=.*: expected how many batches are left out"):
+        skip_first_batches(prepare(LOADERS["shuffled"]()), number)
+
+
+class Counting(torch.utils.data.Dataset):
+    """Says what was read of a billion samples."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 10**9
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+@pytest.mark.parametrize("resume", ["state", "skip"])
+def test_resuming_at_batch_one_million_reads_no_skipped_sample(resume):
+    """R11, P10."""
+    dataset = Counting()
+    loader = prepare(DataLoader(dataset, batch_size=8, shuffle=True), seed=7)
+    if resume == "state":
+        loader.load_state_dict({**loader.state_dict(), "samples": 8 * 10**6})
+    else:
+        loader = skip_first_batches(loader, 10**6)
+    batch = next(iter(loader)).tolist()
+    assert dataset.read == batch
+    assert loader.state_dict()["samples"] == 8 * 10**6 + 8
+
+
+def test_a_chosen_epoch_keeps_the_position_of_its_own_and_gives_up_another():
+    loader = prepare(LOADERS["shuffled"]())
+    whole = epochs(loader, 2)
+    state = {**prepare(LOADERS["shuffled"]()).state_dict(), "epoch": 1, "samples": 8}
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert epochs(loader, 1) == [whole[1][2:]]
+    loader.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"loader\.set_epoch\(0\) gives up the position that was loaded: epoch 1, 8"):
+        loader.set_epoch(0)
+    assert epochs(loader, 1) == [whole[0]]
+
+
+STATE = {"version": 1, "seed": 5, "loader": 0, "epoch": 0, "samples": 4, "length": N, "workers": None}
+STATE["order"] = "BatchSampler of RandomSampler"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"length": N + 1}, "the state of a dataset with 38 samples; this loader's has 37"),
+    ({"length": None}, "the state of a dataset with no known length"),
+    ({"loader": 1}, "the state of loader 1, .*this is loader 0.*Prepare the loaders in the same order"),
+    ({"seed": 6}, r"a state of a run with seed 6, this run has seed 5.*Type set_seed\(6\)"),
+    ({"version": 2}, "a state of version 2; this accel-data reads version 1"),
+    ({"order": "BatchSampler of SequentialSampler"}, "a position in the order of BatchSampler of SequentialSampler"),
+    ({"workers": 2}, r"the order that 2 worker\(s\) make of an IterableDataset, this loader has None"),
+    ({"samples": -4}, "was given epoch 0 and -4 samples, and neither may be negative"),
+])  # fmt: skip
+def test_a_state_of_another_loader_dataset_or_run_is_refused(change, message):
+    loader = prepare(LOADERS["shuffled"](), seed=5)
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict({**STATE, **change})
+    loader.load_state_dict(STATE)
+
+
+@pytest.mark.parametrize("state", [None, {}, {**STATE, "samples": "4"}, {**STATE, "epoch": True}])
+def test_what_is_no_state_of_a_loader_is_refused(state):
+    with pytest.raises(TypeError, match="that is no state of a loader: it needs whole numbers seed, loader"):
+        prepare(LOADERS["shuffled"](), seed=5).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(5, 2**40), (2**40, 5)])
+def test_a_seed_that_nobody_chose_gives_way_to_that_of_the_state(saved, resumed):
+    loader = prepare(LOADERS["shuffled"](), seed=resumed)
+    loader.load_state_dict({**STATE, "seed": saved})
+    assert loader.state_dict()["seed"] == saved
+
+
+def test_a_position_inside_a_batch_of_the_users_batch_sampler_is_refused():
+    loader = prepare(LOADERS["own batch sampler"]())
+    loader.load_state_dict({**loader.state_dict(), "samples": 2})
+    with pytest.raises(
+        ValueError, match="behind 2 samples was loaded, which lies inside a batch of Varying: .*at 0 and 3"
+    ):
+        next(iter(loader))
+
+
+def test_a_position_behind_the_end_of_the_users_sampler_is_refused():
+    loader = prepare(LOADERS["own batch sampler"]())
+    loader.load_state_dict({**loader.state_dict(), "samples": 1000})
+    with pytest.raises(ValueError, match="behind 1000 samples was loaded, but Varying yields only 37 in this epoch"):
+        next(iter(loader))
+
+
+def test_a_position_inside_a_batch_of_a_stream_is_refused():
+    loader = prepare(LOADERS["stream"]())
+    loader.load_state_dict({**loader.state_dict(), "samples": 6})
+    with pytest.raises(
+        ValueError, match="behind 6 samples was loaded, which lies inside a batch of 4: a stream is left"
+    ):
+        iter(loader)
+
+
+def test_a_state_with_other_generators_is_refused():
+    saved = prepare(LOADERS["a generator"]()).state_dict()
+    saved["generators"]["states"] *= 2
+    with pytest.raises(ValueError, match="a state with 2 generators of a sampler, this loader's sampler has 1"):
+        prepare(LOADERS["a generator"]()).load_state_dict(saved)
+
+
+def test_batches_out_of_order_have_no_position():
+    loader = prepare(DataLoader(range(9), batch_size=2, num_workers=1, in_order=False))
+    with pytest.raises(
+        ValueError, match="a loader with in_order=False: what it has yielded is no beginning of the order"
+    ):
+        loader.state_dict()
+
+
+class Joining(DataLoader):
+    """Joins two batches, and leaves out the third."""
+
+    def __iter__(self):
+        batches = super().__iter__()
+        for first in batches:
+            yield torch.cat([first, next(batches, first[:0])])
+            next(batches, None)
+
+
+class Careless(DataLoader):
+    """Never asks for torch's batches."""
+
+    def __iter__(self):
+        return iter([torch.tensor([0, 1])])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_class_that_joins_batches_resumes_behind_what_torch_delivered(options):
+    """D5: what workers have fetched ahead does not count."""
+
+    def make():
+        return prepare(Joining(range(N), batch_size=2, shuffle=True, **options))
+
+    (order,) = epochs(prepare(DataLoader(range(N), batch_size=N, shuffle=True)), 1)
+    loader = make()
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [order[0][:4], order[0][6:10]]
+    state = loader.state_dict()
+    assert state["samples"] == 10
+    del iterator
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).tolist() == order[0][10:14]
+
+
+def test_a_class_that_never_asks_for_batches_has_no_position():
+    loader = prepare(Careless(range(N), batch_size=2))
+    assert epochs(loader, 1) == [[[0, 1]]]
+    with pytest.raises(
+        ValueError, match=r"whose __iter__ yields batches without taking any from super\(\).__iter__\(\)"
+    ):
+        loader.state_dict()
+
+
+def test_a_constructed_loader_over_a_shard_knows_its_padding_and_its_position():
+    """C1."""
+
+    def make(rank):
+        sampler = BatchSamplerShard(BatchSampler(SequentialSampler(range(7)), 2, drop_last=False), 2, rank)
+        return DataLoaderShard(range(7), batch_sampler=sampler)
+
+    loader = make(1)
+    feed: Feed = loader._accel_outlet.feed
+    assert [(batch.tolist(), feed.current_rows().real) for batch in loader] == [([2, 3], 2), ([6, 0], 1)]
+    assert loader.total_batch_size == 4
+    assert isinstance(loader, DataLoader)
+    resumed = make(1)
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": 4})
+    assert [batch.tolist() for batch in resumed] == [[6, 0]]

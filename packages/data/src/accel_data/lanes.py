@@ -284,10 +284,10 @@ def refuse_datapipe(loader: DataLoader[Any]) -> None:
     dataset = loader.dataset
     if isinstance(dataset, IterDataPipe):
         raise ValueError(
-            f"A loader over an IterDataPipe was to be shared out among ranks, but torch shares out an IterDataPipe "
-            f"among ranks itself where it has workers and a sharding_filter, so samples would be lost. Pass a "
-            f"torch.utils.data.IterableDataset whose __iter__ does `yield from datapipe`, without a sharding_filter; or leave "
-            f"the loader out of prepare()."
+            "A loader over an IterDataPipe was to be shared out among ranks, but torch shares out an IterDataPipe "
+            "among ranks itself where it has workers and a sharding_filter, so samples would be lost. Pass a "
+            "torch.utils.data.IterableDataset whose __iter__ does `yield from datapipe`, without a sharding_filter; or leave "
+            "the loader out of prepare()."
         )
 
 

@@ -132,7 +132,7 @@ class SharedStreamSource(StreamSource):
             ValueError: if the position belongs to another number of ranks with streams of their own.
         """
         ranks = start.extras.get("ranks")
-        if (ranks is not None or self.presharded) and start.samples and ranks != self.shard.count:
+        if start.samples and ranks != (self.shard.count if self.presharded else None):
             raise ValueError(
                 f"load_state_dict() was given a position in the streams of {ranks or 'no'} ranks that have their own, this run "
                 f"has {self.shard.count} with presharded={self.presharded}. Go on with as many ranks as were saved, or begin a "
@@ -174,31 +174,36 @@ class SharedStreamSource(StreamSource):
                 rows = None if fetched.rows is None else fetched.rows.rows
                 yield Fetched(fetched.batch, Rows(rows, 0), read, {}), following
 
+    @property
+    def _streams(self) -> int:
+        """How many streams there are, each with as many samples behind a position."""
+        return self.shard.count if self.presharded else 1
+
     def _from_the_beginning(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
     ) -> Iterator[Fetched]:
+        # Of a stream that all ranks see, the beginning is left out by whoever reads it; else its batches are, here.
         self.stream.begin(skip=0 if self.presharded else start.samples)
-        return islice(self._delivered(fetched(), start, stateful), self.skipped, None)
+        single = [start.samples // self._streams if self.presharded else 0]
+        behind = start.extras.get("lanes", single) if start.samples else None
+        return islice(self._delivered(fetched(), behind, stateful), self.skipped, None)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
     ) -> Iterator[Fetched]:
-        scale = self.shard.count if self.presharded else 1
-        self.stream.begin(read=start.samples // scale)
-        return islice(self._delivered(fetched(), start, stateful), self.skipped, None)
+        self.stream.begin(read=start.samples // self._streams)
+        return islice(self._delivered(fetched(), None, stateful), self.skipped, None)
 
-    def _delivered(self, batches: Iterable[Any], start: Start, stateful: Stateful | None) -> Iterator[Fetched]:
-        """The batches behind `start`, each with its rows and the samples that all ranks have read then."""
+    def _delivered(
+        self, batches: Iterable[Any], behind: list[int] | None, stateful: Stateful | None
+    ) -> Iterator[Fetched]:
+        """The batches that are not left out, each with its rows and the samples that all ranks have read then."""
         arrived = batches.arrived if isinstance(batches, Arriving) else None
-        scale = self.shard.count if self.presharded else 1
-        # Of a stream that all ranks see, the workers leave out the beginning themselves.
-        single = [start.samples // scale if self.presharded else 0]
-        lanes = Lanes(start.extras.get("lanes", single), start.samples > 0, type(self.stream.dataset).__name__)
+        lanes = Lanes(behind, type(self.stream.dataset).__name__)
         constant = {"ranks": self.shard.count} if self.presharded else {}
         for batch in batches:
-            arrived = (
-                self.arrived if arrived is None else arrived
-            )  # the user's class has made torch's iterator only now
+            if arrived is None:  # the user's class has made torch's iterator only now
+                arrived = self.arrived
             if not arrived:
                 raise RuntimeError(
                     "The __iter__ of this DataLoader subclass yielded more batches than it takes from super().__iter__(). Which "
@@ -207,21 +212,19 @@ class SharedStreamSource(StreamSource):
             counted = arrived.popleft()
             if lanes.advance(counted.mark):
                 extras = {**constant, **lanes.extras(), **inside(stateful)}
-                yield Fetched(batch, counted.rows, lanes.read * scale, extras)
+                yield Fetched(batch, counted.rows, lanes.read * self._streams, extras)
 
 
 class Lanes:
     """How far the streams of a dataset have come that splits itself over the workers; or its only stream.
 
     Args:
-        behind: for each of them, how many samples are left out.
-        is_resumed: whether that is because a position was loaded.
+        behind: for each of them, how many samples are left out because a position was loaded; None: nothing is.
         dataset: the name of its class, for messages.
     """
 
-    def __init__(self, behind: list[int], is_resumed: bool, dataset: str) -> None:
+    def __init__(self, behind: list[int] | None, dataset: str) -> None:
         self._behind = behind
-        self._is_resumed = is_resumed
         self._dataset = dataset
         self._read: list[int] = []
 
@@ -243,7 +246,7 @@ class Lanes:
         if not self._read:
             self._begin(mark.lanes)
         before, self._read[mark.lane] = self._read[mark.lane], mark.read
-        behind = self._behind[mark.lane]
+        behind = 0 if self._behind is None else self._behind[mark.lane]
         if before < behind < mark.read:
             raise ValueError(
                 f"A position behind {behind} samples of stream {mark.lane} was loaded, which lies inside a batch: batches of "
@@ -254,9 +257,7 @@ class Lanes:
 
     def _begin(self, lanes: int) -> None:
         self._read = [0] * lanes
-        if not self._is_resumed:
-            self._behind = self._read.copy()
-        elif len(self._behind) != lanes:
+        if self._behind is not None and len(self._behind) != lanes:
             raise ValueError(
                 f"A position in {len(self._behind)} stream(s) was loaded, but {self._dataset} gives {lanes} here: it splits "
                 f"itself over its workers, so its order depends on how many there are. Use num_workers as in the run that was "
