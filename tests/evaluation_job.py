@@ -138,7 +138,7 @@ def varying(largest: int) -> list[int]:
 def loader_of(case: Case) -> DataLoader[Any]:
     """The loader, as a user builds it."""
     records = Records(case.samples, case.kind)
-    options: dict[str, Any] = {"num_workers": case.workers}
+    options: dict[str, Any] = {"num_workers": case.workers, "multiprocessing_context": "fork"} if case.workers else {}
     if case.kind in ("list", "ragged"):
         options["collate_fn"] = list
     if case.order == "fixed":

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
 
-from accel_core import Accelerator, set_seed
+from accel_core import Accelerator
 from accel_data import SeedableRandomSampler
 
 SAMPLES = 29
@@ -105,20 +105,19 @@ class Tape(Stream):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at = 0
+        self.at = self.start = 0
 
     def __iter__(self) -> Iterator[int]:
-        ids = list(super().__iter__())
-        while self.at < len(ids):
+        self.at, self.start = self.start, 0
+        for sample in islice(super().__iter__(), self.at, None):
             self.at += 1
-            yield ids[self.at - 1]
-        self.at = 0
+            yield sample
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.epoch = state["at"], state["epoch"]
+        self.start, self.epoch = state["at"], state["epoch"]
 
 
 class EpochOrder(Stream):
@@ -203,11 +202,25 @@ LOADERS: dict[str, tuple[Build, dict[str, Any]]] = {
 }
 
 
-def prepared(run: Run, batch: int, **more: Any) -> Any:
-    """The prepared loader of a run, as a user's script makes it."""
-    build, options = LOADERS[run.kind]
-    workers = {} if run.workers == "none" else {"num_workers": 2, "persistent_workers": run.workers == "persistent"}
-    return Accelerator(cpu=True, **options, **more).prepare(build(batch, **workers))
+class Reader:
+    """A prepared loader, as a user's script makes it, and its Accelerator.
+
+    Args:
+        kind: of the loader, a key of `LOADERS`.
+        batch: rows of a batch, as the loader is built.
+        workers: one of `WORKERS`.
+        options: of the Accelerator, beside those that belong to the kind.
+    """
+
+    def __init__(self, kind: str, batch: int, workers: str = "none", **options: Any) -> None:
+        build, more = LOADERS[kind]
+        self.accelerator = Accelerator(cpu=True, **more, **options)
+        used = {} if workers == "none" else {"num_workers": 2, "persistent_workers": workers == "persistent"}
+        self.loader = self.accelerator.prepare(build(batch, **used))
+
+    def gathered(self, batch: torch.Tensor) -> list[int]:
+        """The ids of a batch on all ranks, without what only fills up."""
+        return self.accelerator.gather_for_metrics(batch).tolist()
 
 
 class Journal:
@@ -221,21 +234,25 @@ class Journal:
     def __init__(self, folder: Path, title: str) -> None:
         self.file = folder / f"{title}-{os.environ['RANK']}.jsonl"
 
-    def write(self, epoch: int, batches: Iterable[torch.Tensor]) -> None:
-        """Reads batches, each of which gets a line when it has been read."""
+    def write(self, epoch: int, reader: Reader, batches: Iterable[torch.Tensor] | None = None) -> None:
+        """Reads batches, those of an iteration by default. Each gets a line when it has been read."""
         with self.file.open("a") as file:
-            for step, batch in enumerate(batches):
-                print(json.dumps([epoch, step, batch.tolist()]), file=file, flush=True)
+            for step, batch in enumerate(reader.loader if batches is None else batches):
+                print(json.dumps([epoch, step, batch.tolist(), reader.gathered(batch)]), file=file, flush=True)
 
 
-def read_journal(folder: Path, title: str, rank: int) -> dict[int, list[list[int]]]:
-    """The ids of each step, epoch by epoch."""
-    epochs: dict[int, list[list[int]]] = {}
+Step = tuple[list[int], list[int]]
+"""The ids that a rank has read, and those that all ranks have read, without what only fills up."""
+
+
+def read_journal(folder: Path, title: str, rank: int) -> dict[int, list[Step]]:
+    """The steps that a rank has made, epoch by epoch."""
+    epochs: dict[int, list[Step]] = {}
     file = folder / f"{title}-{rank}.jsonl"
-    for epoch, step, ids in map(json.loads, file.read_text().splitlines() if file.exists() else []):
+    for epoch, step, ids, gathered in map(json.loads, file.read_text().splitlines() if file.exists() else []):
         steps = epochs.setdefault(epoch, [])
         assert step == len(steps)
-        steps.append(ids)
+        steps.append((ids, gathered))
     return epochs
 
 
@@ -251,16 +268,16 @@ def steps_before(saved: str, steps: int) -> int:
     return {"0": 0, "1": 1, "k": steps // 2, "last": steps, "end": steps}[saved]
 
 
-def read_to_the_save(loader: Any, run: Run, journal: Journal, steps: int, file: Path) -> Any:
+def read_to_the_save(reader: Reader, run: Run, journal: Journal, steps: int, file: Path) -> Any:
     """Reads up to where the state is saved, saves it, and reads on; gives the iterator."""
     for epoch in range(run.epoch):
-        journal.write(epoch, loader)
-    iterator = iter(loader)
-    journal.write(run.epoch, islice(iterator, steps_before(run.saved, steps)))
+        journal.write(epoch, reader)
+    iterator = iter(reader.loader)
+    journal.write(run.epoch, reader, islice(iterator, steps_before(run.saved, steps)))
     if run.saved == "end":
         assert next(iterator, None) is None
-    save(loader.state_dict(), file)
-    lost = iter(loader) if run.saved == "end" else iterator
+    save(reader.loader.state_dict(), file)
+    lost = iter(reader.loader) if run.saved == "end" else iterator
     for _ in islice(lost, 2):
         pass
     return lost
@@ -275,18 +292,25 @@ def begin() -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
+def seed_of(run: Run, index: int) -> int:
+    """The seed of a run: its own, or one that no other process has."""
+    return index if run.seeded else torch.seed()
+
+
 def first_life(folder: Path, runs: Sequence[Run], batch: int) -> NoReturn:
     """Reads each run without an interruption, and once more up to where its state is saved; then all ranks are killed."""
     begin()
     alive = []
     for index, run in enumerate(runs):
-        set_seed(index) if run.seeded else torch.seed()
-        whole = prepared(run, batch)
+        seed = seed_of(run, index)
+        torch.manual_seed(seed)
+        whole = Reader(run.kind, batch, run.workers)
         for epoch in range(run.epoch + 3):
             Journal(folder, f"whole-{index}").write(epoch, whole)
         steps = len(read_journal(folder, f"whole-{index}", int(os.environ["RANK"])).get(run.epoch, []))
-        broken = Journal(folder, f"broken-{index}")
-        alive.append(read_to_the_save(prepared(run, batch), run, broken, steps, folder / f"{index}.state"))
+        torch.manual_seed(seed)
+        reader, journal = Reader(run.kind, batch, run.workers), Journal(folder, f"broken-{index}")
+        alive.append(read_to_the_save(reader, run, journal, steps, folder / f"{index}.state"))
         del alive[:-ALIVE]
     die_together()
 
@@ -295,11 +319,11 @@ def second_life(folder: Path, runs: Sequence[Run], batch: int) -> None:
     """Goes on with each run: what is left of the epoch, and the epoch behind it."""
     begin()
     for index, run in enumerate(runs):
-        set_seed(index) if run.seeded else torch.seed()
-        loader = prepared(run, batch)
-        loader.load_state_dict(torch.load(folder / f"{index}.state"))
+        torch.manual_seed(seed_of(run, index))
+        reader = Reader(run.kind, batch, run.workers)
+        reader.loader.load_state_dict(torch.load(folder / f"{index}.state"))
         for epoch in range(2):
-            Journal(folder, f"resumed-{index}").write(epoch, loader)
+            Journal(folder, f"resumed-{index}").write(epoch, reader)
 
 
 @dataclass(frozen=True)
@@ -310,7 +334,7 @@ class Chain:
         kind: of the loader, a key of `LOADERS`.
         global_batch: rows of a batch over all ranks; None: batches of `batch` rows for each rank, however many there are.
         batch: rows of a batch of a rank.
-        split: ask for global batches that are split.
+        split: the loader makes global batches, which are split.
     """
 
     kind: str
@@ -318,42 +342,40 @@ class Chain:
     batch: int = 3
     split: bool = False
 
+    def reader(self) -> Reader:
+        """The loader, as this number of processes makes it."""
+        ranks = 1 if self.split else int(os.environ["WORLD_SIZE"])
+        batch = self.batch if self.global_batch is None else self.global_batch // ranks
+        return Reader(self.kind, batch, split_batches=self.split)
+
 
 def leg(folder: Path, chains: Sequence[Chain], number: int, last: bool) -> None:
     """Goes on with each chain for one step, saves, and reads one more; then all ranks are killed. The last goes on to the end.
 
-    What is gathered is written down: the ids of all ranks. The first leg reads two epochs beforehand, for the comparison.
+    The first leg reads two epochs beforehand, for the comparison.
     """
     begin()
     for index, chain in enumerate(chains):
-        set_seed(index)
         state = folder / f"{index}.state"
+        torch.manual_seed(index)
         if number == 0:
-            whole, gathered = for_metrics(chain)
+            whole = chain.reader()
             for epoch in range(2):
-                Journal(folder, f"whole-{index}").write(epoch, gathered(whole))
-        loader, gathered = for_metrics(chain)
+                Journal(folder, f"whole-{index}").write(epoch, whole)
+            torch.manual_seed(index)
+        reader, journal = chain.reader(), Journal(folder, f"leg-{number}-{index}")
         if number:
-            loader.load_state_dict(torch.load(state))
-        batches = gathered(loader)
-        journal = Journal(folder, f"leg-{number}-{index}")
-        journal.write(0, batches if last else islice(batches, 1))
+            reader.loader.load_state_dict(torch.load(state))
         if last:
-            journal.write(1, gathered(loader))
+            for epoch in range(2):
+                journal.write(epoch, reader)
         else:
-            save(loader.state_dict(), state)
+            batches = iter(reader.loader)
+            journal.write(0, reader, islice(batches, 1))
+            save(reader.loader.state_dict(), state)
             next(batches)
     if not last:
         die_together()
-
-
-def for_metrics(chain: Chain) -> tuple[Any, Callable[[Any], Iterator[torch.Tensor]]]:
-    """A loader, and what gives the ids of its batches over all ranks."""
-    build, options = LOADERS[chain.kind]
-    accelerator = Accelerator(cpu=True, split_batches=chain.split, **options)
-    ranks = accelerator.num_processes
-    batch = chain.batch if chain.global_batch is None else chain.global_batch // (1 if chain.split else ranks)
-    return accelerator.prepare(build(batch)), partial(map, accelerator.gather_for_metrics)
 
 
 def die_together() -> NoReturn:

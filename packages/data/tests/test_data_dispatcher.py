@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 from collections import namedtuple
 
 import numpy as np
@@ -605,6 +606,56 @@ def test_two_iterations_at_a_time_are_two_epochs():
         assert [samples for _, _, samples in pairs] == [4, 8, 10]
 
 
+class Labelled(DataLoader):
+    """A subclass that makes its batches by itself."""
+
+    label = "kept"
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch + 1
+
+
+class Told(Measured):
+    """Each epoch has other samples."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return (100 * self.epoch + i for i in range(self.n))
+
+
+def loops_that_are_left():
+    """Iterations left after 0, 1, … steps, and a whole one; a subclass; epochs that are set."""
+    loader = dispatched(DataLoader(range(60), batch_size=2), Feed())
+    left = [len(taken(loader, loader._accel_outlet.feed, steps)) for steps in range(12)]
+    whole = [batch.tolist() for batch in loader]
+    labelled = dispatched(Labelled(range(9), batch_size=2), Feed())
+    shuffled = dispatched(DataLoader(range(8), batch_size=4, shuffle=True), Feed())
+    told = dispatched(DataLoader(Told(8), batch_size=4), Feed())
+    epochs = []
+    for one in (shuffled, told):
+        epochs.append([batch.tolist() for _ in range(3) for batch in one])
+        one.set_epoch(1)
+        epochs.append([batch.tolist() for batch in one])
+    return left, whole, (labelled.label, [batch.tolist() for batch in labelled]), epochs
+
+
+def test_a_loop_can_be_left_at_any_batch_and_the_next_epoch_is_whole():
+    ranks = run_ranks(loops_that_are_left, 2)
+    assert in_order([whole for _, whole, _, _ in ranks]) == list(range(60))
+    for left, _, (label, _), (shuffled, first, told, again) in ranks:
+        assert left == list(range(12))
+        assert label == "kept"
+        assert first == shuffled[1:2]
+        assert again == told[1:2]
+        assert [batch[0] // 100 for batch in told] == [0, 1, 2]
+    assert [batches for _, _, (_, batches), _ in ranks] == [[[1, 2], [5, 6], [9]], [[3, 4], [7, 8], [1]]]
+
+
 class Workers(Dataset):
     def __len__(self):
         return 8
@@ -631,6 +682,8 @@ def two_groups(members):
     feed = Feed()
     ids = range(100 * number, 100 * number + 9 - 4 * number)
     loader = dispatched(DataLoader(ids, batch_size=2), feed, group=groups[number])
+    with pytest.raises(TypeError, match="A DataLoaderDispatcher of a group of ranks cannot be pickled"):
+        pickle.dumps(loader)
     return [taken(loader, feed) for _ in range(2)]
 
 

@@ -388,3 +388,37 @@ def test_a_constructed_loader_over_a_shard_knows_its_padding_and_its_position():
     resumed = make(1)
     resumed.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": 4})
     assert [batch.tolist() for batch in resumed] == [[6, 0]]
+
+
+class Halved(Joining):
+    def __len__(self):
+        return super().__len__() // 3 + 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_class_that_counts_its_batches_is_believed(rank):
+    """D5, D6: what it asks torch for is the number of this rank."""
+    assert len(prepare(Halved(range(24), batch_size=2), rank, 2)) == 6 // 3 + 1
+
+
+class Failing(IterableDataset):
+    def __iter__(self):
+        yield from range(4)
+        raise LookupError("sample 4 is broken")
+
+
+def test_what_was_read_before_an_error_is_yielded():
+    iterator = iter(prepare(DataLoader(Failing(), batch_size=2)))
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(LookupError, match="sample 4 is broken"):
+        next(iterator)
+
+
+def test_a_position_that_was_loaded_is_what_the_state_says():
+    """Also where it came from a rank that does not know the state of the dataset."""
+    loader = prepare(LOADERS["stateful stream"]())
+    state = {**loader.state_dict(), "samples": 4}
+    del state["stream"]
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    assert epochs(loader, 1)[0][0] == [4, 5, 6, 7]

@@ -66,3 +66,34 @@ def gathered_samples(workers, options, drop_last):
 def test_metrics_count_every_sample_once_and_in_order(workers, options, drop_last, expected):
     """D1: on two ranks, one collective a batch."""
     assert run_ranks(gathered_samples, 2, workers, options, drop_last) == [expected, expected]
+
+
+def joined_training(even_batches):
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.arange(10, dtype=torch.float32)[:, None]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    seen = []
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        for batch in loader:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += batch.flatten().int().tolist()
+    inside, after = len(seen), len(list(loader))
+    return seen, inside, after, [parameter.detach().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_join_may_end_at_different_batches():
+    """The loader has one batch more on rank 0; behind the block it fills up again."""
+    first, second = run_ranks(joined_training, 2, False)
+    assert first[0] == [0, 1, 4, 5, 8, 9]
+    assert second[0] == [2, 3, 6, 7]
+    assert first[2] == second[2] == 3
+    assert first[3] == second[3]
+    (first, second) = run_ranks(joined_training, 2, None)
+    assert second[0] == [2, 3, 6, 7, 0, 1]
+    assert first[3] == second[3]

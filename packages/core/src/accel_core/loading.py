@@ -353,15 +353,21 @@ def length_of(obj: Any) -> int | None:
 def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> Iterator[tuple[T, int]]:
     """Each item with the number of those that follow it: exact for the last `ahead` items.
 
-    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out wrong does no harm.
+    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out wrong does no harm. An error of
+    `items` is raised once all items before it have been yielded; none of these is the last.
     """
     waiting: deque[T] = deque()
     passed = 0
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > ahead:
-            passed += 1
-            yield waiting.popleft(), ahead if total is None else max(ahead, total - passed)
+    try:
+        for item in items:
+            waiting.append(item)
+            if len(waiting) > ahead:
+                passed += 1
+                yield waiting.popleft(), ahead if total is None else max(ahead, total - passed)
+    except Exception:
+        while waiting:
+            yield waiting.popleft(), ahead
+        raise
     while waiting:
         item = waiting.popleft()
         yield item, len(waiting)

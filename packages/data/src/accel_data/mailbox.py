@@ -14,6 +14,7 @@ per message as long as its batches do not grow, and one unusually large message 
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -127,10 +128,11 @@ class Mailbox:
             found = frame.words(3, _HEADER)
             words = iter(frame.words(_HEADER, count))
             common = [next(words) for _ in range(next(words))]
-            items = self._decoder.decode(frame, words, start)  # also if it is not wanted: it may bring structures
-        if found != (serial, sequence):
+            if found == (serial, sequence):
+                return common, self._decoder.decode(frame, words, start)
+            with contextlib.suppress(Exception):  # it may bring structures; one from elsewhere need not make sense here
+                self._decoder.decode(frame, words, start)
             raise _out_of_step((serial, sequence), found)
-        return common, items
 
     def _written(self, kind: int, messages: Sequence[Message]) -> tuple[list[Frame], int]:
         """Frames that hold the messages, and the need. Whatever may fail does so here, before anybody is told anything."""

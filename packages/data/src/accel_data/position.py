@@ -50,10 +50,17 @@ class Start:
 
 
 class Epochs:
-    """Numbers the iterations of one loader, and knows where the latest stands. Each that is advanced at least once is an epoch."""
+    """Numbers the iterations of one loader, and knows where the latest stands. Each that is advanced at least once is an epoch.
+
+    Attributes:
+        following: the epoch that comes next.
+        begins_from_a_state: whether the dataset stands at the end of an epoch because a state was loaded, and the next one has
+            not begun.
+    """
 
     def __init__(self) -> None:
         self.following = 0
+        self.begins_from_a_state = False
         self._pending: Start | None = None  # where the next iteration continues an epoch
         self._current: EpochProgress | None = None  # of the iteration that was begun last
         self._latest: weakref.ref[EpochOpening] | None = None

@@ -143,7 +143,7 @@ class EpochSource:
     def position(self) -> Start:
         """Where the loader stands, and the states of the user's generators."""
         position = self.epochs.position()
-        if position.extras:
+        if position.extras or position.samples:
             return position
         waiting = self.epochs.waiting()
         extras = self._between_epochs() if waiting is None else waiting.before

@@ -80,7 +80,6 @@ class StreamSource:
         self.skipped = 0
         self.synchronised: torch.Generator | None = None
         self._synchronise = synchronise
-        self._restored = False  # whether a state at the end of an epoch was loaded, and the next one has not begun
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
         """One iteration over what `fetched` gives.
@@ -103,7 +102,7 @@ class StreamSource:
     def position(self, stateful: Stateful | None = None) -> Start:
         """Where the loader stands, with the states of generators, and of what keeps a position of its own."""
         position = self.epochs.position()
-        if position.extras:
+        if position.extras or position.samples:
             return position
         extras: dict[str, Any] = {}
         given = self._generators()
@@ -182,12 +181,12 @@ class StreamSource:
     ) -> Iterator[Fetched]:
         """The batches behind `start`."""
         saved = start.extras.get("stream")
-        if stateful is None or (saved is None and not self._restored):
+        if stateful is None or (saved is None and not self.epochs.begins_from_a_state):
             return self._from_the_beginning(fetched, start, stateful)
         if saved is not None:
             stateful.load_state_dict(copy.deepcopy(saved["state"]))
-        self._restored = saved is not None and saved["standing"] == "end"
-        if self._restored:
+        self.epochs.begins_from_a_state = saved is not None and saved["standing"] == "end"
+        if self.epochs.begins_from_a_state:
             return iter(())
         goes_on = saved is not None and saved["standing"] == "inside"
         return self._from_a_state(fetched if goes_on else partial(_restarted, fetched), start, stateful)
