@@ -10,6 +10,7 @@ import builtins
 import functools
 import importlib
 import inspect
+import itertools
 import re
 from pathlib import Path
 
@@ -28,12 +29,14 @@ CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\
 DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_core|accel_data|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
-ROOTS = {"torch": torch, "accel_core": accel_core, "accel_data": accel_data}
+ROOTS = {"itertools": itertools, "torch": torch, "accel_core": accel_core, "accel_data": accel_data}
 
 # What a variable in a message stands for, as in `accelerator.backward(loss)`.
 STANDS_FOR = {
     "accelerator": accel_core.Accelerator,
+    "feed": accel_core.Feed,
     "loader": accel_data.DataLoaderShard,
+    "passage": accel_core.Passage,
     "loss": torch.Tensor,
     "model": torch.nn.Module,
     "optimizer": torch.optim.Optimizer,
@@ -44,7 +47,7 @@ STANDS_FOR = {
 # Whose members may be named bare, as in `prepare(): ...`.
 BARE = (
     *(accel_core.Accelerator, accel_core.Strategy, accel_core.World, HookSpecs),
-    *(accel_core, accel_data, torch, builtins),
+    *(accel_core, accel_data, accel_data.DataLoaderShard, torch, torch.utils.data, builtins),
     *(torch.Tensor, torch.nn.Module, torch.nn.functional, torch.optim.lr_scheduler.LRScheduler),
 )
 

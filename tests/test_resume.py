@@ -6,11 +6,12 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset, Sampler
 from resume_job import (
     LOADERS,
     SAMPLES,
@@ -19,6 +20,7 @@ from resume_job import (
     Chain,
     Run,
     Step,
+    Tape,
     first_life,
     leg,
     read_journal,
@@ -26,6 +28,7 @@ from resume_job import (
     steps_before,
 )
 
+from accel_core import Accelerator
 from accel_core.testing import RanksFailed, run_ranks
 
 BATCH = 2
@@ -164,3 +167,118 @@ def gathered(steps: Sequence[Step]) -> list[list[int]]:
 
 def flat(steps: Sequence[list[int]]) -> list[int]:
     return [sample for step in steps for sample in step]
+
+
+class Recorded(Dataset[int]):
+    """A huge dataset that says which samples were read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.reads.append(index)
+        return index
+
+
+class Odd(Sampler[int]):
+    """A sampler of the user's own, over the odd indices."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, 2 * self.samples, 2))
+
+
+class CountingTape(Tape):
+    """A stream with a state, that says which samples were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            self.reads.append(sample)
+            yield sample
+
+
+MILLION = 10**6
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_going_on_at_batch_one_million_reads_no_skipped_sample(shuffle: bool) -> None:
+    """R11: the first batch behind a million of them is all that is read; by a state and by skipping it is the same."""
+    found = []
+    for skip in (False, True):
+        accelerator, dataset = Accelerator(cpu=True), Recorded(10**9)
+        loader = accelerator.prepare(DataLoader(dataset, 8, shuffle=shuffle))
+        if skip:
+            found.append(next(iter(accelerator.skip_first_batches(loader, MILLION))).tolist())
+        else:
+            loader.load_state_dict({**loader.state_dict(), "samples": 8 * MILLION})
+            found.append(next(iter(loader)).tolist())
+        assert dataset.reads == found[-1]
+        assert loader.state_dict()["samples"] == 8 * (MILLION + 1)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 8
+    assert shuffle or found[0] == list(range(8 * MILLION, 8 * MILLION + 8))
+
+
+def test_a_sampler_of_the_users_own_is_asked_for_what_is_skipped_but_no_sample_is_read() -> None:
+    """R11."""
+    dataset = Recorded(MILLION)
+    loader = Accelerator(cpu=True).prepare(DataLoader(dataset, 8, sampler=Odd(MILLION // 2)))
+    loader.load_state_dict({**loader.state_dict(), "samples": 8 * 50_000})
+    assert next(iter(loader)).tolist() == dataset.reads == list(range(800_001, 800_017, 2))
+
+
+def test_a_stream_with_a_state_goes_on_from_it_without_reading_what_was_skipped() -> None:
+    """R11, for datasets with a position of their own."""
+    state = read_three_batches(CountingTape()).state_dict()
+    tape = CountingTape()
+    loader = Accelerator(cpu=True).prepare(DataLoader(tape, 2))
+    loader.load_state_dict(state)
+    rest = [sample for batch in loader for sample in batch.tolist()]
+    assert rest == tape.reads == CountingTape().ids()[6:]
+
+
+def read_three_batches(tape: Tape) -> Any:
+    loader = Accelerator(cpu=True).prepare(DataLoader(tape, 2))
+    for _ in itertools.islice(loader, 3):
+        pass
+    return loader
+
+
+def metrics_behind_a_skip(options: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """On two ranks, 29 samples in global batches of 8, whose end is ragged."""
+    accelerator = Accelerator(cpu=True, **options)
+    gathered = lambda loader: [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    found = {}
+    loader = accelerator.prepare(DataLoader(range(29), 4))
+    for skipped in (2, 3, 4):
+        found[f"skipped {skipped}"] = gathered(accelerator.skip_first_batches(loader, skipped))
+        found[f"after skipping {skipped}"] = gathered(loader)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 9, "samples": 16})
+    found["loaded"] = gathered(loader)
+    found["after loading"] = gathered(loader)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=["sharded", "dispatched"])
+def test_metrics_are_exact_behind_a_skip_and_the_next_epoch_is_whole(options: dict[str, Any]) -> None:
+    """R11."""
+    steps = [list(range(start, min(start + 8, 29))) for start in range(0, 29, 8)]
+    for found in run_ranks(metrics_behind_a_skip, 2, options):
+        for skipped in (2, 3, 4):
+            assert found[f"skipped {skipped}"] == steps[skipped:]
+            assert found[f"after skipping {skipped}"] == steps
+        assert found["loaded"] == steps[2:]
+        assert found["after loading"] == steps

@@ -256,7 +256,8 @@ class LoaderSuite:
                 _require(
                     steps > window and closed == expected,
                     f"With {steps} batches, windows by {window} closed after {closed} of them on rank {rank} ({name}), "
-                    f"expected {expected}. Report what remains: feed.enter(), advance() with each batch, leave() at the end.",
+                    f"expected {expected}. Report what remains: feed.enter(), passage.advance() with each batch, "
+                    f"passage.leave() at the end.",
                 )
 
     def test_a_run_goes_on_where_its_state_was_taken(self, world: int) -> None:
