@@ -190,7 +190,10 @@ LOADERS: dict[str, tuple[Build, dict[str, Any]]] = {
     "a generator": (with_generator, {}),
     "own sampler, python": (lambda batch, **o: of_ids(batch, sampler=Drawn("python"), **o), {}),
     "own sampler, torch": (lambda batch, **o: of_ids(batch, sampler=Drawn("torch"), **o), {}),
-    "own sampler, dispatched": (lambda batch, **o: of_ids(batch, sampler=Drawn("torch"), **o), {"dispatch_batches": True}),
+    "own sampler, dispatched": (
+        lambda batch, **o: of_ids(batch, sampler=Drawn("torch"), **o),
+        {"dispatch_batches": True},
+    ),
     "own batches": (with_own_batches, {}),
     "own batches that vary": (partial(with_own_batches, sizes=(2, 1, 3)), {}),
     "stream": (of_a_stream, {}),

@@ -7,7 +7,6 @@ a run of one process.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -35,7 +34,14 @@ def product() -> Iterator[Case]:
     flags = (False, True)
     kinds = itertools.cycle(KINDS)
     for samples, batch, order, drop_last, dispatch, iterable, split, even in itertools.product(
-        range(1, 41), range(1, 9), ("in turn", "shuffled", "fixed", "varying", "sized"), flags, flags, flags, flags, flags
+        range(1, 41),
+        range(1, 9),
+        ("in turn", "shuffled", "fixed", "varying", "sized"),
+        flags,
+        flags,
+        flags,
+        flags,
+        flags,
     ):
         yield Case(samples, batch, order, drop_last, dispatch, iterable, split, even, next(kinds))
 
@@ -71,7 +77,7 @@ def expected_steps(case: Case, world: int) -> list[list[int]]:
         return [step for step in steps if len(step) == size or not case.drop_last]
     lists = batches_of(case.samples, varying(case.batch) if case.order == "varying" else [case.batch])
     together = 1 if case.split else world
-    return [sum(lists[first : first + together], []) for first in range(0, len(lists), together)]
+    return [list(itertools.chain(*lists[first : first + together])) for first in range(0, len(lists), together)]
 
 
 def read_in_turn(ranks: list[Outcome]) -> list[int]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 import pytest
 import wrong_loaders as wrong
 
 from accel_core.testing import LoaderSuite
 
-pytest_plugins = ["pytester"]
-
-TESTS = {name for name in vars(LoaderSuite) if name.startswith("test_")}
+TESTS = {name for name in dir(LoaderSuite) if name.startswith("test_")}
 
 COUNTED = "test_every_sample_is_counted_once"
 SINGLES = "test_batches_of_one_sample_are_divided"
@@ -140,53 +137,3 @@ def test_every_test_of_the_suite_catches_somebody():
 def test_a_failure_says_what_came_and_what_to_do(loader, test, message):
     (said,) = failures(suite_of(loader), {test}).values()
     assert message in said
-
-
-def declared(**attributes):
-    suite_of(wrong.Right, **attributes)().test_the_declarations_hold()
-
-
-def test_overriding_an_inherited_test_is_refused():
-    def test_nothing_is_kept_alive(self, world):
-        pass
-
-    with pytest.raises(AssertionError, match=re.escape("TestIt overrides test_nothing_is_kept_alive of LoaderSuite")):
-        declared(test_nothing_is_kept_alive=test_nothing_is_kept_alive)
-
-
-def test_tests_of_ones_own_are_welcome():
-    declared(test_something_else=lambda self: None)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        ({"lacks": {"test_nothing_is_kept": "why"}}, "lacks names test_nothing_is_kept, which the suite does not have"),
-        ({"lacks": {f"{COPIES}[3]": "why"}}, f"lacks names {COPIES}[3], which"),
-        ({"lacks": {f"{COPIES}[2]": " "}}, f"lacks gives no reason for {COPIES}[2]. Say why"),
-        ({"worlds": ()}, "worlds is (): give at least one number of ranks"),
-        ({"loader": lambda: wrong.Right()}, "cannot be sent to the ranks"),
-    ],
-    ids=["unknown test", "unknown world", "no reason", "no world", "no name"],
-)
-def test_a_declaration_that_does_not_hold_is_refused(attributes, message):
-    with pytest.raises(AssertionError, match=re.escape(message)):
-        declared(**attributes)
-
-
-PLUGIN_TESTS = """
-from accel_core.testing import LoaderSuite
-from wrong_loaders import Right
-
-class TestIt(LoaderSuite):
-    loader = Right
-    worlds = (1,)
-    lacks = {"test_nothing_is_kept_alive[1]": "a lack that has vanished", "test_len_is_the_number_of_batches": "another"}
-"""
-
-
-def test_a_lack_that_has_vanished_is_noticed(pytester):
-    pytester.makepyfile(PLUGIN_TESTS)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "alive or len or twice or again")
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*a lack that has vanished*"])

@@ -27,7 +27,8 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_core.feed import Feed, Rows
-from accel_core.loading import PreparedLoader, looked_ahead, prepare_local_loader
+from accel_core.loading import PreparedLoader, prepare_local_loader
+from accel_core.reads import looked_ahead
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", ["x", "y"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import pytest
@@ -95,7 +95,29 @@ def test_dicts_are_split_value_by_value_and_never_changed() -> None:
     assert len(inputs["ids"]) == len(inputs["more"]["left"]) == 3  # type: ignore[index,arg-type]
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
+class Stored(MutableMapping[str, Any]):
+    """A mapping of somebody's own, whose shallow copy shares the storage with it."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = dict(content)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.content[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, Stored])
 def test_mappings_keep_their_type(kind: type) -> None:
     inputs = kind({"b": [1, 2], "a": [3, 4]})
     second = parts(inputs, 2)[1]

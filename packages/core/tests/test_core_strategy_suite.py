@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 import pytest
 import wrong_strategies as wrong
@@ -11,8 +10,6 @@ import wrong_strategies as wrong
 from accel_core.strategies import DDP
 from accel_core.testing import StrategySuite, strategy_suite
 from accel_core.testing.models import Net, built, gradients
-
-pytest_plugins = ["pytester"]
 
 
 class TestSingle(StrategySuite):
@@ -38,7 +35,7 @@ class TestDDPInViews(StrategySuite):
     lacks = TestDDP.lacks
 
 
-TESTS = {name for name in vars(StrategySuite) if name.startswith("test_")}
+TESTS = {name for name in dir(StrategySuite) if name.startswith("test_")}
 EXIT = "test_the_process_exits_cleanly"
 
 GRADIENTS = {
@@ -184,52 +181,3 @@ def gradients_of_a_net():
     net = built(Net)
     sum(parameter.sum() for parameter in net.parameters()).backward()
     return gradients(net)
-
-
-def declared(**attributes):
-    suite_of(wrong.Right, **attributes)().test_the_declarations_hold()
-
-
-def test_overriding_an_inherited_test_is_refused():
-    def test_buffers_live(self, world):
-        pass
-
-    with pytest.raises(AssertionError, match=re.escape("TestIt overrides test_buffers_live of StrategySuite")):
-        declared(test_buffers_live=test_buffers_live)
-
-
-def test_tests_of_ones_own_are_welcome():
-    declared(test_something_else=lambda self: None)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        ({"lacks": {"test_bufers_live": "why"}}, "lacks names test_bufers_live, which the suite does not have"),
-        ({"lacks": {"test_buffers_live[3]": "why"}}, "lacks names test_buffers_live[3], which"),
-        ({"lacks": {"test_buffers_live[2]": " "}}, "lacks gives no reason for test_buffers_live[2]. Say why"),
-        ({"worlds": ()}, "worlds is (): give at least one number of ranks"),
-        ({"strategy": lambda: wrong.Right()}, "cannot be sent to the ranks"),
-    ],
-    ids=["unknown test", "unknown world", "no reason", "no world", "no name"],
-)
-def test_a_declaration_that_does_not_hold_is_refused(attributes, message):
-    with pytest.raises(AssertionError, match=re.escape(message)):
-        declared(**attributes)
-
-
-PLUGIN_TESTS = """
-from accel_core.testing import StrategySuite
-
-class TestIt(StrategySuite):
-    strategy = "single"
-    worlds = (1,)
-    lacks = {"test_buffers_live[1]": "a lack that has vanished", "test_tied_parameters_stay_tied": "so has this one"}
-"""
-
-
-def test_a_lack_that_has_vanished_is_noticed(pytester):
-    pytester.makepyfile(PLUGIN_TESTS)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "buffers or tied or twice")
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*a lack that has vanished*"])

@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from accel_core.feed import Rows
 from accel_core.hookspecs import hookimpl
-from accel_core.loading import Opening, Outlet, PreparedLoader, Progress, prepare_copy
+from accel_core.loading import Outlet, PreparedLoader, prepare_copy
+from accel_core.reads import Opening, Progress
 from accel_core.seeding import derive_seed, loader_seed
 
 

@@ -11,11 +11,18 @@ from accel_core import Accelerator, KwargsHandler
 from accel_data import DataLoaderConfiguration, Sharded
 from accel_data.configuration import check_options
 
-FLAGS = ["split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"]
+FLAGS = [
+    "split_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "non_blocking",
+    "use_stateful_dataloader",
+    "presharded",
+]
 
 
 def test_the_defaults_are_those_of_the_seeds():
-    """A1: and `uneven`, which is ours."""
+    """A1: and `presharded` and `uneven`, which are ours."""
     assert asdict(DataLoaderConfiguration()) == {
         "split_batches": False,
         "dispatch_batches": None,
@@ -24,6 +31,7 @@ def test_the_defaults_are_those_of_the_seeds():
         "data_seed": None,
         "non_blocking": False,
         "use_stateful_dataloader": False,
+        "presharded": False,
         "uneven": "pad",
     }
 

@@ -1,4 +1,4 @@
-"""Dispatched loaders on real ranks: who gets what, what travels, what is refused, and where they stand."""
+"""Dispatched loaders on real ranks: who gets what, and what travels."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from dispatched_loaders import Items, Measured, Opaque, Sizes, Stream, dispatched, in_order, real, taken
+from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
 from accel_core.feed import Feed
-from accel_core.layout import Shard
 from accel_core.testing import assert_dies
 from accel_core.testing.ranks import run_ranks
 from accel_core.world import World
-from accel_data import DataLoaderDispatcher, Sharded, slice_tensors
+from accel_data import DataLoaderDispatcher, slice_tensors
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,39 +58,6 @@ ROWS = [
 ]
 
 
-class Stream(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
-
-
-class Measured(Stream):
-    def __len__(self):
-        return self.n
-
-
-class StatefulStream(Stream):
-    """Begins where it stands."""
-
-    def __init__(self, n):
-        super().__init__(n)
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < self.n:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 class OnFirstRank(Dataset):
     """Must not be read elsewhere."""
 
@@ -103,46 +70,6 @@ class OnFirstRank(Dataset):
     def __getitem__(self, index):
         assert os.environ["RANK"] == "0"
         return index
-
-
-class Sizes:
-    """A batch sampler of the user's own."""
-
-    def __init__(self, *sizes, **attributes):
-        self.sizes = sizes
-        self.__dict__.update(attributes)
-
-    def __iter__(self):
-        indices = itertools.count()
-        return (list(itertools.islice(indices, size)) for size in self.sizes)
-
-    def __len__(self):
-        return len(self.sizes)
-
-
-def dispatched(loader, feed, *, group=None, slice_fn=None, seed=0, **options):
-    """As an Accelerator prepares it."""
-    world = World.current(cpu=True)
-    channel = world.channel(group)
-    shard = Shard(channel.rank, channel.size)
-    component = Sharded(dispatch_batches=True, **options)
-    return component.prepare_loader(loader, shard, feed, None, seed, 0, group, slice_fn)
-
-
-def real(batch, feed):
-    """The ids in a batch, without padding."""
-    rows = feed.current_rows()
-    ids = batch.tolist()
-    return ids if rows is None else ids[: rows.real]
-
-
-def taken(loader, feed, steps=None):
-    return [real(batch, feed) for batch in itertools.islice(loader, steps)]
-
-
-def in_order(ranks):
-    """The samples of an epoch, rank after rank within each step."""
-    return [i for step in itertools.zip_longest(*ranks, fillvalue=()) for part in step for i in part]
 
 
 def shown(batches):
@@ -265,16 +192,6 @@ def test_join_uneven_inputs_decides_about_iterations_that_begin_inside():
 Pair = namedtuple("Pair", ["ids", "names"])
 
 
-class Opaque:
-    """Cannot be cut into rows, but be sent."""
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    def to(self, device):
-        raise AssertionError(device)
-
-
 def names(ids):
     return [f"name {i}" for i in ids]
 
@@ -315,14 +232,6 @@ MADE = {
     ),
     "samples": ([torch.tensor(i) for i in range(5)], lambda batch: [batch.item()]),
 }
-
-
-class Items(IterableDataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        return iter(self.items)
 
 
 def batches_of_any_kind(even):
@@ -380,230 +289,6 @@ def test_a_slice_function_cuts_the_parts():
         assert [batch["ids"].tolist() for batch in others] == [[2, 3], [0]]
         assert [batch["cut for"] for batch in others] == [(1, 2, 2, 4), (1, 2, 1, 2)]
     assert (first[2], second[2]) == ([[0], [2], [4]], [[1], [3], [0]])
-
-
-class Failing(Dataset):
-    def __init__(self, at):
-        self.at = at
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index == self.at:
-            raise LookupError(f"sample {index} is broken")
-        return index
-
-
-class FailingStream(IterableDataset):
-    def __init__(self, at):
-        self.at = at
-
-    def __iter__(self):
-        yield from range(self.at)
-        raise LookupError(f"sample {self.at} is broken")
-
-
-def unsendable(ids):
-    return (lambda: ids) if 11 in ids else torch.tensor(ids)
-
-
-def uncuttable(batch, *_, **__):
-    raise LookupError(f"{len(batch)} rows cannot be cut")
-
-
-def what_is_raised(loader, **options):
-    """What a rank has got before, and what it raises; afterwards another loader is read as if nothing had happened."""
-    found, feed, text = [], Feed(), "nothing"
-    try:
-        for batch in dispatched(loader, feed, **options):
-            found += [real(batch, feed)]
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    after = taken(dispatched(DataLoader(range(6), batch_size=2), feed), feed)
-    return found, text, after
-
-
-def failures():
-    return {
-        "first": what_is_raised(DataLoader(Failing(0), batch_size=2)),
-        "later": what_is_raised(DataLoader(Failing(29), batch_size=2)),
-        "later, by workers": what_is_raised(DataLoader(Failing(29), batch_size=2, num_workers=2)),
-        "first of a stream": what_is_raised(DataLoader(FailingStream(0), batch_size=2)),
-        "later in a stream": what_is_raised(DataLoader(FailingStream(30), batch_size=2)),
-        "later in a stream, by a worker": what_is_raised(DataLoader(FailingStream(30), batch_size=2, num_workers=1)),
-        "unsendable": what_is_raised(DataLoader(range(40), batch_size=2, collate_fn=unsendable)),
-        "split": what_is_raised(DataLoader(Items([Opaque([0])]), batch_size=None), split_batches=True),
-        "slice_fn": what_is_raised(DataLoader(range(40), batch_size=2), slice_fn=uncuttable),
-        "not divisible": what_is_raised(DataLoader(range(40), batch_size=3), split_batches=True),
-    }
-
-
-@pytest.fixture(scope="module")
-def failed():
-    return run_ranks(failures, 2)
-
-
-@pytest.mark.parametrize(("kind", "steps", "message"), [
-    ("first", 0, "LookupError: sample 0 is broken"),
-    ("later", 7, "LookupError: sample 29 is broken"),
-    ("later, by workers", 7, "LookupError: Caught LookupError in DataLoader worker process"),
-    ("first of a stream", 0, "LookupError: sample 0 is broken"),
-    ("later in a stream", 7, "LookupError: sample 30 is broken"),
-    ("later in a stream, by a worker", 7, "LookupError: Caught LookupError in DataLoader worker process"),
-    ("slice_fn", 0, "LookupError: 4 rows cannot be cut"),
-])  # fmt: skip
-def test_all_ranks_raise_what_one_raises_after_the_batches_before(failed, kind, steps, message):
-    (mine, text, after), (others, quoted, after_there) = (by_rank[kind] for by_rank in failed)
-    assert text.startswith(message)
-    assert quoted.startswith("RuntimeError: The next batch was asked for from rank 0")
-    assert message in quoted
-    assert in_order([mine, others]) == list(range(4 * steps))
-    assert (after, after_there) == ([[0, 1], [4]], [[2, 3], [5]])
-
-
-@pytest.mark.parametrize(("kind", "message", "before"), [
-    ("unsendable", "cannot be pickled", [[[0, 1]], [[2, 3]]]),
-    ("split", "cannot be cut into", [[], []]),
-    ("not divisible", "split_batches=True cuts each batch into 2 equal pieces, but batch_size=3", [[], []]),
-])  # fmt: skip
-def test_all_ranks_raise_for_a_batch_that_cannot_be_shared_out(failed, kind, message, before):
-    for by_rank, parts in zip(failed, before, strict=True):
-        found, text, after = by_rank[kind]
-        assert message in text
-        assert found == parts
-        assert len(after) == 2
-
-
-def epochs_apart(leaving):
-    """The rank `leaving` breaks out before the other, and begins another epoch."""
-    loader = dispatched(DataLoader(range(40), batch_size=2), Feed())
-    if World.current().rank == leaving:
-        next(iter(loader))
-        return attempt(lambda: next(iter(loader)))
-    return attempt(lambda: list(itertools.islice(loader, 2)))
-
-
-def loaders_apart():
-    """One rank leaves its loop early, and goes on with another loader."""
-    loader, other = (dispatched(DataLoader(range(n), batch_size=2), Feed()) for n in (40, 50))
-    if World.current().rank == 0:
-        return list(itertools.islice(other, 1))
-    return attempt(lambda: next(iter(loader)))
-
-
-def attempt(function):
-    try:
-        function()
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("leaving", [0, 1])
-def test_leaving_a_loop_at_different_batches_is_an_error_on_the_rank_that_receives(leaving):
-    messages = run_ranks(epochs_apart, 2, leaving)
-    assert "The ranks left the loop at different batches" in messages[1]
-    assert messages[0] is None
-
-
-def test_batches_of_another_loader_are_never_taken_for_those_of_this_one():
-    assert "The ranks iterate over different loaders" in run_ranks(loaders_apart, 2)[1]
-
-
-LOADERS = {
-    "in order": lambda: DataLoader(range(26), batch_size=2),
-    "shuffled": lambda: DataLoader(range(26), batch_size=2, shuffle=True),
-    "workers": lambda: DataLoader(range(26), batch_size=2, shuffle=True, num_workers=2),
-    "batch sampler": lambda: DataLoader(range(26), batch_sampler=Sizes(*[2] * 13)),
-    "stream": lambda: DataLoader(Stream(26), batch_size=2),
-    "stateful stream": lambda: DataLoader(StatefulStream(26), batch_size=2),
-    "generator": lambda: DataLoader(
-        range(26), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(World.current().rank)
-    ),
-}
-WITH_WORKERS = {0, 3, 8}
-"""After which steps runs with workers, which take long to start, are resumed."""
-
-
-def whole_run():
-    """Two epochs; and the states in the second one, after each of its steps, as this rank has them."""
-    found = {}
-    for kind, make in LOADERS.items():
-        feed = Feed()
-        loader = dispatched(make(), feed, seed=2**40)
-        first = taken(loader, feed)
-        states, second = [loader.state_dict()], []
-        for batch in loader:
-            second.append(real(batch, feed))
-            states.append(loader.state_dict())
-        states.append(loader.state_dict())
-        found[kind] = first, second, states, taken(loader, feed)
-    return found
-
-
-def resumed_run(states):
-    """What a state leaves of its epoch, and the next epoch."""
-    found = {}
-    for kind, saved in states.items():
-        for at, state in enumerate(saved):
-            if kind == "workers" and at not in WITH_WORKERS:
-                continue
-            feed = Feed()
-            loader = dispatched(LOADERS[kind](), feed, seed=2**41)
-            loader.load_state_dict(state)
-            assert loader.state_dict()["samples"] == state["samples"]
-            found[kind, at] = taken(loader, feed), taken(loader, feed)
-    return found
-
-
-@pytest.fixture(scope="module")
-def whole():
-    return run_ranks(whole_run, 2)
-
-
-def test_states_count_what_all_ranks_have_yielded(whole):
-    numbers = ("epoch", "samples", "seed", "loader", "length")
-    for kind in LOADERS:
-        states, there = (by_rank[kind][2] for by_rank in whole)
-        for state, other in zip(states, there, strict=True):
-            assert [state[name] for name in numbers] == [other[name] for name in numbers], kind
-        assert [(state["epoch"], state["samples"]) for state in states] == [
-            (1, 0), *[(1, min(4 * step, 26)) for step in range(1, 8)], (2, 0)
-        ], kind  # fmt: skip
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("saved_by", [0, 1])
-def test_any_number_of_ranks_goes_on_where_the_state_was_taken(whole, saved_by, ranks):
-    """R1, R2: with the state of any rank, but for generators and datasets whose states only the first rank has."""
-    kinds = [kind for kind in LOADERS if saved_by == 0 or kind != "generator"]
-    found = run_ranks(resumed_run, ranks, {kind: whole[saved_by][kind][2] for kind in kinds})
-    for kind in kinds:
-        epochs = [in_order([by_rank[kind][part] for by_rank in whole]) for part in (0, 1, 3)]
-        assert sorted(epochs[1]) == list(range(26)), kind
-        for at, state in enumerate(whole[saved_by][kind][2]):
-            if (kind, at) not in found[0]:
-                continue
-            rest, following = (in_order([by_rank[kind, at][part] for by_rank in found]) for part in (0, 1))
-            assert rest == epochs[state["epoch"]][state["samples"] :], (kind, at)
-            assert state["epoch"] == 2 or following == epochs[2], (kind, at)
-
-
-def interleaved():
-    loader, again = (dispatched(DataLoader(range(10), batch_size=2, shuffle=True), Feed()) for _ in range(2))
-    found = []
-    for one, other in zip(loader, loader):  # noqa: B905  (they end alike)
-        found.append((one.tolist(), other.tolist(), loader.state_dict()["samples"]))
-    return found, [[batch.tolist() for batch in again] for _ in range(2)]
-
-
-def test_two_iterations_at_a_time_are_two_epochs():
-    """The position is that of the one that was begun last."""
-    for pairs, (first, second) in run_ranks(interleaved, 2):
-        assert [one for one, _, _ in pairs] == first
-        assert [other for _, other, _ in pairs] == second
-        assert [samples for _, _, samples in pairs] == [4, 8, 10]
 
 
 class Labelled(DataLoader):
@@ -669,10 +354,16 @@ def workers_of_two_epochs(persistent):
     return [{pid for batch in loader for pid in batch.tolist()} for _ in range(2)]
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_workers_persist_if_asked_to(persistent):
-    for first, second in run_ranks(workers_of_two_epochs, 2, persistent):
-        assert (first == second) is persistent
+def workers_that_persist_or_not():
+    return {persistent: workers_of_two_epochs(persistent) for persistent in (True, False)}
+
+
+def test_workers_persist_if_asked_to():
+    for found in run_ranks(workers_that_persist_or_not, 2):
+        assert {persistent: first == second for persistent, (first, second) in found.items()} == {
+            True: True,
+            False: False,
+        }
 
 
 def two_groups(members):

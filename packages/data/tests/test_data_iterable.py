@@ -218,7 +218,7 @@ def test_a_shard_of_no_process_or_of_uneven_pieces_is_refused():
     with pytest.raises(ValueError, match=r"IterableDatasetShard\(num_processes=2, process_index=2\) names no process"):
         IterableDatasetShard(range(4), num_processes=2, process_index=2)
     with pytest.raises(
-        ValueError, match=r"batch_size=7 is not a multiple of 3. Use batch_size=6, or split_batches=False"
+        ValueError, match=r"batch_size=7 is not a multiple of 3. Use batch_size=9, or split_batches=False"
     ):
         IterableDatasetShard(range(4), 7, num_processes=3, split_batches=True)
     with pytest.raises(ValueError, match="Use batch_size=4, or split"):

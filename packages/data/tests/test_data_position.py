@@ -316,7 +316,7 @@ def test_a_position_inside_a_batch_of_a_stream_is_refused():
 def test_a_state_with_other_generators_is_refused():
     saved = prepare(LOADERS["a generator"]()).state_dict()
     saved["generators"]["states"] *= 2
-    with pytest.raises(ValueError, match="a state with 2 generators of a sampler, this loader's sampler has 1"):
+    with pytest.raises(ValueError, match="a state with 2 generators of a sampler or dataset, this loader's has 1"):
         prepare(LOADERS["a generator"]()).load_state_dict(saved)
 
 
@@ -422,3 +422,72 @@ def test_a_position_that_was_loaded_is_what_the_state_says():
     loader.load_state_dict(state)
     assert loader.state_dict() == state
     assert epochs(loader, 1)[0][0] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("kind", ["stream with epochs", "a generator"])
+def test_workers_that_persist_are_told_the_epoch_and_resume(kind):
+    """R1: they keep the copy of the dataset that they were started with."""
+
+    def make():
+        return prepare(LOADERS[kind](num_workers=1, persistent_workers=True))
+
+    whole = epochs(make(), 4)
+    assert whole[0] != whole[1]
+    saved = make()
+    epochs(saved, 1)
+    between = saved.state_dict()
+    iterator = iter(saved)
+    unadvanced = saved.state_dict()
+    begun = [as_list(batch) for batch in itertools.islice(iterator, 3)]
+    assert begun == whole[1][:3]
+    inside = saved.state_dict()
+    for state, expected in ((between, whole[1:3]), (unadvanced, whole[1:3]), (inside, [whole[1][3:], whole[2]])):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert epochs(resumed, 2) == expected
+
+
+class Paced(StatefulStream):
+    """Its state holds its epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return (1000 * self.epoch + sample % 100 for sample in super().__iter__())
+
+    def state_dict(self):
+        return {**super().state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("steps", [3, 10, 11])
+def test_a_dataset_whose_state_holds_its_epoch_is_told_the_next_one(steps):
+    whole = epochs(prepare(DataLoader(Paced(), batch_size=4)), 3)
+    saved = prepare(DataLoader(Paced(), batch_size=4))
+    for _ in itertools.islice(saved, steps):
+        pass
+    if steps > 10:
+        epochs(saved, 1)
+    resumed = prepare(DataLoader(Paced(), batch_size=4))
+    resumed.load_state_dict(saved.state_dict())
+    expected = whole[2:] if steps > 10 else [whole[0][steps:], whole[1]]
+    assert epochs(resumed, len(expected)) == expected
+
+
+def test_streams_that_split_themselves_are_not_resumed_whole():
+    saved = Sharded(dispatch_batches=False).prepare_loader(
+        DataLoader(Stream(), batch_size=4), Shard(0, 2), Feed(), None, 2**40
+    )
+    state = {**saved.state_dict(), "samples": 16, "lanes": [8, 8]}
+    with pytest.raises(ValueError, match="in the 2 streams of a dataset that splits itself over its workers"):
+        prepare(DataLoader(Stream(), batch_size=4, num_workers=2)).load_state_dict(state)
+    del state["lanes"]
+    prepare(DataLoader(Stream(), batch_size=4)).load_state_dict(state)

@@ -230,11 +230,11 @@ def test_a_position_in_streams_of_other_ranks_is_refused():
     saved = prepare(MAKERS["shared"](), presharded=True)
     next(iter(saved))
     with pytest.raises(
-        ValueError, match="in the streams of 2 ranks that have their own, this run has 3 with presharded=True"
+        ValueError, match="in the streams of 2 ranks that have their own, this loader goes on in those of 3 such"
     ):
         prepare(MAKERS["shared"](), 0, 3, presharded=True).load_state_dict(saved.state_dict())
     with pytest.raises(
-        ValueError, match="in the streams of 2 ranks that have their own, this run has 2 with presharded=False"
+        ValueError, match="in the streams of 2 ranks that have their own, this loader goes on in those of no such"
     ):
         prepare(MAKERS["shared"](), 0, 2).load_state_dict(saved.state_dict())
 

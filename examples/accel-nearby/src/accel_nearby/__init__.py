@@ -11,7 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accel_core import hookimpl
 from accel_core.feed import Feed, Rows
-from accel_core.loading import Opening, Outlet, PreparedLoader, Progress, Read, prepare_copy
+from accel_core.loading import Outlet, PreparedLoader, prepare_copy
+from accel_core.reads import Opening, Progress, Read
 from accel_core.seeding import derive_seed, loader_seed
 
 if TYPE_CHECKING:

@@ -76,12 +76,13 @@ class Feed:
         lookahead: how many batches a loader without a length must look ahead, so that the last, shorter window of
             accumulation is known when it begins (the number of accumulation steps).
 
-    What the loop asks of the loaders, read when an iteration begins:
-
     Attributes:
         even_batches: whether ranks are to get equally many batches, instead of what the loader was told; None: as it was told.
+            Loaders read it, and `joining`, when an iteration begins.
         joining: whether ranks may end at different batches, because the strategy takes part in the name of those that have
             ended.
+        latest: rows of the batch that was yielded last.
+        newest: what refers to the innermost passage.
     """
 
     def __init__(self, lookahead: int = 1) -> None:

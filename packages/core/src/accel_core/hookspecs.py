@@ -140,7 +140,8 @@ class HookSpecs:
             the seed of the run, the same on every rank; how many loaders were prepared before, for each is to have an order
             of its own (`accel_core.seeding.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
             in shard order, None for the whole world; the user's function that cuts a batch into pieces, or None.
-        Returns: a loader with the same class, attributes and worker settings.
+        Returns: a loader with the same class, attributes and worker settings. One with `behind(batches)` serves
+            `skip_first_batches`; one that resumes has `state_dict()` and `load_state_dict(state)`.
         Default: in a world of one, the loader with batches placed and reported; in a larger world it raises, for all
             ranks would read the same batches.
         """

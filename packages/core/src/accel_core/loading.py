@@ -2,9 +2,8 @@
 
 Here is what every loader component shares, and the core's own loader for a world of one:
 
-- a `Source` says what one iteration reads: index batches, how many are left after each, and how many rows are real;
-- `prepare_copy` makes a copy of a loader that reads from a source. The copy keeps class, attributes and worker settings;
-  the user's loader is not changed;
+- `prepare_copy` makes a copy of a loader that reads from a source (`accel_core.reads`). The copy keeps class, attributes
+  and worker settings; the user's loader is not changed;
 - `PreparedLoader` iterates. torch's own machinery fetches the batches; an exact `DataLoader` without workers, pinning and
   a collate function of its own takes a bare loop instead, whose batches and random draws equal torch's.
 """
@@ -15,81 +14,18 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import profiler
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from accel_core.dressing import dressed_class
 from accel_core.failures import announce
-from accel_core.feed import Feed, Rows
+from accel_core.feed import Feed
 from accel_core.fetching import fetching
+from accel_core.reads import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
 from accel_core.tree import to_device
-
-T = TypeVar("T")
-Note = tuple["int | None", "Rows | None", int]
-"""Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), and how many samples all
-ranks have read of the epoch once it is yielded."""
-
-Read = tuple[Any, "int | None", "Rows | None", int]
-"""An index batch (or one index), and its note."""
-
-_TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-class Progress:
-    """How far an iteration has come: what was yielded of its epoch, not what was fetched.
-
-    Args:
-        epoch: which one.
-        samples: samples of the epoch, over all ranks, that are behind it.
-    """
-
-    __slots__ = ("epoch", "finished", "samples")
-
-    def __init__(self, epoch: int = 0, samples: int = 0) -> None:
-        self.epoch = epoch
-        self.samples = samples
-        self.finished = False
-
-
-class Opening:
-    """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered."""
-
-    __slots__ = ("__weakref__", "notes", "progress", "reads")
-
-    def __init__(self, reads: Iterator[Read], progress: Progress | None = None) -> None:
-        self.reads = reads
-        self.notes: deque[Note] = deque()
-        self.progress = progress or Progress()
-
-    def start(self) -> None:
-        """The iterator is advanced for the first time. An iterator that never is has not begun an epoch."""
-
-
-class Source(Protocol):
-    """What a prepared loader reads.
-
-    Attributes:
-        skipped: batches of this rank that every iteration leaves out at its beginning.
-    """
-
-    skipped: int
-
-    def open(self, feed: Feed) -> Opening:
-        """Begins an iteration. Where the length is not certain, it looks `feed.lookahead` batches ahead."""
-
-    def __len__(self) -> int: ...
 
 
 class Outlet:
@@ -127,7 +63,7 @@ class IndexBatches:
         strict: whether each batch has to be matched with its index batch, because it may be padded.
 
     Attributes:
-        delivering: torch's latest iterator, where the loader's class iterates in its own way.
+        delivered: by torch's latest iterator, where the loader's class iterates in its own way.
         bypassed: whether that class has yielded batches without asking torch for any.
     """
 
@@ -137,7 +73,7 @@ class IndexBatches:
         self.original = original
         self.strict = strict
         self.opened: Opening | None = None
-        self.delivering: Delivering | None = None
+        self.delivered: Count | None = None
         self.bypassed = False
 
     def open(self) -> Opening:
@@ -150,8 +86,10 @@ class IndexBatches:
         return opened
 
     def __iter__(self) -> Iterator[Any]:
+        before = None if self.opened is None else self.opened.before
         self.opened = None  # with workers, torch asks twice and drops what it got first
         self.opened = opening = self.open()
+        opening.before = opening.before if before is None else before
         # torch may keep this iterator for as long as its workers live; the opening must not live as long.
         return _noted(opening.reads, opening.notes)
 
@@ -164,22 +102,36 @@ class IndexBatches:
         return getattr(self.original, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "opened": None, "delivering": None}
+        return {**self.__dict__, "opened": None, "delivered": None}
+
+
+class Count:
+    """A number that is read elsewhere than where it is counted."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
 
 
 class Delivering:
-    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out."""
+    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out.
 
-    def __init__(self, inner: Any) -> None:
+    Args:
+        inner: torch's iterator.
+        count: where the count is kept: whoever reads it does not hold on to the iterator, which holds on to all else.
+    """
+
+    def __init__(self, inner: Any, count: Count) -> None:
         self.inner = inner
-        self.delivered = 0
+        self.count = count
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
         batch = next(self.inner)
-        self.delivered += 1
+        self.count.value += 1
         return batch
 
     def __len__(self) -> int:
@@ -187,7 +139,7 @@ class Delivering:
 
     def _reset(self, *arguments: Any, **options: Any) -> None:
         """torch keeps the iterator with its workers, and begins anew with it."""
-        self.delivered = 0
+        self.count.value = 0
         self.inner._reset(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -231,8 +183,8 @@ class PreparedLoader(_Base):
         inner = super()._get_iterator()
         if not _iterates_by_itself(self):
             return inner
-        self._accel_indices.delivering = Delivering(inner)
-        return self._accel_indices.delivering
+        self._accel_indices.delivered = count = Count()
+        return Delivering(inner, count)
 
     def behind(self, batches: int) -> PreparedLoader:
         """A copy of which every iteration leaves out so many more batches of this rank.
@@ -325,108 +277,9 @@ def dressed_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **att
     return twin
 
 
-def source_behind(source: T, batches: int) -> T:
-    """A copy of a source of which every iteration leaves out so many more batches."""
-    if type(batches) is not int or batches < 0:
-        raise ValueError(
-            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, a whole number of at "
-            f"least 0."
-        )
-    twin: Any = copy.copy(source)
-    twin.skipped += batches
-    return cast("T", twin)
-
-
 def index_sampler(loader: DataLoader[Any]) -> Any:
     """What the loader draws from: its batch sampler, or its sampler if it does not make batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def length_of(obj: Any) -> int | None:
-    """`len(obj)`, None if it has none."""
-    try:
-        return len(obj)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> Iterator[tuple[T, int]]:
-    """Each item with the number of those that follow it: exact for the last `ahead` items.
-
-    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out wrong does no harm. An error of
-    `items` is raised once all items before it have been yielded; none of these is the last.
-    """
-    waiting: deque[T] = deque()
-    passed = 0
-    try:
-        for item in items:
-            waiting.append(item)
-            if len(waiting) > ahead:
-                passed += 1
-                yield waiting.popleft(), ahead if total is None else max(ahead, total - passed)
-    except Exception:
-        while waiting:
-            yield waiting.popleft(), ahead
-        raise
-    while waiting:
-        item = waiting.popleft()
-        yield item, len(waiting)
-
-
-class LocalSource:
-    """What one process reads: everything, in the order of the loader's own sampler.
-
-    Args:
-        sampler: a batch sampler, or a sampler of single indices.
-        batched: which of the two it is.
-        endless: the indices mean nothing, because the set is iterable; only the data will tell the end.
-    """
-
-    def __init__(self, sampler: Any, *, batched: bool, endless: bool) -> None:
-        self.sampler = sampler
-        self.batched = batched
-        self.endless = endless
-        self.skipped = 0
-
-    def open(self, feed: Feed) -> Opening:
-        """Begins an iteration."""
-        reads = local_reads(self.sampler, feed.lookahead, batched=self.batched, endless=self.endless)
-        return Opening(reads if self.endless else islice(reads, self.skipped, None))
-
-    def __len__(self) -> int:
-        return max(len(self.sampler) - self.skipped, 0)
-
-
-def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[Read]:
-    """What `sampler` yields, as reads. See `LocalSource`."""
-    if endless:
-        for index in sampler:
-            yield index, None, None, 0
-        return
-    total = length_of(sampler)
-    certain = type(sampler) is BatchSampler and type(sampler.sampler) in _TRUSTED
-    if certain and total is not None:
-        stream = _counted_down(sampler, total)
-    else:
-        stream = looked_ahead(map(_settled, sampler) if batched else sampler, ahead, total)
-    rows: Rows | None = None
-    samples = 0
-    for index, remaining in stream:
-        if batched and (rows is None or len(index) != rows.rows):
-            rows = Rows(len(index), len(index))
-        samples += len(index) if batched else 1
-        yield index, remaining, rows, samples
-
-
-def _settled(batch: Any) -> Any:
-    """An index batch that can wait its turn: the sampler may fill the same list again, or yield a generator."""
-    return list(batch) if type(batch) is list or not hasattr(batch, "__len__") else batch
-
-
-def _counted_down(items: Iterable[T], total: int) -> Iterator[tuple[T, int]]:
-    for item in items:
-        total -= 1
-        yield item, total
 
 
 def _noted(reads: Iterator[Read], notes: deque[Note]) -> Iterator[Any]:
@@ -456,23 +309,21 @@ def _matched_batches(
     """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
     passage = outlet.feed.enter()
     remaining: int | None = 0
-    if opening is not None:
-        opening.start()
+    opening = _started(opening)
     try:
         for batch in inner:
-            if opening is None:  # the user's __iter__ is a generator, and has only now asked for torch's iterator
-                opening = indices.take()
-                if opening is not None:
-                    opening.start()
+            # A user's __iter__ that is a generator has only now asked for torch's iterator.
+            opening = opening or _started(indices.take())
             if opening is None or not opening.notes:
-                raise RuntimeError(_unmatched("more batches than"))
+                raise RuntimeError(unmatched("more batches than"))
             remaining, rows, samples = opening.notes.popleft()
             placed = outlet.placed(batch)
             passage.advance(remaining, rows if rows_known else None)
             opening.progress.samples = samples
             yield placed
+        opening = opening or _started(indices.take())  # there was no batch
         if remaining or (opening is not None and opening.notes):
-            raise RuntimeError(_unmatched("fewer batches than"))
+            raise RuntimeError(unmatched("fewer batches than"))
         if opening is not None:
             opening.progress.finished = True
     except Exception as error:
@@ -482,7 +333,15 @@ def _matched_batches(
         passage.leave()
 
 
-def _unmatched(how: str) -> str:
+def _started(opening: Opening | None) -> Opening | None:
+    """The opening, which begins its epoch."""
+    if opening is not None:
+        opening.start()
+    return opening
+
+
+def unmatched(how: str) -> str:
+    """What to say of a loader class that yields `how` it takes, such as "more batches than", where each may be padded."""
     return (
         f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded "
         f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "
@@ -495,19 +354,17 @@ def _batches_looked_ahead(
 ) -> Iterator[Any]:
     """Batches of which only the data tell how many there are."""
     passage = outlet.feed.enter()
-    if opening is not None:
-        opening.start()
+    opening = _started(opening)
     try:
         arriving = _with_samples(inner, indices, opening)
         for (batch, found, samples), remaining in looked_ahead(arriving, outlet.feed.lookahead):
-            if opening is None and found is not None:
-                opening = found
-                opening.start()
+            opening = opening or _started(found)
             placed = outlet.placed(batch)
             passage.advance(remaining, None)
             if opening is not None:
                 opening.progress.samples = samples
             yield placed
+        opening = opening or _started(indices.take())  # there was no batch
         if opening is not None:
             opening.progress.finished = True
     except Exception as error:
@@ -524,13 +381,13 @@ def _with_samples(
     taken = samples = 0
     for batch in inner:
         opening = opening or indices.take()  # the user's __iter__ may have asked for torch's iterator only now
-        delivering = indices.delivering
+        delivered = indices.delivered
         if opening is None:
             indices.bypassed = True
-        elif delivering is None:
+        elif delivered is None:
             opening.notes.clear()
         else:
-            while taken < delivering.delivered and opening.notes:
+            while taken < delivered.value and opening.notes:
                 samples = opening.notes.popleft()[2]
                 taken += 1
         yield batch, opening, samples

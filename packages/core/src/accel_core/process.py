@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, Subset
+
+from accel_core.tree import rebuilt
 
 if TYPE_CHECKING:
     from accel_core.world import World
@@ -77,7 +78,9 @@ def _is_divisible(inputs: Any) -> bool:
 
 def _part(inputs: Any, indices: list[int]) -> Any:
     if isinstance(inputs, Mapping):
-        return _rebuilt(inputs, {key: _part(value, indices) for key, value in inputs.items()})
+        parts = {key: _part(value, indices) for key, value in inputs.items()}
+        # One that cannot be changed need not know how to be made from a dict.
+        return rebuilt(inputs, list(parts.values())) if isinstance(inputs, MutableMapping) else parts
     if isinstance(inputs, torch.Tensor):
         # Views where nothing is repeated: consecutive elements need no copy.
         whole = inputs[indices[0] : indices[-1] + 1] if indices else inputs[:0]
@@ -99,13 +102,3 @@ def _has_select(inputs: Any) -> bool:
 def _is_array(inputs: Any) -> bool:
     """Arrays and data frames of other libraries."""
     return callable(getattr(inputs, "take", None)) and bool(getattr(inputs, "shape", ()))
-
-
-def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type, where that type can be filled."""
-    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
-        return items
-    twin = copy.copy(mapping)
-    for key, value in items.items():
-        twin[key] = value
-    return twin

@@ -64,7 +64,15 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
     children = _children(tree)
     if children is None:
         return function(tree)
-    return _rebuilt(tree, [map_leaves(function, child) for child in children])
+    return rebuilt(tree, [map_leaves(function, child) for child in children])
+
+
+def rebuilt(container: Tree, children: list[Any]) -> Tree:
+    """A container like this one, with as many other children; mappings keep their keys."""
+    kind = type(container)
+    if isinstance(container, Mapping):
+        return _rebuilt_mapping(container, dict(zip(container, children, strict=True)))
+    return kind._make(children) if hasattr(kind, "_make") else kind(children)
 
 
 def paths(tree: Tree, name: str = "") -> list[str]:
@@ -117,7 +125,7 @@ def _moved(tree: Tree, device: torch.device, non_blocking: bool) -> Tree:
     if children is not None:
         moved = [_moved(child, device, non_blocking) for child in children]
         same = all(new is old for new, old in zip(moved, children, strict=True))
-        return tree if same else _rebuilt(tree, moved)
+        return tree if same else rebuilt(tree, moved)
     if isinstance(tree, torch.Tensor):
         return tree.to(device, non_blocking=non_blocking)
     if callable(getattr(tree, "to", None)) and not isinstance(tree, type):
@@ -169,15 +177,7 @@ def _replace(node: Any, leaves: Iterator[Any]) -> Any:
     children = _children(node)
     if children is None:
         return next(leaves)
-    return _rebuilt(node, [_replace(child, leaves) for child in children])
-
-
-def _rebuilt(node: Any, children: list[Any]) -> Any:
-    """A container like `node` with other children."""
-    kind = type(node)
-    if isinstance(node, Mapping):
-        return _rebuilt_mapping(node, dict(zip(node, children, strict=True)))
-    return kind._make(children) if hasattr(kind, "_make") else kind(children)
+    return rebuilt(node, [_replace(child, leaves) for child in children])
 
 
 def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:

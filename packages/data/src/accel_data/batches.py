@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, Sampler
 
 from accel_core.feed import Rows
-from accel_core.loading import length_of, looked_ahead
-from accel_data.parts import Parts
+from accel_core.reads import length_of, looked_ahead
+from accel_data.parts import Parts, check_process, piece_of
+from accel_data.position import tell_epoch
 
 T = TypeVar("T")
 Indices = list[int]
@@ -52,11 +53,7 @@ class BatchSamplerShard(Sampler[Indices]):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        if num_processes < 1 or not 0 <= process_index < num_processes:
-            raise ValueError(
-                f"BatchSamplerShard(num_processes={num_processes}, process_index={process_index}) names no process: "
-                f"process_index must be at least 0 and below num_processes."
-            )
+        check_process("BatchSamplerShard", num_processes, process_index)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -78,10 +75,7 @@ class BatchSamplerShard(Sampler[Indices]):
 
     def set_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the batch sampler and its sampler, where they take it."""
-        for target in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            forward = getattr(target, "set_epoch", None)
-            if forward is not None:
-                forward(epoch)
+        tell_epoch(epoch, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
 
     def __len__(self) -> int:
         """The number of batches of this process.
@@ -215,12 +209,7 @@ class BatchSamplerShard(Sampler[Indices]):
                 f"{type(self.batch_sampler).__name__} has no batch_size, so its batches may vary. Use "
                 f"split_batches=False, which hands out batches of varying sizes whole."
             )
-        if size % self.num_processes:
-            raise ValueError(
-                f"split_batches=True cuts each batch into {self.num_processes} equal pieces, but batch_size={size} is not "
-                f"a multiple of {self.num_processes}. Use batch_size={_next_multiple(size, self.num_processes)}, or "
-                f"split_batches=False."
-            )
+        piece_of(size, self.num_processes)
 
 
 def _real(batch: Indices, read: int) -> Part:
@@ -289,7 +278,3 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Each item, and whether it is the last."""
     for item, following in looked_ahead(items, 1):
         yield item, not following
-
-
-def _next_multiple(size: int, count: int) -> int:
-    return -(-size // count) * count

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_core.feed import Rows
-from accel_core.loading import length_of
+from accel_core.reads import length_of
 from accel_core.seeding import derive_seed
 from accel_core.tree import flatten
 from accel_core.world import World
@@ -245,7 +245,7 @@ class DispatchSource:
         progress: EpochProgress | None = None
         for batch in self.local:
             # Of this iteration: another one over the same loader may begin before it ends.
-            progress = progress or source.epochs._current
+            progress = progress or source.epochs.current
             assert progress is not None
             yield batch, feed.current_rows(), Start(progress.epoch, progress.samples, progress.extras)
 

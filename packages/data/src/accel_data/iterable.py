@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from accel_data.parts import Parts
+from accel_data.parts import Parts, check_process, piece_of
+from accel_data.position import tell_epoch
 
 T = TypeVar("T")
 
@@ -135,20 +136,10 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if num_processes < 1 or not 0 <= process_index < num_processes:
-            raise ValueError(
-                f"IterableDatasetShard(num_processes={num_processes}, process_index={process_index}) names no process: "
-                f"process_index must be at least 0 and below num_processes."
-            )
+        check_process("IterableDatasetShard", num_processes, process_index)
         if batch_size < 1:
             raise ValueError(
                 f"IterableDatasetShard(batch_size={batch_size}) would hand out nothing: batch_size must be at least 1."
-            )
-        if split_batches and batch_size % num_processes:
-            raise ValueError(
-                f"IterableDatasetShard(split_batches=True) cuts each batch into {num_processes} equal pieces, but "
-                f"batch_size={batch_size} is not a multiple of {num_processes}. Use "
-                f"batch_size={_nearest_multiple(batch_size, num_processes)}, or split_batches=False."
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -156,12 +147,11 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
+        self._steps()  # raises for what cannot be split
 
     def set_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, if it takes it."""
-        forward = getattr(self.dataset, "set_epoch", None)
-        if forward is not None:
-            forward(epoch)
+        tell_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
         """How many samples this process gets, those that fill up included.
@@ -190,7 +180,7 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
                 yield sample, place < real
 
     def _steps(self) -> Steps:
-        part = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        part = piece_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
         return Steps(part, self.process_index, self.num_processes, self.drop_last, fill=True)
 
 
@@ -220,7 +210,3 @@ def _kept(sample: Any) -> Any:
 def _passed(samples: Iterator[Any], count: int) -> int:
     """Passes over so many samples, and says how many there were."""
     return sum(1 for _ in islice(samples, count))
-
-
-def _nearest_multiple(size: int, count: int) -> int:
-    return max(count, (2 * size + count) // (2 * count) * count)

@@ -23,8 +23,9 @@ from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accel_core.feed import Rows
-from accel_core.loading import length_of
+from accel_core.reads import length_of
 from accel_data.iterable import Piece, Steps, asked
+from accel_data.position import tell_epoch
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -113,7 +114,7 @@ class ShardedStream(IterableDataset[Element]):
     def set_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, if it takes it, here and in workers that are already running."""
         self._plan.write(epoch=epoch)
-        self._forward(epoch)
+        tell_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
         """How many samples this rank gets of the whole stream, those that fill up included.
@@ -138,7 +139,7 @@ class ShardedStream(IterableDataset[Element]):
         watched.asked.clear()
         plan = self._plan.read() if self._resumed else self._plan.given
         if self._resumed and "epoch" in plan:
-            self._forward(plan["epoch"])
+            tell_epoch(plan["epoch"], self.dataset)
         self._resumed = True
         return self._in_worker(asked(iter(self.dataset)), plan, watched)
 
@@ -146,11 +147,6 @@ class ShardedStream(IterableDataset[Element]):
         if name == "dataset" or name.startswith("__"):  # a copy that is being made has no attributes yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-    def _forward(self, epoch: int) -> None:
-        forward = getattr(self.dataset, "set_epoch", None)
-        if forward is not None:
-            forward(epoch)
 
     def _steps(self, plan: dict[str, int]) -> Steps:
         shard = self.shard

@@ -15,6 +15,7 @@ from accel_data.request import Request
 from accel_data.sharded_stream import Arriving, SharedStreamSource
 from accel_data.source import EpochSource
 from accel_data.streaming import Stateful, StreamSource
+from accel_data.told import telling
 
 if TYPE_CHECKING:
     from accel_data.position import Start
@@ -107,8 +108,9 @@ def reading_part(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
     outlet, shard, options = request.outlet(), request.shard, request.options
     identity, synchronise = request.identity(loader), request.synchronise()
     if isinstance(loader.dataset, IterableDataset):
-        stream = StreamSource(loader, shard, identity, synchronise=synchronise)
-        return {"_accel_outlet": outlet, "_accel_source": stream}
+        told = telling(loader)
+        stream = StreamSource(loader, shard, identity, told.get("dataset", loader.dataset), synchronise=synchronise)
+        return {"_accel_outlet": outlet, "_accel_source": stream, **told}
     # The workers of a rank are to draw from streams of their own.
     generator = torch.Generator() if shard.count > 1 and loader.num_workers else None
     source = EpochSource(

@@ -16,7 +16,7 @@ import torch
 from accel_core.feed import Rows
 
 if TYPE_CHECKING:
-    from accel_core.loading import Read
+    from accel_core.reads import Read
     from accel_data.order import Order
 
 BLOCK = 4096  # positions that are turned into indices at once: enough to hide the cost of the calls
@@ -94,3 +94,26 @@ class Parts:
         positions = (starts[:, None] + torch.arange(self.part)).flatten().remainder_(self.total)
         indices: list[int] = order.at(positions).tolist()
         return indices
+
+
+def piece_of(batch_size: int, count: int) -> int:
+    """The samples of one process in a batch that is cut into equal pieces.
+
+    Raises:
+        ValueError: if the batch size is not a multiple of their number.
+    """
+    if batch_size % count:
+        raise ValueError(
+            f"split_batches=True cuts each batch into {count} equal pieces, but batch_size={batch_size} is not a multiple of "
+            f"{count}. Use batch_size={-(-batch_size // count) * count}, or split_batches=False."
+        )
+    return batch_size // count
+
+
+def check_process(asked: str, num_processes: int, process_index: int) -> None:
+    """Raises `ValueError`, in the name of what was `asked` for, unless there is a process of that index."""
+    if num_processes < 1 or not 0 <= process_index < num_processes:
+        raise ValueError(
+            f"{asked}(num_processes={num_processes}, process_index={process_index}) names no process: process_index must be at "
+            f"least 0 and below num_processes."
+        )

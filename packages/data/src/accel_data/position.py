@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_core.loading import Opening, Progress, Read
+from accel_core.reads import Opening, Progress, Read
 from accel_core.seeding import was_chosen
 
 VERSION = 1
@@ -56,13 +56,14 @@ class Epochs:
         following: the epoch that comes next.
         begins_from_a_state: whether the dataset stands at the end of an epoch because a state was loaded, and the next one has
             not begun.
+        current: how far the iteration has come that was begun last; None if none was since an epoch or a state was set.
     """
 
     def __init__(self) -> None:
         self.following = 0
         self.begins_from_a_state = False
         self._pending: Start | None = None  # where the next iteration continues an epoch
-        self._current: EpochProgress | None = None  # of the iteration that was begun last
+        self.current: EpochProgress | None = None
         self._latest: weakref.ref[EpochOpening] | None = None
 
     def set(self, epoch: int) -> None:
@@ -75,17 +76,17 @@ class Epochs:
             )
             self._pending = None
         self.following = epoch
-        self._current = self._latest = None
+        self.current = self._latest = None
 
     def restore(self, start: Start) -> None:
         """The next iteration continues there."""
         self.following = start.epoch
         self._pending = start
-        self._current = self._latest = None
+        self.current = self._latest = None
 
     def position(self) -> Start:
         """Where the latest iteration stands; the beginning of the next epoch once it has ended."""
-        current = self._current
+        current = self.current
         if current is not None and not current.finished:
             return Start(current.epoch, current.samples, current.extras)
         if current is None and self._pending is not None:
@@ -112,29 +113,28 @@ class Epochs:
     def waiting(self) -> EpochOpening | None:
         """The latest iteration, if it was opened and not advanced yet."""
         latest = self._latest() if self._latest is not None else None
-        return None if latest is None or latest.progress is self._current else latest
+        return None if latest is None or latest.progress is self.current else latest
 
     def begin(self, progress: EpochProgress) -> None:
         """An iteration is advanced for the first time."""
         self.following = max(self.following, progress.epoch + 1)
-        self._current = progress
+        self.current = progress
         self._pending = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_latest": None, "_current": None}
+        return {**self.__dict__, "_latest": None, "current": None}
 
 
 class EpochOpening(Opening):
     """One iteration of a numbered epoch."""
 
-    __slots__ = ("_epochs", "before")
+    __slots__ = ("_epochs",)
 
     progress: EpochProgress
 
     def __init__(self, epochs: Epochs, start: Start, reads: Iterator[Read]) -> None:
         super().__init__(reads, EpochProgress(start.epoch, start.samples, start.extras))
         self._epochs = epochs
-        self.before: Mapping[str, Any] = {}  # what the state needs until it is advanced: opening may draw already
 
     def start(self) -> None:
         """The epoch begins, or goes on."""
@@ -201,10 +201,17 @@ class Identity:
                 f"load_state_dict() was given a position in the order of {state.get('order')}, this loader's is that of "
                 f"{self.order}. Build the loader with the sampler, or the dataset, of the run that was saved."
             )
-        if state["samples"] and state.get("workers") != self.workers:
+        workers = (len(state.get("lanes", ())) if self.workers else 0) or state.get("workers") or 1
+        if state["samples"] and workers != (self.workers or 1):
             raise ValueError(
-                f"load_state_dict() was given a position in the order that {state.get('workers')} worker(s) make of an "
-                f"IterableDataset, this loader has {self.workers}. Use num_workers as in the run that was saved."
+                f"load_state_dict() was given a position in the order that {workers} worker(s) make of an IterableDataset, "
+                f"this loader has {self.workers}. Use num_workers as in the run that was saved."
+            )
+        if state["samples"] and self.workers is not None and "lanes" in state:
+            raise ValueError(
+                f"load_state_dict() was given a position in the {workers} streams of a dataset that splits itself over its "
+                f"workers, as ranks have shared them out with dispatch_batches=False; this loader reads them whole. Go on with "
+                f"several ranks and dispatch_batches=False, or begin a new epoch without a state."
             )
         if state["loader"] != self.number:
             raise ValueError(
@@ -224,6 +231,14 @@ class Identity:
                 f"negative. Pass what state_dict() of a prepared loader returned."
             )
         return dict(state)
+
+
+def tell_epoch(epoch: int, *targets: object) -> None:
+    """Passes the epoch on to those that take it: datasets, batch samplers, samplers."""
+    for target in targets:
+        forward = getattr(target, "set_epoch", None)
+        if forward is not None:
+            forward(epoch)
 
 
 def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:

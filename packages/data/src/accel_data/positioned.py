@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.utils.data import DataLoader
 
-from accel_core.loading import PreparedLoader, Source, source_behind
+from accel_core.loading import PreparedLoader
+from accel_core.reads import Source, source_behind
 from accel_data.description import LoaderDescription
 from accel_data.position import Start, extras_of
 

@@ -13,7 +13,8 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from accel_core.config import as_rng_types
 from accel_core.feed import Feed
 from accel_core.layout import Shard
-from accel_core.loading import Outlet, index_sampler, length_of
+from accel_core.loading import Outlet, index_sampler
+from accel_core.reads import length_of
 from accel_core.seeding import agree_seed
 from accel_core.world import World
 from accel_data.batches import BatchSamplerShard
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.data import DataLoader
 
-    from accel_data.source import Synchronise
+    from accel_data.generators import Synchronise
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,8 @@ class Request:
     def identity(self, loader: DataLoader[Any]) -> Identity:
         """What tells the positions of the loader from those of others."""
         stream = isinstance(loader.dataset, IterableDataset)
-        shared = (
-            stream and self.shard.count > 1
-        )  # there the workers take turns, or a position tells how far each has come
+        # Of a stream that is shared out, the workers take turns, or a position tells how far each has come.
+        shared = stream and self.shard.count > 1
         workers = max(1, loader.num_workers) if stream and not shared else None
         return Identity(self.seed, self.number, length_of(loader.dataset), self._order(loader), workers)
 

@@ -16,19 +16,20 @@ with tensors in them are n samples, for `default_collate` makes lists. The numbe
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
-from accel_core.tree import Tree, flatten, map_tensors
+from accel_core.tree import Tree, flatten, map_tensors, rebuilt
 
 Reading = Literal["array", "columns", "objects", "constant", "opaque"]
 """How a node of a batch relates to n rows. `constant`: it belongs to everyone; `opaque`: it cannot be cut."""
+
+
+class Samples(list[Any]):
+    """A batch that is known to be a list of samples, one per row, whatever they are made of."""
 
 
 class Unsplittable(ValueError):  # noqa: N818  (what a batch is, not what somebody did)
@@ -61,8 +62,20 @@ def count_rows(batch: Tree, expected: int | None = None) -> int | None:
         batch: any value.
         expected: how many samples were asked for, which settles what the batch alone leaves open.
     """
+    if isinstance(batch, Samples):
+        return len(batch)
     candidates = [expected, _guess(batch), len(batch) if isinstance(batch, (list, tuple)) else None]
     return next((rows for rows in candidates if rows is not None and _has_rows(_reading(batch, rows))), None)
+
+
+def holds_samples(batch: Tree, rows: int) -> bool | None:
+    """Whether a batch of so many rows is a list or tuple of samples; None if it can be read both ways, or has other rows."""
+    if type(batch) not in (list, tuple):
+        return False
+    columns = bool(batch) and all(_is_whole(child, rows) for child in batch)
+    if len(batch) == rows:
+        return None if columns else True
+    return False if columns else None
 
 
 def slice_rows(batch: Tree, start: int, stop: int, rows: int) -> Tree:
@@ -104,6 +117,8 @@ def _guess(node: Any) -> int | None:
 
 
 def _reading(node: Any, rows: int) -> Reading:
+    if isinstance(node, Samples):
+        return "objects" if len(node) == rows else "opaque"
     if _is_array(node):
         if not _is_sliceable(node):
             return "opaque"
@@ -164,9 +179,9 @@ def _sliced(node: Any, part: slice, rows: int) -> Any:
     if reading == "array":
         return node[part]
     if reading == "objects":
-        return _with_items(node, list(node)[part])
+        return rebuilt(node, list(node)[part])
     if reading == "columns":
-        return _with_items(node, [_sliced(child, part, rows) for child in _children(node)])
+        return rebuilt(node, [_sliced(child, part, rows) for child in _children(node)])
     return node
 
 
@@ -181,13 +196,13 @@ def _joined(nodes: list[Any], rows: list[int], path: str) -> Any:
     if readings == {"array"}:
         return _joined_arrays(nodes, path)
     if "objects" in readings and all(len(node) == count for node, count in zip(nodes, rows, strict=True)):
-        return _with_items(first, [item for node in nodes for item in node])
+        return rebuilt(first, [item for node in nodes for item in node])
     if readings == {"columns"}:
         lengths = [len(node) for node in nodes]
         if len(set(lengths)) > 1:
             raise _misfit(path, "has different lengths", lengths)
         columns = zip(*nodes, strict=True)
-        return _with_items(first, [_joined(list(column), rows, f"{path}[{i}]") for i, column in enumerate(columns)])
+        return rebuilt(first, [_joined(list(column), rows, f"{path}[{i}]") for i, column in enumerate(columns)])
     if readings == {"constant"} and all(_same(first, node) for node in nodes[1:]):
         return first
     if readings == {"constant"}:
@@ -199,7 +214,7 @@ def _joined_mappings(nodes: list[Any], rows: list[int], path: str) -> Any:
     keys = [list(node) for node in nodes]
     if any(set(other) != set(keys[0]) for other in keys):
         raise _misfit(path, "has different keys", keys)
-    return _with_items(nodes[0], [_joined([node[key] for node in nodes], rows, f"{path}[{key!r}]") for key in keys[0]])
+    return rebuilt(nodes[0], [_joined([node[key] for node in nodes], rows, f"{path}[{key!r}]") for key in keys[0]])
 
 
 def _joined_arrays(arrays: list[Any], path: str) -> Any:
@@ -224,24 +239,6 @@ def _same(one: Any, other: Any) -> bool:
     if _is_sequence(one):
         return len(one) == len(other) and all(map(_same, one, other))
     return one is other or bool(one == other)
-
-
-def _with_items(node: Any, items: list[Any]) -> Any:
-    """A container like `node`; mappings keep their keys, and their attributes as accel_core.tree keeps them."""
-    kind: Any = type(node)
-    if not isinstance(node, Mapping):
-        return kind._make(items) if hasattr(kind, "_make") else kind(items)
-    content = dict(zip(node, items, strict=True))
-    if kind is dict:
-        return content
-    if dataclasses.is_dataclass(kind):
-        return dataclasses.replace(cast(Any, node), **content)
-    if not isinstance(node, (dict, UserDict)):
-        return kind(content)
-    twin = copy.copy(node)
-    for key, item in content.items():
-        twin[key] = item
-    return twin
 
 
 def _no_rows(batch: Any, rows: int) -> Unsplittable:

@@ -49,6 +49,13 @@ class SeedableRandomSampler(RandomSampler):
         """The next pass has the order of `epoch`, counted from 0."""
         self.epoch = epoch
 
+    @classmethod
+    def like(cls, sampler: RandomSampler) -> SeedableRandomSampler:
+        """One that draws as many indices of the same data as another sampler, from the same generator if it has one."""
+        twin = cls(sampler.data_source, sampler.replacement, generator=sampler.generator)
+        twin.__dict__.update(sampler.__dict__)  # whether a number was given, or the data has it, torch keeps in private
+        return twin
+
     def with_seed(self, seed: int) -> SeedableRandomSampler:
         """A copy that has this seed instead of that of the process; the sampler itself if it was given one."""
         if self.data_seed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from accel_core.config import as_rng_types
@@ -24,21 +25,23 @@ if TYPE_CHECKING:
 class Sharded:
     """Every rank reads its own part of each global batch; the order is a function of seed and epoch.
 
+    `DataLoaderConfiguration` says more about each option.
+
     Args:
         split_batches: the loader's batch size is the global one, and each rank gets an equal piece of a batch. Otherwise
             it is the batch size of each rank.
         even_batches: fill an incomplete last global batch from the first samples of the epoch, so that all ranks see as
             many batches of one size; metrics leave the filling out. Otherwise the last batch may be short, and ranks may
             differ by one batch.
-        dispatch_batches: see `DataLoaderConfiguration`, as for the next four.
-        use_seedable_sampler: see there.
-        data_seed: see there.
-        non_blocking: see there.
-        use_stateful_dataloader: see there.
+        dispatch_batches: one rank reads a loader, and sends the others their parts; None: only where the dataset is iterable.
+        use_seedable_sampler: shuffle by `torch.randperm` from seed + epoch, instead of computing the order.
+        data_seed: the seed of the order, 0 to 2**64 - 1; None: the run's.
+        non_blocking: copy batches in pinned memory to the device while the host goes on.
+        use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared loader has anyway.
         rng_types: which random streams all ranks take from rank 0 at the start of each iteration: names of
             `accel_core.RNGType`. "generator" means those that the user handed to a loader's samplers.
-        presharded: see `DataLoaderConfiguration`, as for the last one.
-        uneven: see there.
+        presharded: iterable datasets yield each rank's own samples already.
+        uneven: what happens where the iterable streams of ranks end unevenly: "pad", "stop" or "join".
 
     Raises:
         TypeError: if a value is of another type, such as a text for a truth value.
@@ -96,17 +99,6 @@ class Sharded:
         slice_fn: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
         """A copy of the loader that gives one shard."""
-        options = DataLoaderConfiguration(
-            split_batches=self.split_batches,
-            dispatch_batches=self.dispatch_batches,
-            even_batches=self.even_batches,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.data_seed,
-            non_blocking=self.non_blocking,
-            use_stateful_dataloader=self.use_stateful_dataloader,
-            presharded=self.presharded,
-            uneven=self.uneven,
-        )
-        return prepare(
-            loader, Request(shard, feed, device, seed, number, group, slice_fn, options, tuple(self.rng_types))
-        )
+        options = DataLoaderConfiguration(**{field.name: getattr(self, field.name) for field in fields(self.handler)})
+        request = Request(shard, feed, device, seed, number, group, slice_fn, options, tuple(self.rng_types))
+        return prepare(loader, request)

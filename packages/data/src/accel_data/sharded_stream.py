@@ -11,9 +11,10 @@ from torch.utils.data import BatchSampler
 
 from accel_core.feed import Rows
 from accel_core.layout import Shard
-from accel_core.loading import Delivering
+from accel_core.loading import Count, Delivering, unmatched
 from accel_core.world import World
 from accel_data.lanes import Counted, CountedCollate, ShardedStream, WorkerStart
+from accel_data.parts import piece_of
 from accel_data.streaming import Fetched, StreamSource, inside
 from accel_data.uneven import even_ends
 
@@ -47,7 +48,7 @@ class Arriving(Delivering):
     """torch's iterator over counted batches, for a loader class that may look at the batches: it sees the user's."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
+        super().__init__(inner, Count())
         self.arrived: deque[Counted] = deque()
 
     def __next__(self) -> Any:
@@ -125,20 +126,10 @@ class SharedStreamSource(StreamSource):
         }
         return f"an incomplete last global batch is {last}; {policies[self.uneven]}"
 
-    def restore(self, start: Start) -> None:
-        """The next iteration begins there.
-
-        Raises:
-            ValueError: if the position belongs to another number of ranks with streams of their own.
-        """
-        ranks = start.extras.get("ranks")
-        if start.samples and ranks != (self.shard.count if self.presharded else None):
-            raise ValueError(
-                f"load_state_dict() was given a position in the streams of {ranks or 'no'} ranks that have their own, this run "
-                f"has {self.shard.count} with presharded={self.presharded}. Go on with as many ranks as were saved, or begin a "
-                f"new epoch without a state."
-            )
-        super().restore(start)
+    @property
+    def owners(self) -> int | None:
+        """How many ranks have streams of their own; None if there is one stream."""
+        return self.shard.count if self.presharded else None
 
     def _part(self) -> int:
         """The samples that one rank reads in a step."""
@@ -150,12 +141,7 @@ class SharedStreamSource(StreamSource):
                 "split_batches=True cuts each batch into equal pieces, but with batch_size=None the dataset makes the batches. Use "
                 "split_batches=False, or dispatch_batches=True, which cuts what can be cut."
             )
-        if size % count:
-            raise ValueError(
-                f"split_batches=True cuts each batch into {count} equal pieces, but batch_size={size} is not a multiple of "
-                f"{count}. Use batch_size={-(-size // count) * count}, or split_batches=False."
-            )
-        return size // count
+        return piece_of(size, count)
 
     def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
         """The batches until the common end, each with how many follow."""
@@ -205,10 +191,7 @@ class SharedStreamSource(StreamSource):
             if arrived is None:  # the user's class has made torch's iterator only now
                 arrived = self.arrived
             if not arrived:
-                raise RuntimeError(
-                    "The __iter__ of this DataLoader subclass yielded more batches than it takes from super().__iter__(). Which "
-                    "of them are padded cannot be told. Yield one batch for each, or leave the loader out of prepare()."
-                )
+                raise RuntimeError(unmatched("more batches than"))
             counted = arrived.popleft()
             if lanes.advance(counted.mark):
                 extras = {**constant, **lanes.extras(), **inside(stateful)}

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.utils.data import default_collate, default_convert
+
 from accel_core.feed import Rows
-from accel_data.rows import Unsplittable, concatenate, count_rows, slice_rows
+from accel_data.parts import piece_of
+from accel_data.rows import Samples, Unsplittable, concatenate, count_rows, holds_samples, slice_rows
 
 if TYPE_CHECKING:
     from accel_data.loader import DataLoaderShard
@@ -59,11 +62,9 @@ class Sharing:
         self.drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
         self.slice_fn = request.slice_fn
         self._head: list[Batch] = []  # the first batches of the iteration, for filling up
-        if self.split and size is not None and size % self.count:
-            raise ValueError(
-                f"split_batches=True cuts each batch into {self.count} equal pieces, but batch_size={size} is not a multiple "
-                f"of {self.count}. Use batch_size={-(-size // self.count) * self.count}, or split_batches=False."
-            )
+        self._samples = _collates_to_samples(loader.collate_fn)
+        if self.split and size is not None:
+            piece_of(size, self.count)
 
     @property
     def batches_per_step(self) -> int:
@@ -114,7 +115,7 @@ class Sharing:
             if self.split or self.slice_fn is not None:
                 # In the middle of an epoch a batch that does not divide is filled up, or ranks would fall out of step.
                 return self._cut(step, self.count, even or not is_last)
-            return [Part(batch, None if rows is None else Rows(rows, rows)) for batch, rows in step.batches]
+            return [Part(_plain(batch), None if rows is None else Rows(rows, rows)) for batch, rows in step.batches]
         if self.drop_last:
             return []
         try:
@@ -126,10 +127,19 @@ class Sharing:
 
     def _grouped(self, read: Iterator[tuple[Any, Rows | None, Start]]) -> Iterator[Step]:
         while group := list(islice(read, self.batches_per_step)):
-            batches = [(batch, count_rows(batch, self.size if rows is None else rows.rows)) for batch, rows, _ in group]
+            batches = [self._counted(batch, self.size if rows is None else rows.rows) for batch, rows, _ in group]
             self._head = self._head or batches
             position = group[-1][2]
             yield Step(batches, position.samples, position.extras)
+
+    def _counted(self, batch: Any, expected: int | None) -> Batch:
+        """A batch and its rows. What its members are, samples or columns, is the same for all batches of a loader."""
+        if self._samples is None and expected is not None:
+            self._samples = holds_samples(batch, expected)
+        samples = type(batch) is list if self._samples is None else self._samples
+        if samples and type(batch) is list:
+            batch = Samples(batch)
+        return batch, count_rows(batch, expected)
 
     def _is_whole(self, step: Step, is_last: bool) -> bool:
         if len(step.batches) < self.batches_per_step:
@@ -155,8 +165,8 @@ class Sharing:
 
     def _sliced(self, batch: Any, start: int, stop: int, rows: int, rank: int) -> Any:
         if self.slice_fn is None:
-            return slice_rows(batch, start, stop, rows)
-        return self.slice_fn(batch, slice(start, stop), process_index=rank, num_processes=self.count)
+            return _plain(slice_rows(batch, start, stop, rows))
+        return self.slice_fn(_plain(batch), slice(start, stop), process_index=rank, num_processes=self.count)
 
     def _joined(self, batches: list[Batch]) -> tuple[Any, int]:
         """One batch, and its rows."""
@@ -187,9 +197,20 @@ class Sharing:
     def _handed_out(self, step: Step, even: bool) -> list[Part | None]:
         """The batches as they are; the first ones fill up."""
         parts: list[Part | None] = [
-            Part(batch, None if rows is None else Rows(rows, rows)) for batch, rows in step.batches
+            Part(_plain(batch), None if rows is None else Rows(rows, rows)) for batch, rows in step.batches
         ]
         missing = self.count - len(parts)
         if not even:
             return [*parts, *[None] * missing]
-        return [*parts, *[Part(batch, Rows(rows, 0)) for batch, rows in islice(cycle(self._head), missing)]]
+        return [*parts, *[Part(_plain(batch), Rows(rows, 0)) for batch, rows in islice(cycle(self._head), missing)]]
+
+
+def _collates_to_samples(collate: Any) -> bool | None:
+    """Whether a collate function gives the list of its samples; None if that is to be seen."""
+    if collate is list:
+        return True
+    return False if collate in (default_collate, default_convert) else None
+
+
+def _plain(batch: Any) -> Any:
+    return list(batch) if isinstance(batch, Samples) else batch

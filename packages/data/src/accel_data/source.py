@@ -13,19 +13,19 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from accel_core.feed import Rows
 from accel_core.layout import Shard
-from accel_core.loading import Read, index_sampler, length_of, looked_ahead
+from accel_core.loading import index_sampler
+from accel_core.reads import Read, length_of, looked_ahead
 from accel_core.seeding import derive_seed, loader_seed
 from accel_data.batches import BatchSamplerShard, Lone
+from accel_data.generators import between_epochs, given_generators, restore_between, settle
 from accel_data.order import DrawnOrder, Order, SequentialOrder, ShuffledOrder
-from accel_data.position import EpochOpening, EpochProgress, Epochs, Identity, Start
+from accel_data.position import EpochOpening, EpochProgress, Epochs, Identity, Start, tell_epoch
 from accel_data.seedable import SeedableRandomSampler
 from accel_data.streams import drawn_apart, draws_globally
 
 if TYPE_CHECKING:
     from accel_core.feed import Feed
-
-Synchronise = Callable[[list[torch.Generator]], None]
-"""Makes random streams equal to those of rank 0; a collective."""
+    from accel_data.generators import Synchronise
 
 
 class EpochSource:
@@ -73,6 +73,8 @@ class EpochSource:
         self.skipped = 0
         self.synchronised: torch.Generator | None = None
         self._torch_generator = loader.generator
+        self._draws_base_once = loader.persistent_workers and worker_generator is None
+        self._has_drawn_base = False
         self._worker_generator = worker_generator
         self._synchronise = synchronise
 
@@ -94,6 +96,7 @@ class EpochSource:
             self._worker_generator.manual_seed(derive_seed(self.identity.seed, start.epoch, self.shard.index))
         opening = self.epochs.open(start)
         opening.before = self._between_epochs()
+        self._has_drawn_base = True
         opening.reads = self._reads(start, feed, opening.progress)
         return opening
 
@@ -150,23 +153,19 @@ class EpochSource:
         return Start(position.epoch, position.samples, extras)
 
     def _between_epochs(self) -> dict[str, Any]:
-        given = given_generators(self.sampler)
-        return {"generators": states_of(given, begun=False)} if given else {}
+        """The states of the user's generators. Workers that persist draw the base of their seeds once, not for every epoch."""
+        return between_epochs(given_generators(self.sampler), begun=self._draws_base_once and self._has_drawn_base)
 
     def restore(self, start: Start) -> None:
         """The next iteration begins there."""
-        saved = start.extras.get("generators")
-        if saved is not None and not saved["begun"]:
-            # What is drawn from here to the order is drawn as it was in the run that was saved.
-            set_states(given_generators(self.sampler), saved)
-            start = Start(start.epoch, start.samples)
-        self.epochs.restore(start)
+        extras = restore_between(given_generators(self.sampler), dict(start.extras))
+        self.epochs.restore(Start(start.epoch, start.samples, extras))
 
     def _reads(self, start: Start, feed: Feed, progress: EpochProgress) -> Iterator[Read]:
         if self._worker_generator is not None:
             # torch's draw is made all the same, so that the stream that it is made from goes on as it would.
             torch.empty((), dtype=torch.int64).random_(generator=self._torch_generator)
-        self._settle_generators(start, progress)
+        settle(given_generators(self.sampler), start, progress, self._synchronise, self.synchronised)
         key = derive_seed(loader_seed(self.identity.seed, self.identity.number), start.epoch)
         even = self.even_batches if feed.even_batches is None else feed.even_batches
         parts = self.batches(even_batches=even).parts(start.samples) if self.batched else None
@@ -192,17 +191,6 @@ class EpochSource:
                 index = indices[0] if type(indices) is Lone else indices
                 yield index, remaining, None if rows.real else _FILLER, read
 
-    def _settle_generators(self, start: Start, progress: EpochProgress) -> None:
-        """Brings the user's generators where they are to be when the order is drawn, and notes where that is."""
-        given = given_generators(self.sampler)
-        if self._synchronise is not None:
-            self._synchronise([*given, *([] if self.synchronised is None else [self.synchronised])])
-        saved = start.extras.get("generators")
-        if saved is not None:
-            set_states(given, saved)
-        if given:
-            progress.extras = {"generators": states_of(given, begun=True)}
-
 
 _FILLER = Rows(None, 0)
 
@@ -219,14 +207,6 @@ class LoneBatches:
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-
-def tell_epoch(epoch: int, *targets: object) -> None:
-    """Passes the epoch on to those that take it."""
-    for target in targets:
-        forward = getattr(target, "set_epoch", None)
-        if forward is not None:
-            forward(epoch)
 
 
 def _known_order(sampler: Any, key: int) -> Order | None:
@@ -266,43 +246,4 @@ def seeded(sampler: Any, key: int, run_seed: int) -> Any:
 
 def made_seedable(sampler: Any) -> Any:
     """A `SeedableRandomSampler` in the place of torch's shuffling sampler; any other as it is."""
-    if type(sampler) is not RandomSampler:
-        return sampler
-    return SeedableRandomSampler(
-        sampler.data_source,
-        sampler.replacement,
-        sampler._num_samples,
-        sampler.generator,  # torch keeps it in private
-    )
-
-
-def given_generators(*samplers: Any) -> list[torch.Generator]:
-    """The generators that the user handed to batch samplers, the samplers inside them, or iterable datasets."""
-    found: list[torch.Generator] = []
-    for sampler in samplers:
-        for holder in (sampler, getattr(sampler, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator) and generator not in found:
-                found.append(generator)
-    return found
-
-
-def states_of(generators: list[torch.Generator], begun: bool) -> dict[str, Any]:
-    """The states of generators, and whether they are those from which the order of a begun epoch is drawn."""
-    return {"begun": begun, "states": [generator.get_state() for generator in generators]}
-
-
-def set_states(generators: list[torch.Generator], saved: dict[str, Any]) -> None:
-    """Puts generators where they were.
-
-    Raises:
-        ValueError: if there are not as many of them.
-    """
-    states = saved["states"]
-    if len(states) != len(generators):
-        raise ValueError(
-            f"load_state_dict() was given a state with {len(states)} generators of a sampler, this loader's sampler has "
-            f"{len(generators)}. Build the sampler as in the run that was saved, with generator=torch.Generator() if it had one."
-        )
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
+    return SeedableRandomSampler.like(sampler) if type(sampler) is RandomSampler else sampler

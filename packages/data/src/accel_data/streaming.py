@@ -13,9 +13,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from accel_core.failures import announce
-from accel_core.loading import length_of, looked_ahead
-from accel_data.position import EpochOpening, EpochProgress, Epochs, Identity, Start
-from accel_data.source import given_generators, set_states, states_of, tell_epoch
+from accel_core.reads import length_of, looked_ahead
+from accel_data.generators import between_epochs, given_generators, restore_between, settle
+from accel_data.position import EpochOpening, Epochs, Identity, Start, tell_epoch
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_core.feed import Feed, Rows
     from accel_core.layout import Shard
     from accel_core.loading import Outlet
-    from accel_data.source import Synchronise
+    from accel_data.generators import Synchronise
 
 
 class Stateful(Protocol):
@@ -53,6 +53,7 @@ class StreamSource:
         loader: the user's loader over an iterable dataset. The dataset is told the epoch.
         shard: the only one.
         identity: of the loader.
+        dataset: what stands in the place of the loader's dataset, if something does.
         synchronise: called once per iteration with the generators that the user handed in.
 
     Attributes:
@@ -68,10 +69,11 @@ class StreamSource:
         loader: DataLoader[Any],
         shard: Shard,
         identity: Identity,
+        dataset: Any = None,
         *,
         synchronise: Synchronise | None = None,
     ) -> None:
-        self.dataset = loader.dataset
+        self.dataset = loader.dataset if dataset is None else dataset
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
         self.shard = shard
@@ -92,7 +94,7 @@ class StreamSource:
         start = self.epochs.next()
         self.tell_epoch(start.epoch)
         opening = self.epochs.open(start)
-        self._settle_generators(start, opening.progress)
+        settle(given_generators(self.dataset), start, opening.progress, self._synchronise, self.synchronised)
         return self._reported(opening, self._arriving(start, fetched, stateful), outlet)
 
     def tell_epoch(self, epoch: int) -> None:
@@ -104,20 +106,30 @@ class StreamSource:
         position = self.epochs.position()
         if position.extras or position.samples:
             return position
-        extras: dict[str, Any] = {}
-        given = self._generators()
-        if given:
-            extras["generators"] = states_of(given, begun=False)
+        extras = between_epochs(given_generators(self.dataset))
         if stateful is not None:
             extras["stream"] = snapshot(stateful, "between")
         return Start(position.epoch, position.samples, extras)
 
+    @property
+    def owners(self) -> int | None:
+        """How many ranks have streams of their own; None if there is one stream."""
+        return None
+
     def restore(self, start: Start) -> None:
-        """The next iteration begins there."""
-        extras = dict(start.extras)
-        saved = extras.get("generators")
-        if saved is not None and not saved["begun"]:
-            set_states(self._generators(), extras.pop("generators"))
+        """The next iteration begins there.
+
+        Raises:
+            ValueError: if the position belongs to another number of ranks with streams of their own.
+        """
+        ranks = start.extras.get("ranks")
+        if start.samples and ranks != self.owners:
+            raise ValueError(
+                f"load_state_dict() was given a position in the streams of {ranks or 'no'} ranks that have their own, this "
+                f"loader goes on in those of {self.owners or 'no'} such ranks. Go on with as many ranks as were saved and the "
+                f"same presharded, or begin a new epoch without a state."
+            )
+        extras = restore_between(given_generators(self.dataset), dict(start.extras))
         self.epochs.restore(Start(start.epoch, start.samples, extras))
 
     def global_batch(self) -> int | None:
@@ -185,6 +197,8 @@ class StreamSource:
             return self._from_the_beginning(fetched, start, stateful)
         if saved is not None:
             stateful.load_state_dict(copy.deepcopy(saved["state"]))
+            if saved["standing"] != "inside":
+                self.tell_epoch(start.epoch)  # the state may hold the epoch before
         self.epochs.begins_from_a_state = saved is not None and saved["standing"] == "end"
         if self.epochs.begins_from_a_state:
             return iter(())
@@ -220,19 +234,6 @@ class StreamSource:
             )
         return samples // size
 
-    def _settle_generators(self, start: Start, progress: EpochProgress) -> None:
-        given = self._generators()
-        if self._synchronise is not None:
-            self._synchronise([*given, *([] if self.synchronised is None else [self.synchronised])])
-        saved = start.extras.get("generators")
-        if saved is not None:
-            set_states(given, saved)
-        if given:
-            progress.extras = {**progress.extras, "generators": states_of(given, begun=True)}
-
-    def _generators(self) -> list[torch.Generator]:
-        return given_generators(self.dataset)
-
 
 def inside(stateful: Stateful | None) -> dict[str, Any]:
     """What a position inside an epoch needs beside the number of samples."""
@@ -248,10 +249,15 @@ def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) 
 
 
 def _restarted(fetched: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """A pass from a state at the end of an epoch. Some pipelines begin anew from there, others end once more first."""
-    empty = True
-    for batch in fetched():
-        empty = False
-        yield batch
-    if empty:
-        yield from fetched()
+    """A pass from a state at the end of an epoch.
+
+    Some pipelines begin anew from there, others end once more first; where a loader and its dataset both have a state, each of
+    them may.
+    """
+    for _ in range(3):
+        empty = True
+        for batch in fetched():
+            empty = False
+            yield batch
+        if not empty:
+            return

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from accel_core.collectives import broadcast_object, gather_objects
 from accel_core.failures import explain
-from accel_core.loading import looked_ahead
+from accel_core.reads import looked_ahead
 from accel_core.tree import flatten
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -29,7 +29,7 @@ Factory = Callable[[], "Strategy"]
 
 @dataclass(frozen=True)
 class Subject:
-    """The strategy that is examined.
+    """What is examined: a strategy; a subclass has more.
 
     Args:
         strategy: a name, or what makes one; it is pickled by its name.
@@ -67,10 +67,13 @@ class Raised:
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
+S = TypeVar("S", bound=Subject)
 Job = Callable[[Subject], Any]
 
 
-def observe(subject: Subject, jobs: Sequence[Job], world: int, timeout: float) -> dict[str, list[Any] | RanksFailed]:
+def observe(
+    subject: S, jobs: Sequence[Callable[[S], Any]], world: int, timeout: float
+) -> dict[str, list[Any] | RanksFailed]:
     """Runs jobs on `world` ranks, with as few launches as they allow.
 
     Args:
@@ -102,10 +105,10 @@ def observe(subject: Subject, jobs: Sequence[Job], world: int, timeout: float) -
     return found
 
 
-def _observe_on_rank(subject: Subject, jobs: Sequence[Job], port: int) -> None:
+def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) -> None:
     """Runs jobs one after the other on this rank, and puts the facts of each, or `Raised`, into the store on `port`.
 
-    That store, which the test hosts, is none of the strategy's: through it the ranks agree after each job that all have come
+    That store, which the test hosts, is not the process group's: through it the ranks agree after each job that all have come
     to its end. One that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came
     next would tell nothing. Then this raises; the facts of the jobs before are in the store.
     """
@@ -117,24 +120,24 @@ def _observe_on_rank(subject: Subject, jobs: Sequence[Job], port: int) -> None:
         store.set(_begun(job), "")
         try:
             fact = job(subject)
-        except Exception as error:  # noqa: BLE001  (whatever a strategy raises is the fact)
+        except Exception as error:  # noqa: BLE001  (whatever a job raises is the fact)
             fact = Raised.by(error)
         gc.collect()
         store.set(_key(job, world.rank), pickle.dumps(fact))  # type: ignore[arg-type]  # torch's stub knows str only
         _agree(store, job, world, fact, subject.patience)
 
 
-def _begun(job: Job) -> str:
+def _begun(job: Callable[[S], Any]) -> str:
     """What stands in the store once a rank has begun a job."""
     return f"{job.__name__}/begun"
 
 
-def _key(job: Job, rank: int) -> str:
+def _key(job: Callable[[S], Any], rank: int) -> str:
     """Where the store holds what a rank saw in a job."""
     return f"{job.__name__}/{rank}"
 
 
-def _agree(store: dist.Store, job: Job, world: World, fact: object, patience: timedelta) -> None:
+def _agree(store: dist.Store, job: Callable[[S], Any], world: World, fact: object, patience: timedelta) -> None:
     story = f"\nThis rank raised:\n{fact.text}" if isinstance(fact, Raised) else ""
     name, keys = job.__name__, [_key(job, rank) for rank in range(world.size)]
     try:

@@ -19,86 +19,32 @@ where others do not), the tests of that job fail, and the jobs after it get anot
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from accel_core.testing import loader_jobs
-from accel_core.testing.bundle import Job, Raised, observe
+from accel_core.testing.bundle import Raised
 from accel_core.testing.loader_data import BROKEN, CASES, Case
 from accel_core.testing.loader_jobs import LoaderJob, LoaderSubject, Reading, Resumption
-from accel_core.testing.ranks import RanksFailed
+from accel_core.testing.suite import Suite, require
 
 Told = list[tuple[int, Case, Reading]]
 
 
-class LoaderSuite:
+class LoaderSuite(Suite):
     """The tests of a loader component. Subclass it under a name that begins with `Test`, and set `loader`.
 
     Attributes:
         loader: the name of an installed loader, or what makes one without arguments: the class, or a function at the level
             of a module, because it is pickled by its name.
-        worlds: the numbers of ranks with which it is tested.
-        lacks: for the name of an inherited test, `"test_…"`, or of one of its worlds, `"test_…[2]"`, why it fails.
-        cpu: whether it is tested on the CPU, with gloo, although there is an accelerator.
-        patience: seconds that a collective may take, and that ranks wait for each other after a job.
-        timeout: seconds after which the ranks of one launch are killed.
+
+    For `worlds`, `lacks`, `cpu`, `patience` and `timeout` see `accel_core.testing.suite.Suite`.
     """
 
     loader: ClassVar[str | Callable[[], object]]
-    worlds: ClassVar[Sequence[int]] = (1, 2)
-    lacks: ClassVar[Mapping[str, str]] = {}
-    cpu: ClassVar[bool] = True
-    patience: ClassVar[float] = 15.0
-    timeout: ClassVar[float] = 120.0
-
-    _launches: ClassVar[dict[int, dict[str, list[Any] | RanksFailed]]]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._launches = {}
-
-    def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Runs each test once per world, and expects those to fail that are declared as lacking."""
-        if "world" in metafunc.fixturenames:
-            test = metafunc.function.__name__
-            metafunc.parametrize("world", [self._case(test, world) for world in self.worlds])
-
-    def _case(self, test: str, world: int) -> Any:
-        import pytest  # here, because the ranks import this package too
-
-        reason = self.lacks.get(test, self.lacks.get(f"{test}[{world}]"))
-        marks = [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
-        return pytest.param(world, id=str(world), marks=marks)
-
-    def test_the_declarations_hold(self) -> None:
-        """Inherited tests are inherited, lacks have reasons, and the loader can be made on a rank."""
-        cls = type(self)
-        inherited = {name for name in vars(LoaderSuite) if not name.startswith("__")} - set(_PROPERTIES)
-        overridden = sorted(name for name in inherited if getattr(cls, name) is not getattr(LoaderSuite, name))
-        _require(
-            not overridden,
-            f"{cls.__name__} overrides {', '.join(overridden)} of LoaderSuite, so what it proves is not the contract. "
-            f"Rename what is your own; declare what the loader cannot do: lacks = {{'test_…': 'the reason'}}.",
-        )
-        tests = [name for name in inherited if name.startswith("test_")]
-        known = {*tests, *(f"{test}[{world}]" for test in tests for world in self.worlds)}
-        unknown = sorted(set(self.lacks) - known)
-        _require(
-            not unknown,
-            f"{cls.__name__}.lacks names {', '.join(unknown)}, which the suite does not have. Give the name of one of its "
-            f"tests, or a test and a world: 'test_…[2]'.",
-        )
-        silent = sorted(name for name, reason in self.lacks.items() if not reason.strip())
-        _require(
-            not silent, f"{cls.__name__}.lacks gives no reason for {', '.join(silent)}. Say why it cannot be done."
-        )
-        _require(
-            bool(self.worlds) and all(world > 0 for world in self.worlds),
-            f"{cls.__name__}.worlds is {self.worlds!r}: give at least one number of ranks, such as (1, 2).",
-        )
-        _check_travels(cls)
+    _examined: ClassVar[str] = "loader"
+    _jobs = loader_jobs.JOBS
 
     def test_every_sample_is_counted_once(self, world: int) -> None:
         """`gather_for_metrics` over an epoch gives each sample once, whatever the sizes: padding does not count."""
@@ -110,14 +56,14 @@ class LoaderSuite:
         """The smallest batch size is one like others."""
         for rank, reading in enumerate(self._facts(loader_jobs.singles, world)):
             what = f"Of 5 samples in batches of one, metrics on rank {rank}"
-            _require(reading.counted is not None, "Of 5 samples in batches of one, ranks have unequally many batches.")
+            require(reading.counted is not None, "Of 5 samples in batches of one, ranks have unequally many batches.")
             _compare_samples(reading.counted, list(range(5)), what)
 
     def test_metrics_come_in_the_order_of_one_process(self, world: int) -> None:
         """What is gathered step by step stands in the order of the dataset."""
         for rank, case, reading in self._told(loader_jobs.sequences, world):
             found = reading.counted
-            _require(
+            require(
                 found is None or found == sorted(found),
                 f"Of {case} on rank {rank}, metrics came in the order {found}. A global batch is a stretch of the order, "
                 f"and rank 0 has the first part of it.",
@@ -129,10 +75,10 @@ class LoaderSuite:
             if not case.drop_last:
                 continue
             rows = {len(batch) for batch in reading.batches}
-            _require(len(rows) <= 1, f"Of {case}, rank {rank} has batches of {sorted(rows)} rows; expected whole ones.")
+            require(len(rows) <= 1, f"Of {case}, rank {rank} has batches of {sorted(rows)} rows; expected whole ones.")
             found = [] if reading.counted is None else reading.counted
             once, most = len(set(found)) == len(found), reading.shards * case.batch
-            _require(
+            require(
                 once and case.samples - most < len(found) <= case.samples,
                 f"Of {case} on rank {rank}, {len(found)} samples were read: {found}. Each at most once, and fewer than "
                 f"{most} of {case.samples} left out, are expected.",
@@ -143,14 +89,12 @@ class LoaderSuite:
         facts = self._facts(loader_jobs.sequences, world)
         for number, case in enumerate(CASES):
             steps = [len(readings[number].batches) for readings in facts]
-            _require(
-                len(set(steps)) == 1, f"Of {case}, the ranks have {steps} batches. Fill up, or drop on every rank."
-            )
+            require(len(set(steps)) == 1, f"Of {case}, the ranks have {steps} batches. Fill up, or drop on every rank.")
 
     def test_len_is_the_number_of_batches(self, world: int) -> None:
         """`len(loader)` on each rank."""
         for rank, case, reading in self._told(loader_jobs.sequences, world):
-            _require(
+            require(
                 reading.length == len(reading.batches),
                 f"Of {case} on rank {rank}, len() said {reading.length}, and {len(reading.batches)} batches came.",
             )
@@ -163,7 +107,7 @@ class LoaderSuite:
             team = world // shards
             for first in range(0, world, team):
                 read = [facts[rank][number].batches for rank in range(first, first + team)]
-                _require(
+                require(
                     all(other == read[0] for other in read),
                     f"Of {case}, ranks {first} to {first + team - 1} have one shard of {shards}, and read {read}.",
                 )
@@ -231,13 +175,13 @@ class LoaderSuite:
         """Dicts, tuples, texts and dtypes are those that plain torch collates; tensors are on the device."""
         for rank, batches in enumerate(self._facts(loader_jobs.structures, world)):
             for found, expected in batches:
-                _require(found == expected, f"On rank {rank} a batch is\n{found}\nand plain torch makes\n{expected}")
+                require(found == expected, f"On rank {rank} a batch is\n{found}\nand plain torch makes\n{expected}")
 
     def test_the_users_loader_is_kept_and_left_alone(self, world: int) -> None:
         """The prepared loader has its class, attributes and worker settings; the user's own goes on as before."""
         for rank, facts in enumerate(self._facts(loader_jobs.belongings, world)):
             lost = [what for what, kept in facts.items() if not kept]
-            _require(
+            require(
                 not lost, f"On rank {rank} this does not hold: {'; '.join(lost)}. Copy the loader, and change the copy."
             )
 
@@ -245,7 +189,7 @@ class LoaderSuite:
         """Random streams and the environment belong to the user."""
         for rank, kept in enumerate(self._facts(loader_jobs.surroundings, world)):
             changed = [name for name, same in kept.items() if not same]
-            _require(not changed, f"prepare() changed {' and '.join(changed)} on rank {rank}. Restore what you touch.")
+            require(not changed, f"prepare() changed {' and '.join(changed)} on rank {rank}. Restore what you touch.")
 
     def test_windows_of_accumulation_end_with_the_epoch(self, world: int) -> None:
         """Ten batches by four give windows of 4, 4 and 2, also beside an evaluation that is finished or left."""
@@ -253,7 +197,7 @@ class LoaderSuite:
             for name, (steps, closed) in found.items():
                 window = loader_jobs.WINDOW
                 expected = [*range(window, steps, window), steps]
-                _require(
+                require(
                     steps > window and closed == expected,
                     f"With {steps} batches, windows by {window} closed after {closed} of them on rank {rank} ({name}), "
                     f"expected {expected}. Report what remains: feed.enter(), passage.advance() with each batch, "
@@ -280,7 +224,7 @@ class LoaderSuite:
     def test_a_state_of_another_dataset_is_refused(self, world: int) -> None:
         """With a `ValueError` that says so, on every rank."""
         for rank, [raised] in enumerate(self._facts(loader_jobs.foreign_state, world)):
-            _require(
+            require(
                 raised is not None and raised.kind == "ValueError" and bool(raised.message),
                 f"The state of a loader over twice as many samples led to {_words(raised)} on rank {rank}. Keep the length of the "
                 f"dataset in the state, and raise a ValueError where it differs.",
@@ -289,8 +233,8 @@ class LoaderSuite:
     def test_a_prepared_loader_is_not_prepared_again(self, world: int) -> None:
         """The Accelerator that prepared it gives it back, and another one refuses it."""
         for rank, (same, raised) in enumerate(self._facts(loader_jobs.prepared_again, world)):
-            _require(same, f"prepare() was given a prepared loader again on rank {rank}, and returned another object.")
-            _require(
+            require(same, f"prepare() was given a prepared loader again on rank {rank}, and returned another object.")
+            require(
                 raised is not None and raised.kind == "ValueError" and bool(raised.message),
                 f"Preparing the loader of another Accelerator led to {_words(raised)} on rank {rank}. Raise a ValueError: it "
                 f"would be divided twice.",
@@ -301,14 +245,14 @@ class LoaderSuite:
         for rank, found in enumerate(self._facts(loader_jobs.copies, world)):
             for way, (copied, expected) in found.items():
                 if isinstance(copied, Raised):
-                    _require(bool(copied.message), f"{way} of a prepared loader fails without a word:\n{copied.text}")
+                    require(bool(copied.message), f"{way} of a prepared loader fails without a word:\n{copied.text}")
                 else:
                     _require_equal(copied, expected, f"What a copy by {way} reads on rank {rank}")
 
     def test_nothing_is_kept_alive(self, world: int) -> None:
         """A loader and its dataset die with their last reference."""
         for rank, alive in enumerate(self._facts(loader_jobs.released, world)):
-            _require(
+            require(
                 not alive,
                 f"After the last reference, {', '.join(alive)} still live on rank {rank}. Hold nothing in modules or classes.",
             )
@@ -319,11 +263,11 @@ class LoaderSuite:
         raised = [error for _, error in facts if error is not None]
         read = [sample for batches, _ in facts for batch in batches for sample in batch]
         words = f"sample {BROKEN} is broken"
-        _require(
+        require(
             any(error.kind == "ValueError" and words in error.message for error in raised),
             f"A dataset raised ValueError({words!r}), and the loops saw {[_words(error) for error in raised]}. Let it pass.",
         )
-        _require(BROKEN not in read, f"Sample {BROKEN}, which cannot be read, was read: {read}.")
+        require(BROKEN not in read, f"Sample {BROKEN}, which cannot be read, was read: {read}.")
 
     def _told(self, job: LoaderJob, world: int) -> Told:
         facts = self._facts(job, world)
@@ -331,42 +275,9 @@ class LoaderSuite:
             (rank, case, reading) for rank, fact in enumerate(facts) for case, reading in zip(CASES, fact, strict=True)
         ]
 
-    def _facts(self, job: LoaderJob, world: int) -> list[Any]:
-        """What each rank saw in a job, in rank order. The first call in a world runs the jobs of all tests."""
-        launches = type(self)._launches
-        if world not in launches:
-            jobs = cast("Sequence[Job]", loader_jobs.JOBS)  # they are given the subject below, and no other
-            launches[world] = observe(self._subject(world), jobs, world, self.timeout)
-        facts = launches[world][job.__name__]
-        if isinstance(facts, RanksFailed):
-            raise facts
-        for rank, fact in enumerate(facts):
-            _require(
-                not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}"
-            )
-        return facts
-
     def _subject(self, world: int) -> LoaderSubject:
         strategy = "single" if world == 1 else "ddp"
         return LoaderSubject(strategy, self.cpu, timedelta(seconds=self.patience), type(self).loader)
-
-
-_PROPERTIES = ("loader", "worlds", "lacks", "cpu", "patience", "timeout")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
-
-
-def _check_travels(cls: type[LoaderSuite]) -> None:
-    try:
-        pickle.dumps(cls.loader)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise AssertionError(
-            f"{cls.__name__}.loader = {cls.loader!r} cannot be sent to the ranks: {error}. Give the name of an installed "
-            f"loader, its class, or a function at the level of a module that returns one."
-        ) from error
 
 
 def _compare_samples(found: Sequence[int], expected: Sequence[int], what: str) -> None:
@@ -374,7 +285,7 @@ def _compare_samples(found: Sequence[int], expected: Sequence[int], what: str) -
     missing = sorted(set(expected) - set(found))
     repeated = sorted({sample for sample in found if found.count(sample) > 1})
     strange = sorted(set(found) - set(expected))
-    _require(
+    require(
         not (missing or repeated or strange),
         f"{what} should count each of {len(expected)} samples once. Missing: {missing}, repeated: {repeated}, "
         f"not in the dataset: {strange}.",
@@ -382,14 +293,14 @@ def _compare_samples(found: Sequence[int], expected: Sequence[int], what: str) -
 
 
 def _require_equal(found: Any, expected: Any, what: str) -> None:
-    _require(found == expected, f"{what} is {found}, expected {expected}. The order is a function of seed and epoch.")
+    require(found == expected, f"{what} is {found}, expected {expected}. The order is a function of seed and epoch.")
 
 
 def _require_distinct(orders: Mapping[str, Sequence[int]], rank: int) -> None:
     seen: dict[tuple[int, ...], str] = {}
     for name, order in orders.items():
         other = seen.setdefault(tuple(order), name)
-        _require(
+        require(
             other == name,
             f"{other} and {name} have the same order on rank {rank}: {list(order)}. Derive it from the seed of the loader "
             f"(accel_core.seeding.loader_seed) and the epoch.",
@@ -399,13 +310,13 @@ def _require_distinct(orders: Mapping[str, Sequence[int]], rank: int) -> None:
 def _check_resumption(found: Resumption, what: str) -> None:
     """Fails unless what comes after the state is the rest of its epoch, and then whole epochs."""
     whole = found.epochs[found.epoch]
-    _require(
+    require(
         found.before == whole[: len(found.before)],
         f"{what}: before it was taken, {found.before} were counted, and the uninterrupted run has {whole}.",
     )
     rest = [] if found.over else [whole[len(found.before) :]]
     expected = [*rest, *found.epochs[found.epoch + 1 :]][: len(found.after)]
-    _require(
+    require(
         found.after == expected[: len(found.after)],
         f"{what}, is followed by the iterations {found.after}, expected {expected}. A state is (seed, epoch, samples that "
         f"all ranks have yielded); the first iteration goes on with the epoch, the next is whole.",

@@ -337,6 +337,8 @@ def _call(task: bytes, results: Connection) -> int:
     """Calls the function and sends what it returned, or its traceback; gives the exit code."""
     import torch
 
+    # A rank is started like a script: workers of its loaders are forked, and not by the server that forked the rank.
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server loaded the library
     torch.seed()  # as in a process of its own: forked ranks would share the server's stream, and hide what real ones show
     try:

@@ -19,16 +19,16 @@ where others do not), the tests of that job fail, and the jobs after it get anot
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from accel_core.testing import models, strategy_jobs
-from accel_core.testing.bundle import Job, Raised, Subject, observe
-from accel_core.testing.ranks import RanksFailed, run_ranks
+from accel_core.testing.bundle import Job, Raised, Subject
+from accel_core.testing.ranks import run_ranks
+from accel_core.testing.suite import Suite, require
 
 if TYPE_CHECKING:
     from accel_core.strategies.strategy import Strategy
@@ -40,70 +40,19 @@ TOLERANCE = 1e-6
 MEAN = "After the closing backward of a window, .grad is the mean over the data-parallel ranks"
 
 
-class StrategySuite:
+class StrategySuite(Suite):
     """The tests of a strategy. Subclass it under a name that begins with `Test`, and set `strategy`.
 
     Attributes:
         strategy: the name of an installed strategy, or what makes one without arguments: the class, or a function at the
             level of a module, because it is pickled by its name.
-        worlds: the numbers of ranks with which it is tested.
-        lacks: for the name of an inherited test, `"test_…"`, or of one of its worlds, `"test_…[2]"`, why it fails.
-        cpu: whether it is tested on the CPU, with gloo, although there is an accelerator.
-        patience: seconds that a collective may take, and that ranks wait for each other after a job.
-        timeout: seconds after which the ranks of one launch are killed.
+
+    For `worlds`, `lacks`, `cpu`, `patience` and `timeout` see `accel_core.testing.suite.Suite`.
     """
 
     strategy: ClassVar[str | Callable[[], Strategy]]
-    worlds: ClassVar[Sequence[int]] = (1, 2)
-    lacks: ClassVar[Mapping[str, str]] = {}
-    cpu: ClassVar[bool] = True
-    patience: ClassVar[float] = 15.0
-    timeout: ClassVar[float] = 120.0
-
-    _launches: ClassVar[dict[int, dict[str, list[Any] | RanksFailed]]]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._launches = {}
-
-    def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Runs each test once per world, and expects those to fail that are declared as lacking."""
-        if "world" in metafunc.fixturenames:
-            test = metafunc.function.__name__
-            metafunc.parametrize("world", [self._case(test, world) for world in self.worlds])
-
-    def _case(self, test: str, world: int) -> Any:
-        import pytest  # here, because the ranks import this package too
-
-        reason = self.lacks.get(test, self.lacks.get(f"{test}[{world}]"))
-        marks = [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
-        return pytest.param(world, id=str(world), marks=marks)
-
-    def test_the_declarations_hold(self) -> None:
-        """Inherited tests are inherited, lacks have reasons, and the strategy can be made on a rank."""
-        cls = type(self)
-        inherited = {name for name in vars(StrategySuite) if not name.startswith("__")} - set(_PROPERTIES)
-        overridden = sorted(name for name in inherited if getattr(cls, name) is not getattr(StrategySuite, name))
-        _require(
-            not overridden,
-            f"{cls.__name__} overrides {', '.join(overridden)} of StrategySuite, so what it proves is not the contract. "
-            f"Rename what is your own; declare what the strategy cannot do: lacks = {{'test_…': 'the reason'}}.",
-        )
-        known = {case for test in inherited if test.startswith("test_") for case in self._names(test)}
-        unknown = sorted(set(self.lacks) - known)
-        _require(not unknown, f"{cls.__name__}.lacks names {', '.join(unknown)}, which the suite does not have.")
-        silent = sorted(name for name, reason in self.lacks.items() if not reason.strip())
-        _require(
-            not silent, f"{cls.__name__}.lacks gives no reason for {', '.join(silent)}. Say why it cannot be done."
-        )
-        _require(
-            bool(self.worlds) and all(world > 0 for world in self.worlds),
-            f"{cls.__name__}.worlds is {self.worlds!r}: give at least one number of ranks, such as (1, 2).",
-        )
-        _check_travels(cls)
-
-    def _names(self, test: str) -> list[str]:
-        return [test, *(f"{test}[{world}]" for world in self.worlds)]
+    _examined: ClassVar[str] = "strategy"
+    _jobs = strategy_jobs.JOBS
 
     def test_every_part_of_the_data_is_read_once(self, world: int) -> None:
         """`layout`: over the data group, in its order, shards are 0, 1, …, count - 1."""
@@ -111,7 +60,7 @@ class StrategySuite:
         index_of = {rank: index for rank, index, _, _ in layouts}
         for rank, index, count, ranks in layouts:
             found = [index_of[other] for other in ranks]
-            _require(
+            require(
                 rank in ranks and found == list(range(count)),
                 f"layout() gave rank {rank} Shard({index}, {count}) and the data group {ranks}, whose ranks have the shards "
                 f"{found}. One rank for each shard, in shard order, is expected, or samples are read twice or never.",
@@ -127,7 +76,7 @@ class StrategySuite:
         """Random streams, the environment and torch's defaults belong to the user."""
         for rank, kept in enumerate(self._facts(strategy_jobs.surroundings, world)):
             changed = [name for name, same in kept.items() if not same]
-            _require(not changed, f"prepare() changed {' and '.join(changed)} on rank {rank}. Restore what you touch.")
+            require(not changed, f"prepare() changed {' and '.join(changed)} on rank {rank}. Restore what you touch.")
 
     def test_a_gradient_is_that_of_the_global_batch(self, world: int) -> None:
         """Without accumulation, step after step."""
@@ -202,7 +151,7 @@ class StrategySuite:
             expected = models.reference_state([[0], [1]], count, factor=0.5)
             for order, state in found.items():
                 if isinstance(state, Raised):
-                    _require(
+                    require(
                         order == "optimizer in a later call" and "prepared model" in state.message,
                         f"prepare() ({order}) on rank {rank} led to {state.text}\nOnly an optimizer that was built before "
                         f"its model was prepared, and is prepared after it, may be refused, naming its parameters.",
@@ -217,7 +166,7 @@ class StrategySuite:
             for choice, (norm, gradients) in found.items():
                 expected_norm, expected = _clipped_reference(choice, count)
                 error = abs(norm - expected_norm) / expected_norm
-                _require(
+                require(
                     error <= TOLERANCE,
                     f"clip_grad_norm_({choice}) returned {norm:.8f} on rank {rank}; in one process the norm is "
                     f"{expected_norm:.8f}. clip_gradients() returns the norm before clipping, over all shards.",
@@ -265,7 +214,7 @@ class StrategySuite:
         }
         for rank, found in enumerate(self._facts(strategy_jobs.names, world)):
             for what, value in found.items():
-                _require(
+                require(
                     value == expected[what] or (what == "state" and not value and rank > 0),
                     f"After unwrap_model() on rank {rank}, {what!r} is {value!r}, expected {expected[what]!r}. Leave the "
                     f"user's module and its names as they are; put wrappers around it.",
@@ -274,7 +223,7 @@ class StrategySuite:
     def test_tied_parameters_stay_tied(self, world: int) -> None:
         """They are one parameter, with the gradient of both uses."""
         for rank, (count, tied, state) in enumerate(self._facts(strategy_jobs.ties, world)):
-            _require(tied, f"encoder.weight and decoder.weight were one parameter, and are two on rank {rank}.")
+            require(tied, f"encoder.weight and decoder.weight were one parameter, and are two on rank {rank}.")
             if state:
                 expected = models.reference_state([[0], [1]], count, models.TiedNet)
                 _compare(state, expected, f"The state of rank {rank} after two steps", "Average a tied parameter once")
@@ -283,15 +232,15 @@ class StrategySuite:
         """The same objects come back."""
         for rank, found in enumerate(self._facts(strategy_jobs.prepared_again, world)):
             for what, same in found.items():
-                _require(same, f"prepare() was given {what} again on rank {rank}, and returned another object.")
+                require(same, f"prepare() was given {what} again on rank {rank}, and returned another object.")
 
     def test_buffers_live(self, world: int) -> None:
         """BatchNorm counts and averages while training, and an evaluation leaves its buffers alone."""
         for rank, (_, trained, evaluated, finite) in enumerate(self._facts(strategy_jobs.buffers, world)):
-            _require(finite, f"After two steps an evaluation is not finite on rank {rank}.")
+            require(finite, f"After two steps an evaluation is not finite on rank {rank}.")
             if trained:
                 steps, mean = trained.get("norm.num_batches_tracked"), trained.get("norm.running_mean")
-                _require(
+                require(
                     steps is not None and mean is not None and int(steps) == 2 and bool(mean.any()),
                     f"After two training steps, rank {rank} has num_batches_tracked={steps} and running_mean={mean} of the "
                     f"state {sorted(trained)}: buffers that the forward writes are the model's own.",
@@ -305,10 +254,10 @@ class StrategySuite:
         for rank, (count, found) in enumerate(self._facts(strategy_jobs.precisions, world)):
             for name, dtypes in found.items():
                 if isinstance(dtypes, Raised):
-                    _require(bool(dtypes.message), f"A policy ({name}) was refused without a word:\n{dtypes.text}")
+                    require(bool(dtypes.message), f"A policy ({name}) was refused without a word:\n{dtypes.text}")
                     continue
                 for what, expected in _expected_dtypes(name, count).items():
-                    _require(
+                    require(
                         dtypes[what] is expected,
                         f"Under {strategy_jobs.POLICIES[name]} on rank {rank}, {what} is {dtypes[what]}, expected "
                         f"{expected}. Honour the policy of the request (`accel_core.place_model` does, but for `reduce`), or raise.",
@@ -317,7 +266,7 @@ class StrategySuite:
     def test_nothing_is_kept_alive(self, world: int) -> None:
         """When a run has ended, everything dies with its last reference."""
         for rank, alive in enumerate(self._facts(strategy_jobs.released, world)):
-            _require(
+            require(
                 not alive,
                 f"After end_training() and the last reference, {', '.join(alive)} still live on rank {rank}. Hold models "
                 f"weakly, and nothing in modules or classes.",
@@ -325,11 +274,11 @@ class StrategySuite:
 
     def test_the_process_exits_cleanly(self, world: int) -> None:
         """A script that ends with everything alive ends with status 0."""
-        run_ranks(strategy_jobs.left_open, world, self._subject(), timeout=self.timeout)
+        run_ranks(strategy_jobs.left_open, world, self._subject(world), timeout=self.timeout)
 
     def _check_windows(self, job: Job, world: int, windows: Sequence[Sequence[int]]) -> None:
         for rank, (count, found) in enumerate(self._facts(job, world)):
-            _require(
+            require(
                 len(found) == len(windows),
                 f"{len(windows)} windows were expected, and {len(found)} closed on rank {rank}.",
             )
@@ -343,45 +292,13 @@ class StrategySuite:
             every = [batch for index in range(count) for batch in batches(index)]
             expected, mean = models.reference_token_gradients(every)
             _compare(gradients, expected, f"The gradient of forward_backward() on rank {rank}", MEAN)
-            _require(
+            require(
                 abs(loss - mean) <= TOLERANCE * mean,
                 f"forward_backward() returned {loss} on rank {rank}, expected {mean}: the weighted mean over all ranks.",
             )
 
-    def _facts(self, job: Job, world: int) -> list[Any]:
-        """What each rank saw in a job, in rank order. The first call in a world runs the jobs of all tests."""
-        launches = type(self)._launches
-        if world not in launches:
-            launches[world] = observe(self._subject(), strategy_jobs.JOBS, world, self.timeout)
-        facts = launches[world][job.__name__]
-        if isinstance(facts, RanksFailed):
-            raise facts
-        for rank, fact in enumerate(facts):
-            _require(
-                not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}"
-            )
-        return facts
-
-    def _subject(self) -> Subject:
+    def _subject(self, world: int) -> Subject:  # noqa: ARG002
         return Subject(type(self).strategy, self.cpu, timedelta(seconds=self.patience))
-
-
-_PROPERTIES = ("strategy", "worlds", "lacks", "cpu", "patience", "timeout")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
-
-
-def _check_travels(cls: type[StrategySuite]) -> None:
-    try:
-        pickle.dumps(cls.strategy)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise AssertionError(
-            f"{cls.__name__}.strategy = {cls.strategy!r} cannot be sent to the ranks: {error}. Give the name of an "
-            f"installed strategy, its class, or a function at the level of a module that returns one."
-        ) from error
 
 
 def _given(states: Sequence[State]) -> list[tuple[int, State]]:
@@ -419,14 +336,14 @@ def _expected_dtypes(policy: str, count: int) -> dict[str, torch.dtype]:
 
 def _compare(found: State, expected: State, what: str, rule: str, tolerance: float = TOLERANCE) -> None:
     """Fails unless the tensors have the same names and values, up to a relative error of the largest of each."""
-    _require(
+    require(
         found.keys() == expected.keys(),
         f"{what} has the names {sorted(found)}, expected {sorted(expected)}. {rule}.",
     )
     for name, tensor in expected.items():
         difference = (found[name].double() - tensor.double()).abs().max()
         error = float(difference / tensor.double().abs().max().clamp_min(1e-12))
-        _require(error <= tolerance, f"{what}: {name} is off by {error:.1e}{_factor(found[name], tensor)}. {rule}.")
+        require(error <= tolerance, f"{what}: {name} is off by {error:.1e}{_factor(found[name], tensor)}. {rule}.")
 
 
 def _factor(found: torch.Tensor, expected: torch.Tensor) -> str:

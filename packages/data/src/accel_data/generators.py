@@ -1,0 +1,88 @@
+"""The generators that users hand to their samplers and iterable datasets: orders are drawn from them, so states have theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accel_data.position import EpochProgress, Start
+
+Synchronise = Callable[[list[torch.Generator]], None]
+"""Makes random streams equal to those of rank 0; a collective."""
+
+
+def given_generators(holder: Any) -> list[torch.Generator]:
+    """The generators of a batch sampler and the sampler inside it, of a sampler, or of a dataset; each once."""
+    found: list[torch.Generator] = []
+    for each in (holder, getattr(holder, "sampler", None)):
+        generator = getattr(each, "generator", None)
+        if isinstance(generator, torch.Generator) and generator not in found:
+            found.append(generator)
+    return found
+
+
+def between_epochs(given: list[torch.Generator], *, begun: bool = False) -> dict[str, Any]:
+    """What the state of a loader needs that is not inside an epoch.
+
+    Args:
+        given: the generators.
+        begun: nothing will be drawn from them before the order of the next epoch.
+    """
+    return {"generators": _states_of(given, begun)} if given else {}
+
+
+def restore_between(given: list[torch.Generator], extras: dict[str, Any]) -> dict[str, Any]:
+    """Puts generators where they were between two epochs, and returns what else was in the state.
+
+    What is drawn from there to the order is drawn as it was in the run that was saved. Those of a begun epoch are left for
+    `settle`.
+    """
+    saved = extras.get("generators")
+    if saved is None or saved["begun"]:
+        return extras
+    _set_states(given, saved)
+    return {name: value for name, value in extras.items() if name != "generators"}
+
+
+def settle(
+    given: list[torch.Generator],
+    start: Start,
+    progress: EpochProgress,
+    synchronise: Synchronise | None,
+    beside: torch.Generator | None,
+) -> None:
+    """Brings generators where they are to be when the order of an iteration is drawn, and notes where that is.
+
+    Args:
+        given: the generators.
+        start: where the iteration begins.
+        progress: of the iteration.
+        synchronise: makes them equal on all ranks, unless it is None.
+        beside: one more that is made equal.
+    """
+    if synchronise is not None:
+        synchronise(given if beside is None else [*given, beside])
+    saved = start.extras.get("generators")
+    if saved is not None:
+        _set_states(given, saved)
+    if given:
+        progress.extras = {**progress.extras, "generators": _states_of(given, begun=True)}
+
+
+def _states_of(generators: list[torch.Generator], begun: bool) -> dict[str, Any]:
+    """The states of generators, and whether they are those from which the order of a begun epoch is drawn."""
+    return {"begun": begun, "states": [generator.get_state() for generator in generators]}
+
+
+def _set_states(generators: list[torch.Generator], saved: dict[str, Any]) -> None:
+    states = saved["states"]
+    if len(states) != len(generators):
+        raise ValueError(
+            f"load_state_dict() was given a state with {len(states)} generators of a sampler or dataset, this loader's has "
+            f"{len(generators)}. Build it as in the run that was saved, with generator=torch.Generator() if it had one."
+        )
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -1,0 +1,108 @@
+"""Dispatched loaders on real ranks: where they stand, and how they go on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dispatched_loaders import Sizes, StatefulStream, Stream, dispatched, in_order, real, taken
+from torch.utils.data import DataLoader
+
+from accel_core.feed import Feed
+from accel_core.testing.ranks import run_ranks
+from accel_core.world import World
+
+pytestmark = pytest.mark.timeout(120)
+
+LOADERS = {
+    "in order": lambda: DataLoader(range(26), batch_size=2),
+    "shuffled": lambda: DataLoader(range(26), batch_size=2, shuffle=True),
+    "workers": lambda: DataLoader(range(26), batch_size=2, shuffle=True, num_workers=2),
+    "batch sampler": lambda: DataLoader(range(26), batch_sampler=Sizes(*[2] * 13)),
+    "stream": lambda: DataLoader(Stream(26), batch_size=2),
+    "stateful stream": lambda: DataLoader(StatefulStream(26), batch_size=2),
+    "generator": lambda: DataLoader(
+        range(26), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(World.current().rank)
+    ),
+}
+WITH_WORKERS = {0, 3, 8}
+"""After which steps runs with workers, which take long to start, are resumed."""
+
+
+def whole_run():
+    """Two epochs; and the states in the second one, after each of its steps, as this rank has them."""
+    found = {}
+    for kind, make in LOADERS.items():
+        feed = Feed()
+        loader = dispatched(make(), feed, seed=2**40)
+        first = taken(loader, feed)
+        states, second = [loader.state_dict()], []
+        for batch in loader:
+            second.append(real(batch, feed))
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())
+        found[kind] = first, second, states, taken(loader, feed)
+    return found
+
+
+def resumed_run(states):
+    """What a state leaves of its epoch, and the next epoch."""
+    found = {}
+    for kind, saved in states.items():
+        for at, state in enumerate(saved):
+            if kind == "workers" and at not in WITH_WORKERS:
+                continue
+            feed = Feed()
+            loader = dispatched(LOADERS[kind](), feed, seed=2**41)
+            loader.load_state_dict(state)
+            assert loader.state_dict()["samples"] == state["samples"]
+            found[kind, at] = taken(loader, feed), taken(loader, feed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run_ranks(whole_run, 2)
+
+
+def test_states_count_what_all_ranks_have_yielded(whole):
+    numbers = ("epoch", "samples", "seed", "loader", "length")
+    for kind in LOADERS:
+        states, there = (by_rank[kind][2] for by_rank in whole)
+        for state, other in zip(states, there, strict=True):
+            assert [state[name] for name in numbers] == [other[name] for name in numbers], kind
+        assert [(state["epoch"], state["samples"]) for state in states] == [
+            (1, 0), *[(1, min(4 * step, 26)) for step in range(1, 8)], (2, 0)
+        ], kind  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("saved_by", [0, 1])
+def test_any_number_of_ranks_goes_on_where_the_state_was_taken(whole, saved_by, ranks):
+    """R1, R2: with the state of any rank, but for generators and datasets whose states only the first rank has."""
+    kinds = [kind for kind in LOADERS if saved_by == 0 or kind != "generator"]
+    found = run_ranks(resumed_run, ranks, {kind: whole[saved_by][kind][2] for kind in kinds})
+    for kind in kinds:
+        epochs = [in_order([by_rank[kind][part] for by_rank in whole]) for part in (0, 1, 3)]
+        assert sorted(epochs[1]) == list(range(26)), kind
+        for at, state in enumerate(whole[saved_by][kind][2]):
+            if (kind, at) not in found[0]:
+                continue
+            rest, following = (in_order([by_rank[kind, at][part] for by_rank in found]) for part in (0, 1))
+            assert rest == epochs[state["epoch"]][state["samples"] :], (kind, at)
+            assert state["epoch"] == 2 or following == epochs[2], (kind, at)
+
+
+def interleaved():
+    loader, again = (dispatched(DataLoader(range(10), batch_size=2, shuffle=True), Feed()) for _ in range(2))
+    found = []
+    for one, other in zip(loader, loader):  # noqa: B905  (they end alike)
+        found.append((one.tolist(), other.tolist(), loader.state_dict()["samples"]))
+    return found, [[batch.tolist() for batch in again] for _ in range(2)]
+
+
+def test_two_iterations_at_a_time_are_two_epochs():
+    """The position is that of the one that was begun last."""
+    for pairs, (first, second) in run_ranks(interleaved, 2):
+        assert [one for one, _, _ in pairs] == first
+        assert [other for _, other, _ in pairs] == second
+        assert [samples for _, _, samples in pairs] == [4, 8, 10]
