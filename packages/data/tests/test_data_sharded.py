@@ -1,4 +1,4 @@
-"""Sharded loaders: order, epochs, padding, what survives, and what is refused."""
+"""Sharded loaders: order, padding, what survives, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,75 +9,21 @@ import random
 
 import pytest
 import torch
+from sharded_loaders import Evens, Told, Triples, flat, global_order, ids, prepare
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from accel_core.feed import Feed, Rows
-from accel_core.layout import Shard
 from accel_core.world import World
-from accel_data import BatchSamplerShard, DataLoaderShard, Sharded
-
-
-def prepare(loader, rank=0, ranks=1, *, feed=None, seed=0, device=None, **options):
-    return Sharded(**options).prepare_loader(loader, Shard(rank, ranks), feed or Feed(), device, seed)
-
-
-def ids(loader):
-    return [batch.tolist() for batch in loader]
-
-
-def flat(batches):
-    return list(itertools.chain(*batches))
-
-
-def global_order(make, ranks, *, epochs=1, seed=0, **options):
-    """The real samples of each epoch, rank after rank within each step."""
-    orders = [[] for _ in range(epochs)]
-    feeds = [Feed() for _ in range(ranks)]
-    loaders = [prepare(make(), r, ranks, feed=feeds[r], seed=seed, **options) for r in range(ranks)]
-    for order in orders:
-        for step in itertools.zip_longest(*loaders):
-            for feed, batch in zip(feeds, step, strict=True):
-                order += [] if batch is None else batch.tolist()[: feed.current_rows().real]
-    return orders
-
-
-class Evens(Sampler):
-    """A sampler of the user's own, that takes no generator."""
-
-    def __len__(self):
-        return 5
-
-    def __iter__(self):
-        return iter(range(0, 10, 2))
-
-
-class Told(Dataset):
-    """Remembers the epochs that it was told."""
-
-    def __init__(self, count=6):
-        self.count = count
-        self.told = []
-
-    def set_epoch(self, epoch):
-        self.told.append(epoch)
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return index
+from accel_data import BatchSamplerShard, DataLoaderShard
 
 
 class Noisy(Dataset):
@@ -96,32 +42,12 @@ class Broken(Dataset):
         raise LookupError("broken sample")
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
 class Rows2(Dataset):
     def __getitem__(self, indices):
         return torch.tensor(indices)
 
     def __len__(self):
         return 5
-
-
-class Triples:
-    """A batch sampler without a length."""
-
-    batch_size = 3
-
-    def __init__(self, count=10):
-        self.count = count
-        self.asked = 0
-
-    def __iter__(self):
-        for start in range(0, self.count, 3):
-            self.asked += 1
-            yield list(range(start, min(start + 3, self.count)))
 
 
 class WeirdLoader(DataLoader):
@@ -268,89 +194,6 @@ def test_a_sampler_inside_a_batch_sampler_of_the_users_is_seeded():
     assert first[0] != first[1]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_every_iteration_that_yields_is_the_next_epoch(workers):
-    """Design 7; an iterator that is never advanced begins nothing."""
-    options = {"batch_size": 3, "shuffle": True, "num_workers": workers}
-    orders = global_order(lambda: DataLoader(range(9), **options), 1, epochs=3)
-    loader = prepare(DataLoader(range(9), **options, persistent_workers=bool(workers)))
-    for _ in range(3):
-        iter(loader)
-    assert flat(ids(loader)) == orders[0]
-    assert next(iter(loader)).tolist() == orders[1][:3]
-    iter(loader)
-    assert flat(ids(loader)) == orders[2]
-
-
-def test_a_loader_zipped_with_itself_pairs_two_epochs():
-    make = lambda: DataLoader(range(9), batch_size=3, shuffle=True)
-    first, second, third = global_order(make, 1, epochs=3)
-    loader = prepare(make())
-    pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
-    assert (flat(a for a, _ in pairs), flat(b for _, b in pairs)) == (first, second)
-    assert flat(ids(loader)) == third
-
-
-def test_an_epoch_can_be_set():
-    make = lambda: DataLoader(range(9), batch_size=3, shuffle=True)
-    orders = global_order(make, 1, epochs=4)
-    loader = prepare(make())
-    for epoch in (3, 0, 2):
-        loader.set_epoch(epoch)
-        assert flat(ids(loader)) == orders[epoch]
-    assert flat(ids(loader)) == orders[3]
-
-
-def test_the_epoch_reaches_dataset_sampler_batch_sampler_and_loader():
-    """Semantics 21: automatic at every iteration, and forwarded."""
-    told = []
-
-    class Teller(BatchSampler):
-        def set_epoch(self, epoch):
-            told.append(("batch sampler", epoch))
-
-    class TellingSampler(Evens):
-        def set_epoch(self, epoch):
-            told.append(("sampler", epoch))
-
-    class TellingLoader(DataLoader):
-        def set_epoch(self, epoch):
-            told.append(("loader", epoch))
-
-    dataset = Told(10)
-    loader = prepare(TellingLoader(dataset, batch_sampler=Teller(TellingSampler(), 2, drop_last=False)))
-    list(loader)
-    list(loader)
-    assert dataset.told == [0, 1]
-    assert told == [("batch sampler", 0), ("sampler", 0), ("batch sampler", 1), ("sampler", 1)]
-    told.clear()
-    loader.set_epoch(5)
-    assert told == [("loader", 5), ("batch sampler", 5), ("sampler", 5)]
-    assert dataset.told[-1] == 5
-
-
-def test_workers_get_the_dataset_after_it_was_told_the_epoch():
-    class Epoch(Told):
-        def __getitem__(self, index):
-            return self.told[-1] if get_worker_info() is not None else -1
-
-    loader = prepare(DataLoader(Epoch(2), batch_size=2, num_workers=1))
-    assert [flat(ids(loader)) for _ in range(2)] == [[0, 0], [1, 1]]
-
-
-def test_iterable_sets_are_told_the_epoch_in_a_world_of_one():
-    class ToldStream(Stream):
-        told = ()
-
-        def set_epoch(self, epoch):
-            self.told += (epoch,)
-
-    dataset = ToldStream()
-    loader = prepare(DataLoader(dataset, batch_size=2))
-    assert ids(loader) == ids(loader) == [[0, 1], [2, 3], [4]]
-    assert dataset.told == (0, 1)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [None, torch.tensor])
 def test_padding_is_marked_on_the_batch_that_has_it(workers, collate):
@@ -470,55 +313,6 @@ def test_loaders_that_make_no_batches_are_served_in_a_world_of_one():
 def test_batches_are_put_on_the_device():
     loader = prepare(DataLoader(range(3)), device=torch.device("meta"))
     assert {batch.device.type for batch in loader} == {"meta"}
-
-
-def test_sizes_are_those_of_all_ranks():
-    loader = DataLoader(range(100), batch_size=8)
-    assert (prepare(loader, 0, 4).total_batch_size, prepare(loader, 0, 4).total_dataset_length) == (32, 100)
-    assert prepare(loader, 0, 4, split_batches=True).total_batch_size == 8
-    assert prepare(loader).total_batch_size == 8
-    assert prepare(DataLoader(range(4), batch_sampler=[[0, 1], [2]])).total_batch_size is None
-    assert prepare(DataLoader(Stream(), batch_size=2)).total_batch_size == 2
-    with pytest.raises(TypeError):
-        prepare(DataLoader(Stream())).total_dataset_length
-
-
-def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
-    """D6."""
-    loader = DataLoader(range(100), batch_size=8)
-    description = prepare(loader, 1, 4, feed=Feed(lookahead=2)).describe()
-    assert (description.per_rank_batch, description.global_batch, description.effective_batch) == (8, 32, 64)
-    assert (description.steps, description.samples, description.ranks) == (4, 100, 4)
-    assert str(description) == (
-        "batch per rank 8, global batch 32 on 4 data-parallel rank(s), effective batch 64 with accumulation 2; "
-        "4 steps per epoch over 100 samples; an incomplete last global batch is filled from the first samples, "
-        "which metrics leave out; every rank reads its own part"
-    )
-
-
-@pytest.mark.parametrize(("loader", "ranks", "options", "expected"), [
-    (DataLoader(range(9), batch_size=4), 2, {"split_batches": True}, "batch per rank 2, global batch 4"),
-    (DataLoader(range(9), batch_size=4), 2, {"even_batches": False}, "left as it is: ranks may differ by one batch"),
-    (DataLoader(range(9), batch_size=4, drop_last=True), 2, {}, "1 steps per epoch over 9 samples; .* is dropped"),
-    (DataLoader(range(9), batch_size=4), 1, {}, "3 steps per epoch over 9 samples; the last batch may be short"),
-    (DataLoader(range(9), batch_sampler=[[0], [1, 2]]), 1, {}, "per rank varies, global batch varies"),
-    (DataLoader(range(9), batch_sampler=Triples()), 2, {}, "unknown steps per epoch"),
-    (DataLoader(Stream(), batch_size=2), 1, {}, "unknown steps per epoch over an unknown number of samples; batches come"),
-    (DataLoader(range(9), batch_size=None), 1, {}, "9 steps per epoch over 9 samples; batches come as the dataset"),
-])  # fmt: skip
-def test_every_kind_of_loader_can_be_described(loader, ranks, options, expected):
-    """D6."""
-    import re
-
-    assert re.search(expected, str(prepare(loader, 0, ranks, **options).describe()))
-
-
-def test_the_length_is_the_number_of_iterations_of_this_rank():
-    """D6: in every mode, also where ranks differ."""
-    lengths = [len(prepare(DataLoader(range(9), batch_size=2), rank, 2, even_batches=False)) for rank in (0, 1)]
-    assert lengths == [3, 2]
-    with pytest.raises(TypeError, match="Triples has no length. Give it a __len__"):
-        len(prepare(DataLoader(range(9), batch_sampler=Triples()), 0, 2))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.dressing import dressed_class
 from accel_core.layout import Shard
 from accel_core.loading import dressed_copy
 from accel_core.world import World
+from accel_data.counting import CountingCollate
 from accel_data.dispatching import DispatchSource
 from accel_data.loader import DataLoaderShard, as_plain, check_skipped, is_dressed, reading_part
 from accel_data.positioned import PositionedLoader
@@ -74,7 +75,10 @@ def dispatching(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
             f"{request.shard.count} was asked for, and this is process {place.index} of {place.count}. Leave num_processes and "
             f"process_index out, or use dispatch_batches=False."
         )
-    local = dressed_copy(loader, DataLoaderShard, **reading_part(loader, request.to_read()))
+    counting: dict[str, Any] = {}
+    if isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
+        counting["collate_fn"] = CountingCollate(loader.collate_fn)
+    local = dressed_copy(loader, DataLoaderShard, **reading_part(loader, request.to_read()), **counting)
     assert isinstance(local, DataLoaderShard)
     source = DispatchSource(local, request)
     return {"_accel_outlet": request.outlet(), "_accel_source": source}

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.dressing import dressed_class
 from accel_core.loading import PreparedLoader, reading
+from accel_data.counting import Counting, CountingCollate
 from accel_data.positioned import PositionedLoader
 from accel_data.request import Request
 from accel_data.sharded_stream import Arriving, SharedStreamSource
@@ -84,16 +85,20 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         return super(PreparedLoader, self).__iter__()
 
     def _get_iterator(self) -> Any:
-        """torch's iterator. Where batches arrive with a note of their padding, the note is taken off before anybody looks."""
+        """torch's iterator. Where batches arrive with a note, it is taken off before anybody looks."""
         source = self._accel_source
         if not isinstance(source, StreamSource):
             return super()._get_iterator()
         inner: Any = cast(Any, super(PreparedLoader, self))._get_iterator()
-        if not isinstance(source, SharedStreamSource):
-            return inner
-        arriving = Arriving(inner)
-        source.arrived = arriving.arrived
-        return arriving
+        if isinstance(source, SharedStreamSource):
+            arriving = Arriving(inner)
+            source.arrived = arriving.arrived
+            return arriving
+        if isinstance(self.collate_fn, CountingCollate):
+            counting = Counting(inner)
+            source.counts = counting.counts
+            return counting
+        return inner
 
     def _stateful(self) -> Stateful | None:
         """What keeps a position of its own: the user's class of loader, or a dataset that is read in this process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -12,11 +11,13 @@ from torch.utils.data import DataLoader
 from accel_core.loading import PreparedLoader
 from accel_core.reads import Source, source_behind
 from accel_data.description import LoaderDescription
-from accel_data.position import Start, extras_of
+from accel_data.identity import extras_of
+from accel_data.position import Start
 
 if TYPE_CHECKING:
     from accel_core.layout import Shard
-    from accel_data.position import Epochs, Identity
+    from accel_data.identity import Identity
+    from accel_data.position import Epochs
 
 
 class PositionedSource(Protocol):
@@ -143,7 +144,12 @@ class PositionedLoader(PreparedLoader):
             TypeError: if the dataset has no length.
         """
         length = self._accel_source.identity.length
-        return len(cast(Sized, self.dataset)) if length is None else length
+        if length is None:
+            raise TypeError(
+                f"total_dataset_length was asked for, but {type(self.dataset).__name__} has no length. Give it a __len__ that "
+                f"returns the number of samples, or count them in the loop."
+            )
+        return length
 
     def describe(self) -> LoaderDescription:
         """The batch size in every sense, the steps of an epoch, and how its end is handled; `print` it."""

@@ -19,7 +19,7 @@ from accel_core.seeding import agree_seed
 from accel_core.world import World
 from accel_data.batches import BatchSamplerShard
 from accel_data.configuration import DataLoaderConfiguration
-from accel_data.position import Identity
+from accel_data.identity import Identity
 from accel_data.rng import synchronize
 
 if TYPE_CHECKING:

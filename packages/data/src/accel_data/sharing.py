@@ -62,7 +62,7 @@ class Sharing:
         self.drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
         self.slice_fn = request.slice_fn
         self._head: list[Batch] = []  # the first batches of the iteration, for filling up
-        self._samples = _collates_to_samples(loader.collate_fn)
+        self._samples = _collates_to_samples(getattr(loader.collate_fn, "collate_fn", loader.collate_fn))
         if self.split and size is not None:
             piece_of(size, self.count)
 

@@ -19,13 +19,14 @@ from accel_core.seeding import derive_seed, loader_seed
 from accel_data.batches import BatchSamplerShard, Lone
 from accel_data.generators import between_epochs, given_generators, restore_between, settle
 from accel_data.order import DrawnOrder, Order, SequentialOrder, ShuffledOrder
-from accel_data.position import EpochOpening, EpochProgress, Epochs, Identity, Start, tell_epoch
+from accel_data.position import EpochOpening, EpochProgress, Epochs, Start, tell_epoch
 from accel_data.seedable import SeedableRandomSampler
 from accel_data.streams import drawn_apart, draws_globally
 
 if TYPE_CHECKING:
     from accel_core.feed import Feed
     from accel_data.generators import Synchronise
+    from accel_data.identity import Identity
 
 
 class EpochSource:

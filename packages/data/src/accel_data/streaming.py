@@ -7,24 +7,28 @@ then that is kept beside the position, as it was when the latest batch was yield
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from accel_core.failures import announce
+from accel_core.feed import Rows
 from accel_core.reads import length_of, looked_ahead
+from accel_data.counting import Counting, taken
 from accel_data.generators import between_epochs, given_generators, restore_between, settle
-from accel_data.position import EpochOpening, Epochs, Identity, Start, tell_epoch
+from accel_data.position import EpochOpening, Epochs, Start, tell_epoch
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
 
-    from accel_core.feed import Feed, Rows
+    from accel_core.feed import Feed
     from accel_core.layout import Shard
     from accel_core.loading import Outlet
     from accel_data.generators import Synchronise
+    from accel_data.identity import Identity
 
 
 class Stateful(Protocol):
@@ -60,6 +64,7 @@ class StreamSource:
         inherits_state: whether a loader class that keeps a position of its own is asked for it.
         skipped: batches that every iteration leaves out at its beginning.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
+        counts: the samples of the batches that torch's latest iterator has delivered; None if nobody counts them.
     """
 
     inherits_state = True
@@ -81,6 +86,7 @@ class StreamSource:
         self.epochs = Epochs()
         self.skipped = 0
         self.synchronised: torch.Generator | None = None
+        self.counts: deque[int] | None = None
         self._synchronise = synchronise
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
@@ -203,26 +209,37 @@ class StreamSource:
         if self.epochs.begins_from_a_state:
             return iter(())
         goes_on = saved is not None and saved["standing"] == "inside"
-        return self._from_a_state(fetched if goes_on else partial(_restarted, fetched), start, stateful)
+        restarted = partial(_restarted, fetched, partial(self.tell_epoch, start.epoch))
+        return self._from_a_state(fetched if goes_on else restarted, start, stateful)
 
     def _from_the_beginning(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
     ) -> Iterator[Fetched]:
         """The batches behind `start` of a pass that begins at the beginning of the epoch."""
-        return self._counted(islice(fetched(), self._batches_behind(start.samples), None), start.samples, stateful)
+        behind = self._batches_behind(start.samples)
+        return self._counted(islice(self._told(fetched()), behind, None), start.samples, stateful)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
     ) -> Iterator[Fetched]:
         """The same of a pass that begins at `start`."""
-        return self._counted(fetched(), start.samples, stateful)
+        return self._counted(self._told(fetched()), start.samples, stateful)
 
-    def _counted(self, batches: Iterable[Any], samples: int, stateful: Stateful | None) -> Iterator[Fetched]:
+    def _told(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int | None]]:
+        """The batches, each with the samples that it was made of, where these are counted."""
+        counts = batches.counts if isinstance(batches, Counting) else None
+        for batch in batches:
+            counts = self.counts if counts is None else counts  # the user's class may ask for torch's iterator only now
+            yield batch, taken(counts)
+
+    def _counted(
+        self, batches: Iterable[tuple[Any, int | None]], samples: int, stateful: Stateful | None
+    ) -> Iterator[Fetched]:
         size = self.batch_size or 1
         samples += size * self.skipped
-        for batch in islice(batches, self.skipped, None):
+        for batch, count in islice(batches, self.skipped, None):
             samples += size
-            yield Fetched(batch, None, samples, inside(stateful))
+            yield Fetched(batch, None if count is None else Rows(count, count), samples, inside(stateful))
 
     def _batches_behind(self, samples: int) -> int:
         """How many batches are left out to go on behind so many samples."""
@@ -248,14 +265,16 @@ def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) 
     return {"standing": standing, "state": copy.deepcopy(stateful.state_dict())}
 
 
-def _restarted(fetched: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+def _restarted(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -> Iterator[Any]:
     """A pass from a state at the end of an epoch.
 
     Some pipelines begin anew from there, others end once more first; where a loader and its dataset both have a state, each of
-    them may.
+    them may. `tell` tells the dataset the epoch, for a loader may have put it into its older state only now.
     """
-    for _ in range(3):
+    for number in range(3):
         empty = True
+        if number:
+            tell()
         for batch in fetched():
             empty = False
             yield batch
