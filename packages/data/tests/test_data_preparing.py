@@ -304,7 +304,7 @@ def test_describe_says_what_the_batch_size_is(make, total, steps, words):
 
 def test_a_stream_has_no_total_length_and_no_number_of_batches():
     for loader in (DataLoaderShard(Stream(9)), DataLoaderDispatcher(Stream(9))):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="total_dataset_length was asked for, but Stream has no length"):
             _ = loader.total_dataset_length
         with pytest.raises(TypeError, match="IterableDataset without a length"):
             len(loader)

@@ -23,16 +23,19 @@ def epochs_with_generators_that_differ(workers):
     return [[batch.tolist() for batch in prepared] for _ in range(2)], generator.get_state()
 
 
+def epochs_without_and_with_a_worker():
+    return [epochs_with_generators_that_differ(workers) for workers in (0, 1)]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_all_ranks_use_rank_zeros_generator(workers):
+def test_all_ranks_use_rank_zeros_generator():
     """Semantics 21: all ranks get rank 0's state of a generator that the user handed in, once per iteration."""
-    (first, state), (second, other) = run_ranks(epochs_with_generators_that_differ, 2, workers)
-    expected = SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(10))
-    for epoch in range(2):
-        order = [i for step in zip(first[epoch], second[epoch], strict=True) for part in step for i in part]
-        assert order[:10] == list(expected)
-    assert torch.equal(state, other)
+    for (first, state), (second, other) in zip(*run_ranks(epochs_without_and_with_a_worker, 2), strict=True):
+        expected = SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(10))
+        for epoch in range(2):
+            order = [i for step in zip(first[epoch], second[epoch], strict=True) for part in step for i in part]
+            assert order[:10] == list(expected)
+        assert torch.equal(state, other)
 
 
 def orders_of_peers():
@@ -56,16 +59,23 @@ def gathered_samples(workers, options, drop_last):
     return [accelerator.gather_for_metrics(batch).tolist() for batch in prepared]
 
 
+CASES = (
+    ((0, {}, False), [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]),
+    ((2, {}, False), [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]),
+    ((2, {"split_batches": True}, False), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]),
+    ((0, {"split_batches": True}, True), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+)
+
+
+def gathered_samples_of_all_cases():
+    return [gathered_samples(*case) for case, _ in CASES]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("workers", "options", "drop_last", "expected"), [
-    (0, {}, False, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]),
-    (2, {}, False, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]),
-    (2, {"split_batches": True}, False, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]),
-    (0, {"split_batches": True}, True, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-])  # fmt: skip
-def test_metrics_count_every_sample_once_and_in_order(workers, options, drop_last, expected):
+def test_metrics_count_every_sample_once_and_in_order():
     """D1: on two ranks, one collective a batch."""
-    assert run_ranks(gathered_samples, 2, workers, options, drop_last) == [expected, expected]
+    expected = [samples for _, samples in CASES]
+    assert run_ranks(gathered_samples_of_all_cases, 2) == [expected, expected]
 
 
 def joined_training(even_batches):
@@ -86,14 +96,17 @@ def joined_training(even_batches):
     return seen, inside, after, [parameter.detach().tolist() for parameter in model.parameters()]
 
 
+def joined_training_uneven_and_even():
+    return [joined_training(even_batches) for even_batches in (False, None)]
+
+
 @pytest.mark.timeout(120)
 def test_ranks_that_join_may_end_at_different_batches():
     """The loader has one batch more on rank 0; behind the block it fills up again."""
-    first, second = run_ranks(joined_training, 2, False)
+    (first, evenly), (second, evenly_too) = run_ranks(joined_training_uneven_and_even, 2)
     assert first[0] == [0, 1, 4, 5, 8, 9]
     assert second[0] == [2, 3, 6, 7]
     assert first[2] == second[2] == 3
     assert first[3] == second[3]
-    (first, second) = run_ranks(joined_training, 2, None)
-    assert second[0] == [2, 3, 6, 7, 0, 1]
-    assert first[3] == second[3]
+    assert evenly_too[0] == [2, 3, 6, 7, 0, 1]
+    assert evenly[3] == evenly_too[3]

@@ -10,6 +10,8 @@ from accel_core.testing.ranks import run_ranks
 from accel_core.world import World
 from accel_data.uneven import even_ends
 
+pytestmark = pytest.mark.timeout(120)
+
 LENGTHS = (5, 3, 0)
 
 
@@ -40,34 +42,6 @@ def stopped_with_one_that_has_some():
     return [list(even_ends(iter(range(lengths[world.rank])), "stop", world, ahead=ahead)) for ahead in (1, 2, 4)]
 
 
-@pytest.mark.timeout(120)
-def test_ranks_end_as_the_policy_says_and_know_how_many_batches_follow():
-    """D3: 5, 3 and 0 batches. What follows is exact for the last `ahead` batches, for all ranks together."""
-    ranks = run_ranks(ends_on_all_ranks, 3)
-    for ahead in (1, 2, 4, 9):
-        following = [min(remaining, ahead) for remaining in (4, 3, 2, 1, 0)]
-        expected = (
-            [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4)],
-            [(1, 0), (1, 1), (1, 2), (1, 0), (1, 1)],
-            [(0, 0)] * 5,
-        )
-        for rank, length in enumerate(LENGTHS):
-            assert ranks[rank]["pad", ahead] == [
-                (batch, number < length, remaining)
-                for number, (batch, remaining) in enumerate(zip(expected[rank], following, strict=True))
-            ]
-            assert ranks[rank]["stop", ahead] == []
-            assert ranks[rank]["join", ahead] == [
-                ((rank, number), True, min(length - number - 1, ahead)) for number in range(length)
-            ]
-
-
-@pytest.mark.timeout(120)
-def test_all_stop_with_the_first():
-    for rank in run_ranks(stopped_with_one_that_has_some, 3):
-        assert rank == [[(number, True, min(2 - number, ahead)) for number in range(3)] for ahead in (1, 2, 4)]
-
-
 def epochs_that_are_broken_out_of():
     world = World.current(cpu=True)
     seen, kept = [], []
@@ -81,18 +55,6 @@ def epochs_that_are_broken_out_of():
         if epoch == 1:
             iterator.close()
     return seen
-
-
-@pytest.mark.timeout(120)
-def test_leaving_a_loop_early_does_not_disturb_the_next_epoch():
-    first, second, third = run_ranks(epochs_that_are_broken_out_of, 3)
-    assert [identity for identity, _ in first] == [
-        *[(0, number, 0) for number in range(2)],
-        *[(0, number, 1) for number in range(2)],
-        *[(0, number, 2) for number in range(5)],
-    ]
-    assert [is_real for _, is_real in second] == [True] * 4 + [True] * 3 + [False] * 2
-    assert [identity for identity, _ in third] == [(0, 0, 0)] * 2 + [(0, 0, 1)] * 2 + [(0, 0, 2)] * 5
 
 
 def failing_at(rank, number, world):
@@ -114,9 +76,75 @@ def errors_of_a_dataset():
     return errors, len(list(even_ends(own_batches(world), "pad", world)))
 
 
-@pytest.mark.timeout(120)
-def test_an_error_of_one_dataset_ends_all_ranks():
-    ranks = run_ranks(errors_of_a_dataset, 3)
+def in_a_pair():
+    """Ranks 1 and 2 agree among themselves, in a group of their own, while rank 0 is elsewhere."""
+    world = World.current(cpu=True)
+    group = world.subgroup([1, 2])
+    if world.rank == 0:
+        return None
+    return [batch["id"] for batch, _, _ in even_ends(own_batches(world), "pad", world, group)]
+
+
+JOBS = (
+    ends_on_all_ranks,
+    stopped_with_one_that_has_some,
+    epochs_that_are_broken_out_of,
+    errors_of_a_dataset,
+    in_a_pair,
+)
+
+
+def all_jobs():
+    """One after the other, in one launch: each leaves the ranks as it found them."""
+    return {job: job() for job in JOBS}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """By job, what each rank saw."""
+    by_rank = run_ranks(all_jobs, 3)
+    return {job: [found[job] for found in by_rank] for job in JOBS}
+
+
+def test_ranks_end_as_the_policy_says_and_know_how_many_batches_follow(seen):
+    """D3: 5, 3 and 0 batches. What follows is exact for the last `ahead` batches, for all ranks together."""
+    ranks = seen[ends_on_all_ranks]
+    for ahead in (1, 2, 4, 9):
+        following = [min(remaining, ahead) for remaining in (4, 3, 2, 1, 0)]
+        expected = (
+            [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4)],
+            [(1, 0), (1, 1), (1, 2), (1, 0), (1, 1)],
+            [(0, 0)] * 5,
+        )
+        for rank, length in enumerate(LENGTHS):
+            assert ranks[rank]["pad", ahead] == [
+                (batch, number < length, remaining)
+                for number, (batch, remaining) in enumerate(zip(expected[rank], following, strict=True))
+            ]
+            assert ranks[rank]["stop", ahead] == []
+            assert ranks[rank]["join", ahead] == [
+                ((rank, number), True, min(length - number - 1, ahead)) for number in range(length)
+            ]
+
+
+def test_all_stop_with_the_first(seen):
+    for rank in seen[stopped_with_one_that_has_some]:
+        assert rank == [[(number, True, min(2 - number, ahead)) for number in range(3)] for ahead in (1, 2, 4)]
+
+
+def test_leaving_a_loop_early_does_not_disturb_the_next_epoch(seen):
+    first, second, third = seen[epochs_that_are_broken_out_of]
+    assert [identity for identity, _ in first] == [
+        *[(0, number, 0) for number in range(2)],
+        *[(0, number, 1) for number in range(2)],
+        *[(0, number, 2) for number in range(5)],
+    ]
+    assert [is_real for _, is_real in second] == [True] * 4 + [True] * 3 + [False] * 2
+    assert [identity for identity, _ in third] == [(0, 0, 0)] * 2 + [(0, 0, 1)] * 2 + [(0, 0, 2)] * 5
+
+
+def test_an_error_of_one_dataset_ends_all_ranks(seen):
+    ranks = seen[errors_of_a_dataset]
     assert [length for _, length in ranks] == [5, 5, 5]
     raised = [f"no file for sample {number}" for number in (0, 2, 0)]
     assert ranks[1][0] == [("LookupError", message) for message in raised]
@@ -126,19 +154,9 @@ def test_an_error_of_one_dataset_ends_all_ranks():
             assert f"another rank failed, and so all ranks end: rank 1 raised LookupError: {reason}. Mend" in message
 
 
-def in_a_pair(policy):
-    """Ranks 1 and 2 agree among themselves, in a group of their own, while rank 0 is elsewhere."""
-    world = World.current(cpu=True)
-    group = world.subgroup([1, 2])
-    if world.rank == 0:
-        return None
-    return [batch["id"] for batch, _, _ in even_ends(own_batches(world), policy, world, group)]
-
-
-@pytest.mark.timeout(120)
-def test_a_group_agrees_without_the_others():
+def test_a_group_agrees_without_the_others(seen):
     own = [(1, 0, 0), (1, 1, 0), (1, 2, 0)]
-    assert run_ranks(in_a_pair, 3, "pad") == [None, own, [(1, 0, 0)] * 3]
+    assert seen[in_a_pair] == [None, own, [(1, 0, 0)] * 3]
 
 
 def test_one_process_has_nobody_to_agree_with():

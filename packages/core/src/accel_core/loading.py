@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from accel_core.dressing import dressed_class
 from accel_core.failures import announce
-from accel_core.feed import Feed
+from accel_core.feed import Feed, Passage
 from accel_core.fetching import fetching
 from accel_core.reads import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
 from accel_core.tree import to_device
@@ -46,6 +47,18 @@ class Outlet:
     def placed(self, batch: Any) -> Any:
         """The batch, on the device."""
         return batch if self.device is None else to_device(batch, self.device, self.non_blocking)
+
+    @contextmanager
+    def passage(self) -> Iterator[Passage]:
+        """One iteration, from its first batch to its end or death. What is raised inside is announced to the other ranks."""
+        passage = self.feed.enter()
+        try:
+            yield passage
+        except Exception as error:
+            announce(error)
+            raise
+        finally:
+            passage.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outlet:
         return self
@@ -307,10 +320,9 @@ def _matched_batches(
     inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet, rows_known: bool
 ) -> Iterator[Any]:
     """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
-    passage = outlet.feed.enter()
     remaining: int | None = 0
-    opening = _started(opening)
-    try:
+    with outlet.passage() as passage:
+        opening = _started(opening)
         for batch in inner:
             # A user's __iter__ that is a generator has only now asked for torch's iterator.
             opening = opening or _started(indices.take())
@@ -326,11 +338,6 @@ def _matched_batches(
             raise RuntimeError(unmatched("fewer batches than"))
         if opening is not None:
             opening.progress.finished = True
-    except Exception as error:
-        announce(error)
-        raise
-    finally:
-        passage.leave()
 
 
 def _started(opening: Opening | None) -> Opening | None:
@@ -353,9 +360,8 @@ def _batches_looked_ahead(
     inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet
 ) -> Iterator[Any]:
     """Batches of which only the data tell how many there are."""
-    passage = outlet.feed.enter()
-    opening = _started(opening)
-    try:
+    with outlet.passage() as passage:
+        opening = _started(opening)
         arriving = _with_samples(inner, indices, opening)
         for (batch, found, samples), remaining in looked_ahead(arriving, outlet.feed.lookahead):
             opening = opening or _started(found)
@@ -367,11 +373,6 @@ def _batches_looked_ahead(
         opening = opening or _started(indices.take())  # there was no batch
         if opening is not None:
             opening.progress.finished = True
-    except Exception as error:
-        announce(error)
-        raise
-    finally:
-        passage.leave()
 
 
 def _with_samples(
@@ -415,10 +416,9 @@ def _plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[A
     fetch = fetching(dataset)
     device, non_blocking = outlet.device, outlet.non_blocking
     progress = opening.progress
-    passage = outlet.feed.enter()
-    opening.start()
-    advance = passage.advance
-    try:
+    with outlet.passage() as passage:
+        opening.start()
+        advance = passage.advance
         for indices, remaining, rows, samples in opening.reads:
             if profiler._is_profiler_enabled:  # kept by torch as a plain flag for checks like this one
                 with profiler.record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
@@ -431,8 +431,3 @@ def _plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[A
             progress.samples = samples
             yield batch
         progress.finished = True
-    except Exception as error:
-        announce(error)
-        raise
-    finally:
-        passage.leave()

@@ -40,27 +40,30 @@ class Counting(Delivering):
     """torch's iterator over collated batches, for a loader class that may look at the batches: it sees the user's.
 
     Attributes:
-        counts: the samples of the batches that were delivered, until somebody takes them.
+        delivered: the batches with their counts, until somebody takes them.
     """
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner, Count())
-        self.counts: deque[int] = deque()
+        self.delivered: deque[Collated] = deque()
 
     def __next__(self) -> Any:
         collated: Collated = super().__next__()
-        self.counts.append(collated.samples)
+        self.delivered.append(collated)
         return collated.batch
 
     def _reset(self, *arguments: Any, **options: Any) -> None:
-        self.counts.clear()
+        self.delivered.clear()
         super()._reset(*arguments, **options)
 
 
-def taken(counts: deque[int] | None) -> int | None:
-    """The samples of the batch that was yielded; None where nobody counts, or a loader class joins or holds back batches."""
-    if not counts:
+def taken(delivered: deque[Collated] | None, batch: Any) -> int | None:
+    """The samples of a batch that was yielded; None where nobody counts, or a loader class has made it of several."""
+    if delivered is None:
         return None
-    only = counts.popleft() if len(counts) == 1 else None
-    counts.clear()
+    for place, collated in enumerate(delivered):
+        if collated.batch is batch:  # the class may have taken more already
+            return [delivered.popleft() for _ in range(place + 1)][-1].samples
+    only = delivered[0].samples if len(delivered) == 1 else None
+    delivered.clear()
     return only

@@ -243,11 +243,16 @@ class DispatchSource:
         source.epochs.restore(start)
         source.skipped = self.skipped * self.sharing.batches_per_step
         progress: EpochProgress | None = None
+        before = start.samples
         for batch in self.local:
             # Of this iteration: another one over the same loader may begin before it ends.
             progress = progress or source.epochs.current
             assert progress is not None
-            yield batch, feed.current_rows(), Start(progress.epoch, progress.samples, progress.extras)
+            rows, read = feed.current_rows(), progress.samples - before
+            if rows is None and read and isinstance(source, EpochSource) and source.batched:
+                rows = Rows(read, read)  # of a loader class that iterates in its own way
+            before = progress.samples
+            yield batch, rows, Start(progress.epoch, progress.samples, progress.extras)
 
 
 class Ahead:
@@ -340,4 +345,7 @@ def _size(step: Shared) -> int:
     """Bytes of the tensors of one part."""
     part = step.parts[0]
     leaves = [] if part is None else flatten(part.batch)[0]
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return sum(
+        leaf.nbytes for leaf in tensors if leaf.layout is torch.strided and not leaf.is_nested
+    )  # others have none

@@ -96,7 +96,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
             return arriving
         if isinstance(self.collate_fn, CountingCollate):
             counting = Counting(inner)
-            source.counts = counting.counts
+            source.delivered = counting.delivered
             return counting
         return inner
 

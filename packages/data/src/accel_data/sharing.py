@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import default_collate, default_convert
 
 from accel_core.feed import Rows
+from accel_data.counting import CountingCollate
 from accel_data.parts import piece_of
 from accel_data.rows import Samples, Unsplittable, concatenate, count_rows, holds_samples, slice_rows
 
@@ -62,7 +63,7 @@ class Sharing:
         self.drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
         self.slice_fn = request.slice_fn
         self._head: list[Batch] = []  # the first batches of the iteration, for filling up
-        self._samples = _collates_to_samples(getattr(loader.collate_fn, "collate_fn", loader.collate_fn))
+        self._samples = _collates_to_samples(loader.collate_fn)
         if self.split and size is not None:
             piece_of(size, self.count)
 
@@ -207,6 +208,8 @@ class Sharing:
 
 def _collates_to_samples(collate: Any) -> bool | None:
     """Whether a collate function gives the list of its samples; None if that is to be seen."""
+    if isinstance(collate, CountingCollate):
+        return _collates_to_samples(collate.collate_fn)
     if collate is list:
         return True
     return False if collate in (default_collate, default_convert) else None

@@ -13,10 +13,9 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from accel_core.failures import announce
 from accel_core.feed import Rows
 from accel_core.reads import length_of, looked_ahead
-from accel_data.counting import Counting, taken
+from accel_data.counting import Collated, Counting, taken
 from accel_data.generators import between_epochs, given_generators, restore_between, settle
 from accel_data.position import EpochOpening, Epochs, Start, tell_epoch
 
@@ -64,7 +63,7 @@ class StreamSource:
         inherits_state: whether a loader class that keeps a position of its own is asked for it.
         skipped: batches that every iteration leaves out at its beginning.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
-        counts: the samples of the batches that torch's latest iterator has delivered; None if nobody counts them.
+        delivered: what torch's latest iterator has delivered, where samples are counted; else None.
     """
 
     inherits_state = True
@@ -86,7 +85,7 @@ class StreamSource:
         self.epochs = Epochs()
         self.skipped = 0
         self.synchronised: torch.Generator | None = None
-        self.counts: deque[int] | None = None
+        self.delivered: deque[Collated] | None = None
         self._synchronise = synchronise
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
@@ -170,10 +169,9 @@ class StreamSource:
 
     def _reported(self, opening: EpochOpening, batches: Iterator[Fetched], outlet: Outlet) -> Iterator[Any]:
         """The batches, placed and reported."""
-        passage = outlet.feed.enter()
-        opening.start()
         progress = opening.progress
-        try:
+        with outlet.passage() as passage:
+            opening.start()
             for fetched, remaining in self._ended(batches, outlet.feed):
                 placed = outlet.placed(fetched.batch)
                 passage.advance(remaining, fetched.rows)
@@ -184,11 +182,6 @@ class StreamSource:
                         progress.extras["stream"] = {**fetched.extras["stream"], "standing": "end"}
                 yield placed
             progress.finished = True
-        except Exception as error:
-            announce(error)
-            raise
-        finally:
-            passage.leave()
 
     def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
         """Each batch, with how many follow."""
@@ -227,10 +220,11 @@ class StreamSource:
 
     def _told(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int | None]]:
         """The batches, each with the samples that it was made of, where these are counted."""
-        counts = batches.counts if isinstance(batches, Counting) else None
+        delivered = batches.delivered if isinstance(batches, Counting) else None
         for batch in batches:
-            counts = self.counts if counts is None else counts  # the user's class may ask for torch's iterator only now
-            yield batch, taken(counts)
+            # The user's class may have asked for torch's iterator only now.
+            delivered = self.delivered if delivered is None else delivered
+            yield batch, taken(delivered, batch)
 
     def _counted(
         self, batches: Iterable[tuple[Any, int | None]], samples: int, stateful: Stateful | None
