@@ -1,4 +1,4 @@
-"""From an index batch to a batch, as torch's default does it, without its detours.
+"""From index batches to batches, as torch's default does it, without its detours: the bare loop of a plain loader.
 
 torch's collation walks any structure. Most samples are flat dicts or tuples of tensors, which can be stacked directly, and
 the rows of a `TensorDataset` can be indexed at once. What this gives is what torch gives, bit for bit; whatever is not
@@ -7,12 +7,59 @@ plainly of these shapes is left to torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.autograd import profiler
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from accel_core.tree import to_device
+
+if TYPE_CHECKING:
+    from accel_core.loading import Outlet
+    from accel_core.reads import Opening
+
+
+def fetches_plainly(loader: DataLoader[Any]) -> bool:
+    """Whether torch's iterator would do nothing but fetch and collate."""
+    return (
+        type(loader).__bases__[-1] is DataLoader
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and not loader.timeout
+        and loader.batch_sampler is not None
+        and loader.collate_fn is default_collate
+        and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
+    )
+
+
+def draw_base_seed(generator: torch.Generator | None) -> None:
+    """torch draws the base of its workers' seeds even when there are none; the streams that follow depend on it."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+def plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[Any]:
+    """The batches of one iteration, placed and reported."""
+    fetch = fetching(dataset)
+    device, non_blocking = outlet.device, outlet.non_blocking
+    progress = opening.progress
+    with outlet.passage() as passage:
+        opening.start()
+        advance = passage.advance
+        for indices, remaining, rows, samples in opening.reads:
+            if profiler._is_profiler_enabled:  # kept by torch as a plain flag for checks like this one
+                with profiler.record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+                    batch = fetch(indices)
+            else:
+                batch = fetch(indices)
+            if device is not None:
+                batch = to_device(batch, device, non_blocking)
+            advance(remaining, rows)
+            progress.samples = samples
+            yield batch
+        progress.finished = True
 
 
 def fetching(dataset: Any) -> Callable[[list[int]], Any]:

@@ -18,13 +18,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.autograd import profiler
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.dressing import dressed_class
 from accel_core.failures import announce
 from accel_core.feed import Feed, Passage
-from accel_core.fetching import fetching
+from accel_core.fetching import draw_base_seed, fetches_plainly, plain_batches
 from accel_core.reads import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
 from accel_core.tree import to_device
 
@@ -179,10 +178,10 @@ class PreparedLoader(_Base):
 
     def __iter__(self) -> Any:
         indices, outlet = self._accel_indices, self._accel_outlet
-        if _is_plain(self):
+        if fetches_plainly(self):
             opening = indices.open()
-            _draw_base_seed(self.generator)
-            return _plain_batches(self.dataset, opening, outlet)
+            draw_base_seed(self.generator)
+            return plain_batches(self.dataset, opening, outlet)
         indices.opened = None
         inner: Any = super().__iter__()
         if isinstance(self.dataset, IterableDataset):  # its batches have no indices by which to leave them out
@@ -392,42 +391,3 @@ def _with_samples(
                 samples = opening.notes.popleft()[2]
                 taken += 1
         yield batch, opening, samples
-
-
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether torch's iterator would do nothing but fetch and collate."""
-    return (
-        type(loader).__bases__[-1] is DataLoader
-        and loader.num_workers == 0
-        and not loader.pin_memory
-        and not loader.timeout
-        and loader.batch_sampler is not None
-        and loader.collate_fn is default_collate
-        and not isinstance(loader.dataset, (IterableDataset, torch.utils.data.MapDataPipe))
-    )
-
-
-def _draw_base_seed(generator: torch.Generator | None) -> None:
-    """torch draws the base of its workers' seeds even when there are none; the streams that follow depend on it."""
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
-
-
-def _plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[Any]:
-    fetch = fetching(dataset)
-    device, non_blocking = outlet.device, outlet.non_blocking
-    progress = opening.progress
-    with outlet.passage() as passage:
-        opening.start()
-        advance = passage.advance
-        for indices, remaining, rows, samples in opening.reads:
-            if profiler._is_profiler_enabled:  # kept by torch as a plain flag for checks like this one
-                with profiler.record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
-                    batch = fetch(indices)
-            else:
-                batch = fetch(indices)
-            if device is not None:
-                batch = to_device(batch, device, non_blocking)
-            advance(remaining, rows)
-            progress.samples = samples
-            yield batch
-        progress.finished = True
