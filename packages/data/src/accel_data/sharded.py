@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from accel_core.config import as_rng_types
 from accel_core.hookspecs import hookimpl
 from accel_data.configuration import DataLoaderConfiguration, Uneven, check_options
-from accel_data.preparing import prepare
-from accel_data.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,6 +97,10 @@ class Sharded:
         slice_fn: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
         """A copy of the loader that gives one shard."""
+        # Not at the top: the component is made with every Accelerator, and some scripts prepare no loader.
+        from accel_data.preparing import prepare
+        from accel_data.request import Request
+
         options = DataLoaderConfiguration(**{field.name: getattr(self, field.name) for field in fields(self.handler)})
         request = Request(shard, feed, device, seed, number, group, slice_fn, options, tuple(self.rng_types))
         return prepare(loader, request)
