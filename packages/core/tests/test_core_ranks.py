@@ -51,6 +51,15 @@ def stuck_in_c() -> None:
     threading.Event().wait()
 
 
+def stuck_with_a_worker(path: str) -> None:
+    worker = os.fork()
+    if worker == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    Path(path).write_text(str(worker))
+    stuck()
+
+
 def abort_at_exit() -> str:
     atexit.register(os.abort)
     return "fine"
@@ -157,6 +166,17 @@ def test_rank_that_ignores_sigterm_inside_a_collective_is_killed_too() -> None:
         run_ranks(stuck_in_c, 2, timeout=3.0)
     assert "barrier" in caught.value.reports[0].stacks
     assert caught.value.reports[1].exit_code == -signal.SIGKILL
+
+
+def test_workers_of_a_stuck_rank_are_ended_with_it_and_keep_nobody_waiting(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match="did not end: killed 3 s after the start"):
+        run_ranks(stuck_with_a_worker, 1, str(tmp_path / "worker"), timeout=3)
+    assert time.monotonic() - started < 20
+    worker = Path("/proc") / (tmp_path / "worker").read_text()
+    while worker.exists() and time.monotonic() - started < 20:
+        time.sleep(0.05)  # it was killed, and takes a moment to be gone
+    assert not worker.exists()
 
 
 def test_exit_callbacks_run(tmp_path: Path) -> None:

@@ -291,15 +291,19 @@ def _kill(ranks: list[_Rank]) -> None:
             if not ready:
                 break
             for rank in [rank for rank in running if rank.process.sentinel in ready]:
+                _signal(rank.process, signal.SIGKILL)  # the workers that its end has left behind
                 rank.reap()
                 running.remove(rank)
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
-    """Sends a signal to a process that may have ended just now."""
+    """Sends a signal to a process that may have ended just now; what ends a rank ends its workers with it."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
+    if number != _STACKS_SIGNAL:
+        with contextlib.suppress(ProcessLookupError):  # one that is too young has no group of its own yet
+            os.killpg(process.pid, number)
 
 
 def _ending(exit_code: int | None) -> str:
@@ -314,6 +318,9 @@ def _run_rank(
     """Runs the function in a forked process and leaves it for good."""
     # Shutdown then leaves alone what the server imported, three quarters of its cost, and still collects what is new.
     gc.freeze()
+    os.setpgid(0, 0)
+    # A worker that outlives its rank would keep the line open, and the test waiting for a message that nobody sends.
+    os.register_at_fork(after_in_child=lambda: results.closed or results.close())
     os.environ.clear()
     os.environ.update(environment)
     _redirect_output(output)
