@@ -9,22 +9,23 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 from accel_core.errors import WorldError
 
-_PORTS = range(15000, 30000)
-"""Where ports derived from a job's identity lie: unprivileged, and below what kernels give to clients."""
+_PORTS = range(15000, 29983)
+"""Where ports derived from a job's identity lie: unprivileged, and below what kernels give to clients. As many as a prime, so
+that identities which differ by a small number, like those of jobs that start together, never have the same port."""
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """The variables of one kind of launcher.
 
     Args:
         source: what `World.source` says.
         marks: it is taken to have started this process when all of these are set.
+        alone: variables, and values of theirs that say that it has started this process alone, whatever the others say.
         rank, local_rank: the variable that holds it.
         size, local_size: the variables that may hold it, best first. A local size may be a list of tasks per node in
             Slurm's notation, "2(x3),1".
@@ -42,6 +43,13 @@ class Launcher:
     node: str = ""
     job: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    alone: tuple[tuple[str, str], ...] = ()
+
+    def started(self, environ: Mapping[str, str]) -> bool:
+        """Whether its variables say that it has started this process, as one of several or as the only one."""
+        return all(environ.get(mark) for mark in self.marks) and not any(
+            environ.get(name) == value for name, value in self.alone
+        )
 
     def variables(self) -> tuple[str, ...]:
         """Everything that errors show."""
@@ -49,12 +57,28 @@ class Launcher:
 
 
 _TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
-_PMI = Launcher("mpi", ("PMI_RANK",), "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))
+# What jobs are called by batch systems that may have an mpirun inside. Not the steps of Slurm: an mpirun there starts its
+# daemons on other nodes as a step, and the ranks on the first node without one.
+_BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_PMI = Launcher(
+    "mpi",
+    ("PMI_RANK",),
+    "PMI_RANK",
+    ("PMI_SIZE",),
+    "MPI_LOCALRANKID",
+    ("MPI_LOCALNRANKS",),
+    job=_BATCH,
+    nodes=("SLURM_JOB_NODELIST",),
+)
 
-LAUNCHERS = (
+TORCHRUN = (
     _TORCHRUN,
     # A size without a rank: an error that says so, and not a world of one.
-    replace(_TORCHRUN, marks=("WORLD_SIZE",)),
+    _TORCHRUN._replace(marks=("WORLD_SIZE",)),
+)
+"""The rows of torchrun, whose variables scripts and users set as well. So they are compared with those of the others."""
+
+LAUNCHERS = (
     # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
     Launcher(
         source="mpi",  # Open MPI
@@ -63,7 +87,8 @@ LAUNCHERS = (
         size=("OMPI_COMM_WORLD_SIZE",),
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
+        nodes=("SLURM_JOB_NODELIST",),
     ),
     Launcher(
         source="mpi",  # MVAPICH2
@@ -72,8 +97,11 @@ LAUNCHERS = (
         size=("MV2_COMM_WORLD_SIZE",),
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        job=_BATCH,
+        nodes=("SLURM_JOB_NODELIST",),
     ),
-    replace(_PMI, marks=("PMI_RANK", "MPI_LOCALRANKID")),
+    _PMI._replace(marks=("PMI_RANK", "MPI_LOCALRANKID")),  # MPICH and Intel MPI
+    _PMI._replace(marks=("PMI_RANK", "PMI_LOCAL_RANK"), local_rank="PMI_LOCAL_RANK", local_size=("PMI_LOCAL_SIZE",)),
     Launcher(
         source="slurm",
         # A batch script has a process id too, and is one process all the same: only steps of srun have a step id.
@@ -85,10 +113,21 @@ LAUNCHERS = (
         node="SLURM_NODEID",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         nodes=("SLURM_STEP_NODELIST", "SLURM_NODELIST"),
+        # The ids that Slurm keeps for its own steps: the shell of salloc, the batch script, and what is outside.
+        alone=tuple(("SLURM_STEP_ID", str(number)) for number in range(4294967290, 4294967294)),
     ),
     _PMI,  # after Slurm, whose steps may offer PMI as well
+    # PMIx alone gives a rank, but no size: an error that says so, and not a world of one.
+    Launcher(
+        source="mpi",
+        marks=("PMIX_RANK",),
+        rank="PMIX_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
 )
-"""The launchers, in the order in which they are asked. torchrun's variables win: whoever sets them means them."""
+"""The other launchers, in the order in which they are asked."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +141,7 @@ class Place:
         agent: whether the launcher itself hosts that store.
         attempt: how often the launcher has restarted the job; told only if all ranks are local, because each node counts
             for itself.
+        job: what the launcher calls the job; empty if it does not say.
     """
 
     source: str = "alone"
@@ -113,6 +153,7 @@ class Place:
     port: int | None = None
     agent: bool = False
     attempt: int = 0
+    job: str = ""
 
     def meeting_point(self) -> str:
         """The URL at which the ranks meet. Raises `WorldError` if the environment does not tell."""
@@ -130,12 +171,50 @@ class Place:
 def read_place(environ: Mapping[str, str]) -> Place:
     """Reads the place of this process from its environment; alone if no launcher has left its variables.
 
+    torchrun's variables win where torchrun itself has set them, and where they make a world larger than the one around it:
+    there, each process of the outer one has started several. Otherwise somebody else has set them, and they have to say the
+    same as the launcher's, which then says the rest.
+
     Raises:
         WorldError: if the variables contradict each other or are incomplete.
     """
-    launcher = next((row for row in LAUNCHERS if all(environ.get(mark) for mark in row.marks)), None)
+    inner = next((row for row in TORCHRUN if row.started(environ)), None)
+    if inner is not None and environ.get("TORCHELASTIC_RUN_ID"):
+        return _place(inner, environ)
+    launcher = next((row for row in LAUNCHERS if row.started(environ)), None)
     if launcher is None:
-        return Place()
+        return Place() if inner is None else _place(inner, environ)
+    outer = _place(launcher, environ)
+    if inner is None:
+        return outer
+    size = environ.get("WORLD_SIZE", "")
+    if environ.get("RANK") and size.isdecimal() and int(size) > outer.size:
+        return _place(inner, environ)
+    _compare(launcher, outer, environ)
+    return outer
+
+
+def _compare(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> None:
+    """Raises `WorldError` if a variable of torchrun's says something else than `place`, which `launcher` gives."""
+    told = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+    }
+    other = [
+        f"{name}={environ[name]!r}" for name, value in told.items() if (environ.get(name) or str(value)) != str(value)
+    ]
+    if other:
+        raise WorldError(
+            f"The place of this process is told twice, and differently. Found {', '.join(other)} beside what "
+            f"{launcher.source} says ({launcher.marks[-1]} is set): rank {place.rank} of {place.size}, local rank "
+            f"{place.local_rank} of {place.local_size}. Unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE to start with "
+            f"{launcher.source}, or unset {', '.join(launcher.marks)} to give the place yourself."
+        )
+
+
+def _place(launcher: Launcher, environ: Mapping[str, str]) -> Place:
     reader = _Reader(launcher, environ)
     rank, size = reader.number(launcher.rank), reader.number(*launcher.size)
     local_rank, local_size = reader.number(launcher.local_rank), reader.local_size()
@@ -149,15 +228,15 @@ def read_place(environ: Mapping[str, str]) -> Place:
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        address=environ.get("MASTER_ADDR") or reader.first_node() or ("127.0.0.1" if one_machine else None),
+        address=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else reader.first_node()),
         port=reader.port(),
-        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent=launcher.source == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(restarts) if one_machine and restarts.isdecimal() else 0,
+        job=reader.job(),
     )
 
 
-@dataclass(frozen=True)
-class _Reader:
+class _Reader(NamedTuple):
     """Reads the variables of one launcher, and says what it found when they do not add up."""
 
     launcher: Launcher
@@ -204,8 +283,19 @@ class _Reader:
             if not value.isdecimal() or not 0 < int(value) < 1 << 16:
                 self.fail(f"MASTER_PORT={value!r} is no port")
             return int(value)
-        identity = [self.environ[name] for name in self.launcher.job if self.environ.get(name)]
-        return _PORTS[zlib.crc32(".".join(identity).encode()) % len(_PORTS)] if identity else None
+        job = self.job()
+        return _port(job) if job else None
+
+    def job(self) -> str:
+        return " ".join(self.environ[name] for name in self.launcher.job if self.environ.get(name))
+
+
+def _port(job: str) -> int:
+    """The port of a job. Jobs whose identities differ in one number, or by little, have different ones on one host."""
+    number = zlib.crc32(re.sub(r"\d+", "", job).encode())
+    for digits in re.findall(r"\d+", job):
+        number = number * 61 + int(digits)
+    return _PORTS[number % len(_PORTS)]
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -1,0 +1,257 @@
+"""A script needs no arguments under any launcher: processes of their own, with the environment that each launcher gives.
+
+None of these launchers is needed here but torchrun: what they leave in the environment is all that tells a process its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Environment = dict[str, str]
+LIMIT = 100.0  # seconds; a process that runs longer is killed
+FOREIGN = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|ACCEL.*|TORCHELASTIC.*|(SLURM|OMPI|PMI|PMIX|MPI|MV2)_.*)"
+)
+
+SCRIPT = """
+import json, torch
+from accel_core import Accelerator, World
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(2):
+    accelerator.backward(model(torch.full((4, 3), float(accelerator.process_index))).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+world = World.current()
+print(json.dumps({
+    "source": world.source,
+    "place": [world.rank, world.size, world.local_rank, world.local_size],
+    "ranks": accelerator.gather(torch.tensor([world.rank])).tolist(),
+    "weights": len(set(accelerator.gather(accelerator.unwrap_model(model).bias).tolist())),
+}))
+"""
+
+jobs = itertools.count(os.getpid() % 10000 * 100)
+
+
+def nodes(sizes: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Rank, node, local rank and local size of every process on nodes with so many of them."""
+    places = ((node, local, size) for node, size in enumerate(sizes) for local in range(size))
+    return ((rank, *place) for rank, place in enumerate(places))
+
+
+def slurm(*sizes: int) -> list[Environment]:
+    """What `srun` gives its tasks, on nodes that all are this machine."""
+    job, total = str(next(jobs)), str(sum(sizes))
+    shared = {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": total,
+        "SLURM_STEP_NUM_TASKS": total,
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, sizes)),
+        "SLURM_STEP_NODELIST": ",".join(f"127.0.0.{number + 1}" for number in range(len(sizes))),
+    }
+    return [
+        {**shared, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+        for rank, node, local, _ in nodes(list(sizes))
+    ]
+
+
+def open_mpi(*sizes: int, prefix: str = "OMPI", **more: str) -> list[Environment]:
+    more = more or {"PMIX_NAMESPACE": f"prterun-host-{next(jobs)}@1"}
+    return [
+        {
+            **more,
+            f"{prefix}_COMM_WORLD_RANK": str(rank),
+            f"{prefix}_COMM_WORLD_SIZE": str(sum(sizes)),
+            f"{prefix}_COMM_WORLD_LOCAL_RANK": str(local),
+            f"{prefix}_COMM_WORLD_LOCAL_SIZE": str(size),
+        }
+        for rank, _, local, size in nodes(list(sizes))
+    ]
+
+
+def mvapich(*sizes: int) -> list[Environment]:
+    return open_mpi(*sizes, prefix="MV2", PBS_JOBID=f"{next(jobs)}.server")
+
+
+def hydra(*sizes: int) -> list[Environment]:
+    """What the mpiexec of MPICH and Intel MPI gives, inside an allocation of Slurm."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    job = str(next(jobs))
+    return [
+        {"SLURM_JOB_ID": job, **dict(zip(names, map(str, (rank, sum(sizes), local, size)), strict=True))}
+        for rank, _, local, size in nodes(list(sizes))
+    ]
+
+
+def by_hand(*sizes: int, port: int) -> list[Environment]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        {**meeting, **dict(zip(names, map(str, (rank, sum(sizes), local, size)), strict=True))}
+        for rank, _, local, size in nodes(list(sizes))
+    ]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as holder:  # bound, not listening: the port stays free for torch's store, and only for it
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@contextmanager
+def started(command: list[str], more: Environment) -> Iterator[subprocess.Popen[str]]:
+    """A process with this environment, and nothing of another launcher's; killed if it still runs at the end."""
+    own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
+    environment = {**own, **more, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run(script: Path, *environments: Environment) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of one process for each environment, all started at once."""
+    deadline = time.monotonic() + LIMIT
+    with ExitStack() as stack:
+        processes = [stack.enter_context(started([str(script)], more)) for more in environments]
+        ended = [process.communicate(timeout=max(0, deadline - time.monotonic())) for process in processes]
+        return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
+
+
+def worlds(script: Path, *environments: Environment) -> list[dict[str, Any]]:
+    """What each process says of its world, if all of them ended well and without a word."""
+    results = run(script, *environments)
+    assert [(code, errors) for code, _, errors in results] == [(0, "")] * len(results)
+    return [json.loads(output) for _, output, _ in results]
+
+
+def expected(source: str, *sizes: int) -> list[dict[str, Any]]:
+    total = sum(sizes)
+    return [
+        {"source": source, "place": [rank, total, local, size], "ranks": list(range(total)), "weights": 1}
+        for rank, _, local, size in nodes(list(sizes))
+    ]
+
+
+def test_jobs_of_all_launchers_start_at_once_on_one_host_and_train(script: Path) -> None:
+    """S3, S4, L10: no arguments, and no port given: each job finds its own."""
+    found = worlds(script, *slurm(2), *open_mpi(2), *hydra(2), *mvapich(2))
+    assert found == [*expected("slurm", 2), *(expected("mpi", 2) * 3)]
+
+
+@pytest.mark.soak
+def test_twenty_jobs_at_once_all_start(script: Path) -> None:
+    """S4: with job numbers that follow one another, as a queue gives them."""
+    found = worlds(script, *itertools.chain.from_iterable(slurm(2) for _ in range(20)))
+    assert found == expected("slurm", 2) * 20
+
+
+def test_tasks_of_slurm_on_two_nodes_meet_at_the_first(script: Path) -> None:
+    assert worlds(script, *slurm(2, 1)) == expected("slurm", 2, 1)
+
+
+def test_ranks_given_by_hand_train_also_beside_the_same_words_of_a_launcher(script: Path, port: int) -> None:
+    hand = by_hand(1, 2, port=port)
+    ranks = [{**one, **other} for one, other in zip(open_mpi(1, 2), hand, strict=True)]
+    found = worlds(script, *slurm(1), *ranks)
+    assert found == [*expected("slurm", 1), *expected("mpi", 1, 2)]
+
+
+def test_ranks_given_by_hand_are_a_world(script: Path, port: int) -> None:
+    assert worlds(script, *by_hand(2, port=port)) == expected("torchrun", 2)
+
+
+def test_torchrun_in_an_allocation_of_slurm_starts_what_it_was_asked_for(script: Path) -> None:
+    allocation, task = slurm(1)[0], {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with started(command, {**allocation, **task}) as process:
+        output, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
+    found = sorted((json.loads(line) for line in output.splitlines()), key=lambda world: world["place"])
+    assert found == expected("torchrun", 2)
+
+
+def test_process_in_an_allocation_without_srun_is_alone(script: Path) -> None:
+    batch = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+    assert worlds(script, batch) == expected("alone", 1)
+
+
+def test_rank_that_contradicts_its_launcher_ends_at_once(script: Path) -> None:
+    """L10: it must not become a world of one."""
+    ((code, _, errors),) = run(script, {**slurm(2)[1], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert code == 1
+    assert "The place of this process is told twice, and differently" in errors
+
+
+def test_two_nodes_that_claim_one_rank_are_an_error_at_once(script: Path) -> None:
+    """S3: long before the timeout, which is half an hour; `run` waits for a fraction of that."""
+    first, second = slurm(1, 1)
+    results = run(script, first, second, second)
+    assert "another process has claimed rank 1 at tcp://127.0.0.1:" in "".join(errors for _, _, errors in results[1:])
+
+
+@pytest.fixture
+def hurried(script: Path) -> Path:
+    """The same script, with little patience."""
+    patience = "from datetime import timedelta\nWorld.current(cpu=True, timeout=timedelta(seconds=4))\naccelerator = "
+    script.write_text(SCRIPT.replace("accelerator = ", patience, 1))
+    return script
+
+
+def test_fewer_processes_than_announced_say_who_is_missing(hurried: Path) -> None:
+    first, second, _, _ = slurm(4)
+    for code, _, errors in run(hurried, first, second):
+        assert code == 1
+        assert "2 of 4 came within 0:00:04, and these ranks are missing: 2, 3" in errors
+
+
+def test_process_that_inherits_the_rank_of_another_says_so(hurried: Path) -> None:
+    """Started by one rank of an MPI job, for instance: whether the others come, nobody can know before the timeout."""
+    ((code, _, errors),) = run(hurried, open_mpi(2)[0])
+    assert code == 1
+    assert "1 of 2 came within 0:00:04, and these ranks are missing: 1." in errors
+    assert "A process that is to run alone must not inherit the variables of a launcher" in errors
+
+
+def test_two_jobs_at_one_port_are_an_error_at_once(script: Path, port: int) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (first, _), (_, stranger) = slurm(2), slurm(2)
+    with started([str(script)], {**first, **meeting}):
+        ((code, _, errors),) = run(script, {**stranger, **meeting})
+    assert code == 1
+    assert "but another job meets there (2 ranks, slurm" in errors
