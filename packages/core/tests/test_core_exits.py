@@ -22,7 +22,7 @@ from accel_core.world import World
 PAIRS = 100 if os.environ.get("ACCEL_SOAK") else 10
 
 SCRIPT = """
-import sys, torch
+import copy, sys, torch
 from accel_core import Accelerator
 
 accelerator = Accelerator(cpu=True)
@@ -32,6 +32,8 @@ for _ in range(2):
     accelerator.backward(model(torch.ones(8, 64)).mean())
     optimizer.step()
     optimizer.zero_grad()
+twin = copy.deepcopy(model)
+twin(torch.ones(8, 64)).mean().backward()
 assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
 if accelerator.process_index in map(int, sys.argv[1:]):
     raise ValueError("only I")
@@ -85,7 +87,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 @pytest.mark.timeout(60 + 15 * PAIRS)
 def test_interpreters_with_a_live_wrapper_exit_with_zero(script: Path) -> None:
-    """The wrapper is still a global of the main module, which is finalized after the exit callbacks.
+    """The wrapper and a copy of it are still globals of the main module, which is finalized after the exit callbacks.
 
     Real interpreters, although each costs 3 s: where the script destroyed the group under a live wrapper, 1 of 20 pairs of
     these aborted, and none of 180 pairs forked from a process that had imported torch.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 from typing import Any
 
 import pytest
@@ -387,15 +385,23 @@ def test_a_scheduler_that_takes_a_metric_gets_it() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_prepared_optimizer_pickles_and_copies_as_an_ordinary_one() -> None:
-    """L14: copies have the state, and belong to no Accelerator."""
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model = line()
-    optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.1))
-    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        assert type(twin) is torch.optim.Adam
-        assert twin.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-        assert "_accel_gate" not in vars(twin)
+def test_a_prepared_optimizer_tells_whether_its_own_step_was_skipped() -> None:
+    """A2."""
+    accelerator = Accelerator(mixed_precision=Scaling())
+    one, other = line(), line()
+    one, first = accelerator.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert first.step_was_skipped is False
+    for model, optimizer, factor in ((one, first, float("inf")), (other, second, 1.0)):
+        accelerator.backward(model(X[0]).sum() * factor)
+        optimizer.step()
+    assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
+    first.zero_grad()
+    accelerator.backward(one(X[0]).sum())
+    first.step()
+    assert first.step_was_skipped is False
+    accelerator.free_memory()
+    assert not hasattr(first, "step_was_skipped")
 
 
 class Scaling(Precision):

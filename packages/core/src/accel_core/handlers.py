@@ -1,15 +1,21 @@
-"""Options under the names of the seeds: small data classes handed to `Accelerator(kwargs_handlers=[...])`."""
+"""Options under the older names: small data classes handed to `Accelerator(kwargs_handlers=[...])`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass
 class KwargsHandler:
-    """Base of the option classes. A field that was not set is left to the receiver's own default."""
+    """Base of the option classes. A field that was not set is left to the receiver's own default.
+
+    Attributes:
+        on_request: whether its options wait for a call of the user's, so that they are never without a receiver.
+    """
+
+    on_request: ClassVar[bool] = False
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults of the class."""
@@ -73,7 +79,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             communication; the result is the same).
     """
 
-    num_steps: int
+    num_steps: int = 1
     adjust_scheduler: bool | None = None
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False

@@ -12,17 +12,21 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from accel_core.fused_backward import is_fused, no_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.accumulation import Accumulation
-    from accel_core.plugins import Relay
     from accel_core.prepare import Prepared
 
 _GATE = "_accel_gate"
-_SHADOWED = ("step", "zero_grad", "add_param_group")
+_SKIPPED = "step_was_skipped"
+_SHADOWED = ("step", "zero_grad", "add_param_group", "__reduce_ex__", _SKIPPED)
 
 
 class _Skipped:
@@ -34,14 +38,29 @@ SKIPPED: Final = _Skipped()
 """What the hook `optimizer_step` returns when the parameters were not changed (an overflow under loss scaling, say)."""
 
 
+class Steps(Protocol):
+    """The hooks that a gate calls; a `Relay` has them."""
+
+    @property
+    def optimizer_step(self) -> Callable[[Optimizer, Callable[[], Any]], Any]:
+        """Steps, by calling the optimizer's own step in whichever way; returns `SKIPPED` if nothing was changed."""
+
+    @property
+    def unscale_gradients(self) -> Callable[[Optimizer], None]:
+        """Undoes the loss scaling of the gradients."""
+
+
 class OptimizerGate:
     """What the Accelerator knows about one prepared optimizer.
+
+    The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as they were.
 
     Args:
         optimizer: is dressed in place, until `remove`.
         accumulation: the window that holds it back.
         relay: the bound hooks.
-        prepared: what the Accelerator has prepared; checked for orphans before the first step.
+        prepared: what the Accelerator has prepared; checked for orphans before the first step. None: there is no
+            Accelerator.
         needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
             or an engine takes part.
     """
@@ -57,6 +76,7 @@ class OptimizerGate:
         "_shadowed",
         "_unscaled",
         "accumulation",
+        "keeps",
         "owner",
         "seen_backwards",
         "settled",
@@ -67,23 +87,24 @@ class OptimizerGate:
         self,
         optimizer: Optimizer,
         accumulation: Accumulation,
-        relay: Relay,
-        prepared: Prepared,
+        relay: Steps,
+        prepared: Prepared | None,
         needs_backward: bool,
     ) -> None:
         self.accumulation = accumulation
         accumulation.optimizers += 1
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
-        self.owner = weakref.ref(prepared)
+        self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
+        self.keeps = ""  # what was configured for this optimizer alone, in words
         self._checked = False
-        self._needs_backward = needs_backward
+        self._needs_backward = needs_backward or is_fused(optimizer)
         self._inside = False
         self._unscaled = False
         self.was_skipped = False
         self.settled = -1  # the window in which it stepped last
         self.seen_backwards = accumulation.total_backwards
-        self._own_step = optimizer.step
+        self._own_step = no_step if is_fused(optimizer) else optimizer.step
         self._own_zero_grad = optimizer.zero_grad
         self._own_add_param_group = optimizer.add_param_group
         attributes: Any = vars(optimizer)
@@ -94,11 +115,18 @@ class OptimizerGate:
                 "step": MethodType(_known_to_schedulers if _is_known(optimizer.step) else _gated_step, optimizer),
                 "zero_grad": MethodType(_gated_zero_grad, optimizer),
                 "add_param_group": MethodType(_watched_add_param_group, optimizer),
+                "__reduce_ex__": MethodType(_reduced_bare, optimizer),
+                _SKIPPED: False,
             }
         )
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Gives the optimizer its own methods back."""
+        """Gives the optimizer its own methods back. Raises `ValueError` if something was configured for it alone."""
+        if self.keeps:
+            raise ValueError(
+                f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator has its "
+                f"own for all optimizers. Prepare the optimizer without it, and choose Accelerator(mixed_precision=...)."
+            )
         self.accumulation.optimizers -= 1
         attributes = vars(optimizer)
         for name in (_GATE, *_SHADOWED):
@@ -128,8 +156,10 @@ class OptimizerGate:
         self.settled = accumulation.serial
         self.seen_backwards = accumulation.total_backwards
         self._unscaled = False
-        self.was_skipped = result is SKIPPED
-        return None if self.was_skipped else result
+        skipped = result is SKIPPED
+        if skipped is not self.was_skipped:
+            self.was_skipped = vars(optimizer)[_SKIPPED] = skipped
+        return None if skipped else result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, unless they belong to the open window."""
@@ -152,6 +182,13 @@ class OptimizerGate:
         if not self._unscaled:
             self._relay.unscale_gradients(optimizer)
             self._unscaled = True
+
+    def bare(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the optimizer for a copy or a pickle, as it would be without the gate."""
+        kept = {
+            name: value for name, value in state.items() if not name.startswith("_accel_") and name not in _SHADOWED
+        }
+        return kept | {name: value for name, value in self._shadowed.items() if name in state}
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
@@ -229,3 +266,25 @@ def _gated_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
 
 def _watched_add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
     vars(optimizer)[_GATE].add_param_group(param_group)
+
+
+def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
+    # A copy belongs to no Accelerator. torch's own optimizers leave instance attributes out, but a `__getstate__` of somebody
+    # else's may give all of them, and then the copy would step through the gate of the original.
+    gate = vars(optimizer)[_GATE]
+    parts = list(type(optimizer).__reduce_ex__(optimizer, protocol))
+    if len(parts) > 2 and isinstance(parts[2], dict):
+        parts[2] = gate.bare(parts[2])
+    return tuple(parts)
+
+
+def _nobody() -> None:
+    return None
+
+
+def place_state(optimizer: Optimizer) -> None:
+    """Moves the state that an optimizer has already to the devices of its parameters; numbers of steps stay where they are."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
+                state[name] = value.to(parameter.device)

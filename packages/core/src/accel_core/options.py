@@ -1,39 +1,134 @@
-"""Older names of constructor arguments, and arguments that nobody takes."""
+"""Older names of constructor arguments and of strategies, and arguments that nobody takes."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import NoReturn
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn, TypeVar
 
-from accel_core.plugins import find
+from accel_core.deprecation import Deprecation
+from accel_core.plugins import find, list_offers
 from accel_core.strategies.strategy import Strategy
 
+T = TypeVar("T")
 
-def strategy_from_plugin_argument(strategy: object, older: dict[str, object]) -> object:
-    """`<name>_plugin=object` is `strategy=object` under an older name: takes such an argument out of `older`.
+OLDER_ARGUMENTS: Mapping[str, Deprecation] = {
+    "kwargs_handlers": Deprecation("kwarg_handler", "kwargs_handlers", removed_in="1.0"),
+    "step_scheduler_with_optimizer": Deprecation(
+        "step_with_optimizer", "step_scheduler_with_optimizer", removed_in="1.0"
+    ),
+}
+"""Arguments of the Accelerator that have an older spelling."""
+
+
+def renamed(older: dict[str, object], name: str, given: T, default: T) -> T:
+    """The value of an argument that may stand in `older` under its older spelling, which is taken out with a warning.
+
+    Args:
+        older: the keyword arguments that the constructor does not name.
+        name: the argument, one of `OLDER_ARGUMENTS`.
+        given: what it was given.
+        default: what it is when it was not given.
 
     Raises:
-        TypeError: if the object is not a strategy.
-        ValueError: if two strategies were given.
+        ValueError: if both spellings were given.
     """
+    deprecation = OLDER_ARGUMENTS[name]
+    spelling = deprecation.old
+    if spelling not in older:
+        return given
+    deprecation.warn()
+    value = older.pop(spelling)
+    if given != default:
+        raise ValueError(
+            f"{spelling}={value!r} and {name}={given!r} were both given, and they are one argument in two spellings. Leave "
+            f"{spelling} out."
+        )
+    return value  # type: ignore[return-value]  # checked by who receives it, like what was given under the new spelling
+
+
+class ChosenStrategy(NamedTuple):
+    """The strategy that the arguments ask for.
+
+    Args:
+        active: a name or an object; None: nothing was given.
+        name: that of `<name>_plugin`, under which the objects were configured; empty if they were not.
+        configured: key → object, in the order that was given; the first is the active one.
+    """
+
+    active: object = None
+    name: str = ""
+    configured: Mapping[str, Strategy] = MappingProxyType({})
+
+
+def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
+    """`<name>_plugin=` and `<name>_plugins=` are `strategy=` under an older name: takes such arguments out of `older`.
+
+    The value is an object, or a dict of configured objects, the first of which is active. The name is one of theirs: see
+    `names_of`.
+
+    Raises:
+        TypeError: if an object is not a strategy, or a key of the dict no text.
+        ValueError: if two strategies were given, a dict is empty, or an object has other names.
+    """
+    chosen, by = ChosenStrategy(strategy), f"strategy={strategy!r}"
     for argument in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
         given = older.pop(argument)
         if given is None:
             continue
-        if not isinstance(given, Strategy):
+        if chosen.active is not None:
+            raise ValueError(
+                f"{argument}={given!r} and {by} were both given, and one run has one strategy. Leave one of them out; "
+                f"several configured objects of one kind go into one dict."
+            )
+        name = argument.removesuffix("s").removesuffix("_plugin")
+        configured = _configured(argument, name, given)
+        chosen, by = ChosenStrategy(next(iter(configured.values())), name, configured), f"{argument}={given!r}"
+    return chosen
+
+
+def names_of(kind: type[Strategy]) -> set[str]:
+    """The names of a class of strategies: its entry point's, its own in small letters, and the older ones that it declares."""
+    return {kind.__name__.lower(), offered_name(kind), *kind.older_names} - {""}
+
+
+def offered_name(kind: type) -> str:
+    """The name under which the package of a strategy's class offers it; empty if it does not."""
+    package = kind.__module__.partition(".")[0]
+    for offer in list_offers():
+        module, _, name = offer.value.partition(":")
+        if (offer.group, name, module.partition(".")[0]) == ("accel.strategies", kind.__name__, package):
+            return offer.name
+    return ""
+
+
+def _configured(argument: str, name: str, given: object) -> Mapping[str, Strategy]:
+    objects = given if isinstance(given, Mapping) else {"default": given}
+    if not objects:
+        raise ValueError(
+            f"{argument}={given!r} holds no strategy. Put at least one object into it, the one to begin with first, or "
+            f"leave it out."
+        )
+    for key, each in objects.items():
+        if not isinstance(key, str):
             raise TypeError(
-                f"{argument}={given!r} is a {type(given).__name__}, expected a strategy object. Build it in code, e.g. "
+                f"{argument} has the key {key!r}, a {type(key).__name__}: expected texts, by which to get the objects."
+            )
+        found = f"{argument}={each!r}" if objects is not given else f"{argument}[{key!r}]={each!r}"
+        if not isinstance(each, Strategy):
+            raise TypeError(
+                f"{found} is a {type(each).__name__}, expected a strategy object. Build it in code, e.g. "
                 f"strategy=DDP(bucket_cap_mb=50), or choose one by name: strategy='ddp'."
             )
-        if strategy is not None:
+        names = sorted(names_of(type(each)))
+        if name not in names:
             raise ValueError(
-                f"{argument}={given!r} and strategy={strategy!r} were both given, and one run has one strategy. Leave one "
-                f"of them out."
+                f"{found} was given, but a {type(each).__name__} goes by other names: {', '.join(names)}. Write {names[0]}_plugin="
+                f"{type(each).__name__}(...), or strategy={type(each).__name__}(...)."
             )
-        strategy = given
-    return strategy
+    return dict(objects)
 
 
 def refuse_unknown(constructor: type, older: Mapping[str, object], log_with: object) -> None:

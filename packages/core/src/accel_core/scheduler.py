@@ -13,6 +13,8 @@ from accel_core.dressing import Dress, dress, undress
 from accel_core.optimizer import gate_of
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from accel_core.optimizer import OptimizerGate
 
 _RULE = "_accel_scheduler_rule"
@@ -26,11 +28,15 @@ class SchedulerRule:
         with_optimizer: False: always once, whatever the optimizer does (the user steps it per epoch, say).
         repeat: steps per real optimizer step (the peer's rule is one per process).
         per_micro_batch: whether it advances by the micro-batches of the window.
+        others: further optimizers that have to have stepped too.
+        by_hand: whether it was made for this scheduler alone.
     """
 
     with_optimizer: bool = True
     repeat: int = 1
     per_micro_batch: bool = False
+    others: tuple[Optimizer, ...] = ()
+    by_hand: bool = False
 
     def steps(self, gate: OptimizerGate) -> int:
         """How many steps a call makes now."""
@@ -39,8 +45,14 @@ class SchedulerRule:
         accumulation = gate.accumulation
         if accumulation.open or gate.was_skipped:
             return 0
+        if self.others and any(getattr(other, "step_was_skipped", False) for other in self.others):
+            return 0
         micro_batches = accumulation.size if accumulation.serial else 1  # 0: `accumulate` was never called
         return self.repeat * (micro_batches if self.per_micro_batch else 1)
+
+    def contradicts(self, other: SchedulerRule) -> bool:
+        """Whether the two wait for different things."""
+        return self.with_optimizer is not other.with_optimizer or self.others != other.others
 
 
 def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
@@ -51,6 +63,10 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
         processes: how many, if `step_scheduler_per_process` was asked for and multiplies; else None.
         adjust: `GradientAccumulationPlugin(adjust_scheduler=...)`.
     """
+    if not isinstance(with_optimizer, bool):
+        raise TypeError(
+            f"step_scheduler_with_optimizer={with_optimizer!r} is a {type(with_optimizer).__name__}: expected True or False."
+        )
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(
@@ -78,9 +94,28 @@ def is_scheduler(obj: object) -> bool:
 
 
 def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
-    """Holds `scheduler.step()` back as long as its optimizer is."""
+    """Holds `scheduler.step()` back as long as its optimizer is.
+
+    Raises:
+        ValueError: if `AcceleratedScheduler` gave it a rule that this one contradicts.
+    """
+    standing = rule_on(scheduler)
+    if standing is not None and standing.by_hand and not rule.by_hand and standing.contradicts(rule):
+        raise ValueError(
+            f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with step_with_optimizer="
+            f"{standing.with_optimizer} and {1 + len(standing.others)} optimizer(s), which preparing it would undo. Leave one "
+            f"of the two out; Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
+        )
     vars(scheduler.optimizer)[_RULE] = rule
     dress(scheduler, _Gated)
+
+
+def rule_on(scheduler: object) -> SchedulerRule | None:
+    """The rule of a gated scheduler; None for any other, a copy of a gated one included."""
+    if not isinstance(scheduler, _Gated):
+        return None
+    rule: SchedulerRule | None = vars(scheduler.optimizer).get(_RULE)  # type: ignore[attr-defined]
+    return rule
 
 
 def ungate_scheduler(scheduler: Any) -> None:

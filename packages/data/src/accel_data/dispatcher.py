@@ -7,13 +7,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.dressing import dressed_class
 from accel_core.layout import Shard
 from accel_core.loading import dressed_copy
 from accel_core.world import World
 from accel_data.counting import CountingCollate
 from accel_data.dispatching import DispatchSource
-from accel_data.loader import DataLoaderShard, as_plain, check_skipped, is_dressed, reading_part
+from accel_data.loader import DataLoaderShard, as_plain, check_skipped, dress_made, reading_part
 from accel_data.positioned import PositionedLoader
 from accel_data.request import Request, refuse_unserved
 
@@ -37,13 +36,6 @@ class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):
 
     _accel_source: DispatchSource
 
-    def __new__(cls, *_: Any, **__: Any) -> DataLoaderDispatcher:
-        """An object of a subclass that is also one of the loader's own class, like those that `prepare` makes."""
-        made: DataLoaderDispatcher = object.__new__(
-            cls if is_dressed(cls, DataLoaderDispatcher) else dressed_class(DataLoader, cls)
-        )
-        return made
-
     def __init__(
         self,
         dataset: Any,
@@ -53,6 +45,7 @@ class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):
         slice_fn: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        dress_made(self, DataLoaderDispatcher)
         super().__init__(dataset, **kwargs)
         check_skipped("DataLoaderDispatcher(skip_batches", skip_batches)
         world = World.current()

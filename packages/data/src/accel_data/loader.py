@@ -42,13 +42,6 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
 
     _accel_source: EpochSource | StreamSource
 
-    def __new__(cls, *_: Any, **__: Any) -> DataLoaderShard:
-        """An object of a subclass that is also one of the loader's own class, like those that `prepare` makes."""
-        made: DataLoaderShard = object.__new__(
-            cls if is_dressed(cls, DataLoaderShard) else dressed_class(DataLoader, cls)
-        )
-        return made
-
     def __init__(
         self,
         dataset: Any,
@@ -59,6 +52,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         _drop_last: bool = False,
         **kwargs: Any,
     ) -> None:
+        dress_made(self, DataLoaderShard)
         super().__init__(dataset, **kwargs)
         check_skipped("DataLoaderShard(skip_batches", skip_batches)
         if _drop_last and not (self.drop_last or getattr(self.batch_sampler, "drop_last", False)):
@@ -159,7 +153,8 @@ def _is_stateful(obj: Any) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
-def is_dressed(cls: type, overrides: type) -> bool:
-    """Whether a class consists of these overrides, or a subclass of them, and a class of loaders."""
-    bases = cls.__bases__
-    return len(bases) == 2 and issubclass(bases[0], overrides) and issubclass(bases[1], DataLoader)
+def dress_made(loader: DataLoader[Any], overrides: type) -> None:
+    """Gives a loader that was constructed a class like those that `prepare` makes: of these overrides and the loader's own."""
+    bases = type(loader).__bases__
+    if not (len(bases) == 2 and issubclass(bases[0], overrides) and issubclass(bases[1], DataLoader)):
+        loader.__class__ = dressed_class(DataLoader, type(loader))

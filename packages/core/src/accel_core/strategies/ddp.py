@@ -14,16 +14,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_core.dressing import Dress, dress
 from accel_core.errors import WorldError
-from accel_core.failures import explain
 from accel_core.handlers import KwargsHandler
 from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout
 from accel_core.strategies.placing import place_model
 from accel_core.strategies.strategy import Strategy
+from accel_core.vocabulary import SEVERAL_PROCESSES
+from accel_core.watch.marks import explain
+from accel_core.world import World
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
     from accel_core.precision import PrecisionPolicy
     from accel_core.prepare import PrepareRequest
-    from accel_core.world import World
 
 _SYNCHRONISED = "_accel_synchronised"
 
@@ -68,6 +70,8 @@ class DDP(Strategy):
     """
 
     handler = DistributedDataParallelKwargs
+    distributed_type = SEVERAL_PROCESSES
+    replicates_parameters = True
 
     def __init__(
         self,
@@ -172,7 +176,32 @@ class DDP(Strategy):
 
 
 class _Wrapper(Dress):
-    """Adds to torch's wrapper that it names unused parameters, and that it lets go of the process group."""
+    """Adds to torch's wrapper that it names unused parameters, and that it and its copies let go of the process group."""
+
+    def __getstate__(self) -> Any:
+        """Raises for what torch would not give to the copy, or has no words for."""
+        if vars(self)["_comm_hooks"]:
+            raise TypeError(
+                "This DDP model was to be copied or pickled, but its gradients travel by a communication hook (comm_hook=), "
+                "which belongs to this process group and which torch would not give to the copy. Copy or pickle the model "
+                "inside it, accelerator.unwrap_model(model), and prepare the copy if it is to be trained."
+            )
+        if "reducer" not in vars(self):
+            raise RuntimeError(
+                "This DDP model was to be copied or pickled after its process group had ended (end_training() was called). "
+                "Copy or pickle the model inside it, accelerator.unwrap_model(model)."
+            )
+        return super().__getstate__()  # type: ignore[misc]
+
+    def __setstate__(self, state: Any) -> None:
+        if not dist.is_initialized():
+            raise WorldError(
+                "A DDP model was to be unpickled, but no process group runs in this process, and it averages gradients over "
+                "one. Make the Accelerator first, in as many processes as are to train; or pickle the model inside it, "
+                "accelerator.unwrap_model(model)."
+            )
+        super().__setstate__(state)  # type: ignore[misc]
+        World.current().close_before_end(self)  # the copy has a reducer of its own
 
     def close(self) -> None:
         """Drops the reducer. A process that exits with a live one aborts now and then, even without a group."""

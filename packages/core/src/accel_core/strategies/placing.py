@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from accel_core.compilation import compile_calls
 from accel_core.precision import apply_policy
 
@@ -16,10 +18,39 @@ if TYPE_CHECKING:
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
     """Moves, casts and compiles a model in place, as the request says; gradients and the rest are up to the strategy.
 
-    `param`, `compute`, `output` and `input` of the policy hold from here on. `reduce` is the strategy's business.
+    Every parameter stays the object that it is, on any device: optimizers hold it, and ties are made of it. `param`,
+    `compute`, `output` and `input` of the policy hold from here on. `reduce` is the strategy's business.
+
+    Raises:
+        RuntimeError: from torch, if somebody has a weak reference to a parameter that goes to a device of a kind whose
+            tensors cannot be put into a CPU tensor (`tensor.data = …`).
     """
     if request.device is not None:
-        model.to(request.device)
+        _move(model, request.device)
     apply_policy(model, request.policy, request.device_type)
     if request.compile_options is not None:
         compile_calls(model, request.compile_options)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """`model.to(device)`, which by itself replaces parameters where torch cannot put the new data into the old tensor."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    sources = {parameter.device for parameter in model.parameters()}
+    swap = before or any(_replaces(source, device) for source in sources)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _replaces(source: torch.device, target: torch.device) -> bool:
+    """Whether a tensor on `source` cannot become one on `target`: torch tells by refusing."""
+    if source.type == target.type:
+        return False
+    probe = torch.empty(0, device=source)
+    try:
+        probe.data = torch.empty(0, device=target)
+    except RuntimeError:
+        return True
+    return False

@@ -10,6 +10,7 @@ from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout
 from accel_core.strategies.placing import place_model
 from accel_core.strategies.strategy import Strategy
+from accel_core.vocabulary import ONE_PROCESS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 class Single(Strategy):
     """Trains in one process. It has no options."""
+
+    distributed_type = ONE_PROCESS
+    replicates_parameters = True
 
     @hookimpl
     def layout(self, world: World) -> Layout:

@@ -13,7 +13,7 @@ The base class is abstract and has no behaviour: subclass it directly, and not i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -31,10 +31,18 @@ class Strategy(ABC):
 
     - `handler`: the class of option objects for `kwargs_handlers` that stand for its constructor's arguments.
     - `places_models`: it puts models on their devices by itself, so `device_placement=[...]` per object is refused.
+    - `replicates_parameters`: every data-parallel rank holds all parameters whole, so they can be averaged (`LocalSGD`).
+    - `distributed_type`: the word that `accelerator.distributed_type` says; or one for each type of device that the processes
+      compute on. Where it declares none, the word is its name.
+    - `older_names`: further names for `Accelerator(<name>_plugin=...)` and `accelerator.state.<name>_plugin`, beside its entry
+      point's and that of its class in small letters.
     """
 
     handler: ClassVar[type[KwargsHandler] | None] = None
     places_models: ClassVar[bool] = False
+    replicates_parameters: ClassVar[bool] = False
+    distributed_type: ClassVar[str | Mapping[str, str] | None] = None
+    older_names: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:

@@ -1,0 +1,47 @@
+"""Older spellings of names: they work, with one warning, until the version that no longer has them.
+
+A spelling is declared as a constant, `OLD = Deprecation("old", "new", removed_in="1.0")`, beside the code that takes it. A test
+reads all of them from the source and fails in the version in which one is due.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import NamedTuple
+
+# Whose frames are not the place where a user wrote something: ours, and what may stand between a user's line and ours.
+_NOT_THE_USERS = ("accel_core", "accel_data", "contextlib", "enum", "functools")
+
+
+class Deprecation(NamedTuple):
+    """An older spelling.
+
+    Args:
+        old: how it was written.
+        new: how it is written now.
+        removed_in: the first version of its package without the older one.
+    """
+
+    old: str
+    new: str
+    removed_in: str
+
+    def warn(self) -> None:
+        """Warns at the line of the caller outside of the library; Python shows that once per line.
+
+        A `FutureWarning`, because a `DeprecationWarning` is hidden in every module but the script itself.
+        """
+        warnings.warn(
+            f"{self.old} is an older spelling, which version {self.removed_in} no longer takes. Write {self.new}.",
+            FutureWarning,
+            stacklevel=_level_of_the_user(),
+        )
+
+
+def _level_of_the_user() -> int:
+    """How many frames above the caller's the user's line is, as `stacklevel` counts; the caller's own frame is 1."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    return level

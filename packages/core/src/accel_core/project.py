@@ -1,0 +1,128 @@
+"""Where a run keeps its files: logs, and checkpoints with automatic names."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+Location = str | os.PathLike[str] | None
+
+
+@dataclass
+class ProjectConfiguration:
+    """Folders of a project, and how its checkpoints are named and kept.
+
+    Args:
+        project_dir: the folder of the project; None: what `Accelerator(project_dir=...)` says.
+        logging_dir: where trackers that write files put them; None: `project_dir`.
+        automatic_checkpoint_naming: whether checkpoints are written to `project_dir/checkpoints/checkpoint_<iteration>`.
+        total_limit: how many of those are kept, at least 1; None: all. Takes automatic names.
+        iteration: the number of the next checkpoint, from 0.
+        save_on_each_node: whether files are written on every machine, by its local main process, instead of once.
+
+    Raises:
+        TypeError: if a value is of the wrong type.
+        ValueError: for a number that is too small, or a limit without automatic names.
+    """
+
+    project_dir: Location = None
+    logging_dir: Location = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("project_dir", "logging_dir"):
+            _check_location(f"ProjectConfiguration({name}=...)", getattr(self, name))
+        for name in ("automatic_checkpoint_naming", "save_on_each_node"):
+            _check_flag(name, getattr(self, name))
+        if self.total_limit is not None:
+            _check_number("total_limit", self.total_limit, 1)
+        _check_number("iteration", self.iteration, 0)
+        if self.total_limit is not None and not self.automatic_checkpoint_naming:
+            raise ValueError(
+                f"ProjectConfiguration(total_limit={self.total_limit}) limits checkpoints with automatic names, and "
+                f"automatic_checkpoint_naming is False: folders that you name yourself are never deleted. Add "
+                f"automatic_checkpoint_naming=True, or leave total_limit out."
+            )
+        self._logs_were_given = self.logging_dir is not None
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: Location = None) -> None:
+        """Sets the folder of the project, and that of the logs where none was given.
+
+        Args:
+            project_dir: a path; it is made when something is written.
+
+        Raises:
+            TypeError: if it is no path.
+        """
+        _check_location("ProjectConfiguration.set_directories(project_dir)", project_dir)
+        follows = not self._logs_were_given and self.logging_dir in (None, self.project_dir)
+        self.project_dir = project_dir
+        if follows:
+            self.logging_dir = project_dir
+
+
+def resolve_project(project_dir: object, project_config: object) -> ProjectConfiguration:
+    """The configuration that `Accelerator(project_dir=..., project_config=...)` asks for, as a copy of its own.
+
+    Args:
+        project_dir: fills in the folder that the configuration leaves open; None: not given.
+        project_config: a `ProjectConfiguration`; None: not given.
+
+    Raises:
+        TypeError: if one of them is of another type.
+        ValueError: if they name two folders, or checkpoints are to get automatic names in no folder.
+    """
+    _check_location("Accelerator(project_dir=...)", project_dir)
+    assert project_dir is None or isinstance(project_dir, (str, os.PathLike))
+    if project_config is not None and not isinstance(project_config, ProjectConfiguration):
+        raise TypeError(
+            f"project_config={project_config!r} is a {type(project_config).__name__}, expected an object such as "
+            f"ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
+    if project_config is None:
+        return ProjectConfiguration(project_dir)
+    # A copy, because `iteration` counts: two Accelerators that were given one configuration do not count for each other.
+    project = copy.copy(project_config)
+    if project.project_dir is None:
+        project.set_directories(project_dir)
+    elif project_dir is not None and Path(project.project_dir) != Path(project_dir):
+        raise ValueError(
+            f"project_dir={os.fspath(project_dir)!r} and ProjectConfiguration(project_dir="
+            f"{os.fspath(project.project_dir)!r}) were both given, and a run has one folder. Leave one of them out."
+        )
+    if project.automatic_checkpoint_naming and project.project_dir is None:
+        raise ValueError(
+            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder in which the checkpoints are "
+            "to be named. Add project_dir=... to it, or to Accelerator(...)."
+        )
+    return project
+
+
+def _check_location(asked: str, value: object) -> None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise TypeError(
+            f"{asked} was given {value!r}, a {type(value).__name__}: expected a path, such as 'runs/first'."
+        )
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected True or False."
+        )
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if type(value) is not int:
+        raise TypeError(
+            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected an integer of at least "
+            f"{least}."
+        )
+    if value < least:
+        raise ValueError(f"ProjectConfiguration({name}={value}): expected an integer of at least {least}.")
