@@ -1,9 +1,16 @@
-"""Inputs that processes split among themselves: who gets what, in which type, and what is refused."""
+"""What processes do by their place: inputs split among them, functions that some of them run, blocks that one runs first."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import re
+import time
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
-from accel_core import Accelerator
+from accel_core import Accelerator, collectives
 from accel_core.launch_environment import Place
 from accel_core.process import split_between_processes
+from accel_core.state import PartialState
 from accel_core.testing import run_ranks
 from accel_core.world import World
 
@@ -220,3 +228,267 @@ def split_for_real() -> list[str]:
 
 def test_ranks_split() -> None:
     assert run_ranks(split_for_real, 2) == [["A", "B"], ["C", "C"]]
+
+
+def world_of(rank: int, size: int, local_rank: int | None = None, local_size: int | None = None) -> World:
+    """A world as one of its ranks sees it; choosing who runs a function needs no other process."""
+    local_rank, local_size = rank if local_rank is None else local_rank, local_size or size
+    place = Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+    return World(place, torch.device("cpu"), torch.distributed.default_pg_timeout, None)
+
+
+def who_runs(decorate: Callable[[PartialState], Callable[[Any], Any]], size: int, per_machine: int) -> list[int]:
+    """The ranks on which a function that `decorate` has decorated does something."""
+    states = [PartialState.of(world_of(rank, size, rank % per_machine, per_machine)) for rank in range(size)]
+    return [state.process_index for state in states if decorate(state)(lambda: "ran")() == "ran"]
+
+
+@pytest.mark.parametrize(
+    ("decorate", "expected"),
+    [
+        (lambda state: state.on_main_process, [0]),
+        (lambda state: state.on_main_process(), [0]),
+        (lambda state: state.on_local_main_process, [0, 2]),
+        (lambda state: state.on_local_main_process(), [0, 2]),
+        (lambda state: state.on_last_process, [3]),
+        (lambda state: state.on_last_process(), [3]),
+        (lambda state: state.on_process(process_index=2), [2]),
+        (lambda state: state.on_process(process_index=-1), [3]),
+        (lambda state: lambda function: state.on_process(function, 1), [1]),
+        (lambda state: lambda function: state.on_process(function=function, process_index=-4), [0]),
+        (lambda state: state.on_local_process(local_process_index=1), [1, 3]),
+        (lambda state: state.on_local_process(local_process_index=-2), [0, 2]),
+        (lambda state: lambda function: state.on_local_process(function, 0), [0, 2]),
+    ],
+)
+def test_decorated_functions_run_on_their_processes_and_give_none_elsewhere(
+    decorate: Callable[[PartialState], Callable[[Any], Any]], expected: list[int]
+) -> None:
+    assert who_runs(decorate, size=4, per_machine=2) == expected
+
+
+def test_alone_every_decorated_function_runs_whatever_its_index() -> None:
+    for decorate in (
+        lambda state: state.on_last_process,
+        lambda state: state.on_process(process_index=3),
+        lambda state: state.on_local_process(local_process_index=-3),
+    ):
+        assert who_runs(decorate, size=1, per_machine=1) == [0]
+
+
+def test_decorated_functions_keep_what_they_say_about_themselves() -> None:
+    main = PartialState.of(world_of(0, 2))
+
+    def scaled(value: int, *, by: int = 2) -> int:
+        """Says what it does."""
+        return value * by
+
+    for decorated in (
+        main.on_main_process(scaled),
+        main.on_process(process_index=0)(scaled),
+        main.on_local_process(scaled, local_process_index=0),
+    ):
+        assert (decorated.__name__, decorated.__doc__) == ("scaled", "Says what it does.")
+        assert inspect.signature(decorated) == inspect.signature(scaled)
+        assert decorated(3, by=4) == 12
+
+
+def test_methods_and_coroutines_can_be_decorated() -> None:
+    main, other = (PartialState.of(world_of(rank, 2)) for rank in range(2))
+
+    class Report:
+        title = "loss"
+
+        @main.on_main_process
+        def here(self) -> str:
+            return self.title
+
+        @other.on_main_process
+        def elsewhere(self) -> str:
+            return self.title
+
+        @main.on_main_process()
+        async def later(self) -> str:
+            return self.title
+
+        @other.on_main_process()
+        async def never(self) -> str:
+            return self.title
+
+    report = Report()
+    assert (report.here(), report.elsewhere()) == ("loss", None)
+    assert inspect.iscoroutinefunction(report.never)
+    assert (asyncio.run(report.later()), asyncio.run(report.never())) == ("loss", None)
+
+
+def test_a_process_that_does_not_exist_is_refused_where_the_decorator_stands() -> None:
+    state = PartialState.of(world_of(2, 4, 0, 2))
+    for index in (4, -5):
+        with pytest.raises(
+            ValueError, match=rf"process_index={index}\): there is no such.*run has 4 .*0 to 3.*=-1 for"
+        ):
+            state.on_process(process_index=index)
+    with pytest.raises(
+        ValueError, match=r"local_process_index=2\): there is no such.*machine has 2 .*0 to 1, or -2 to -1"
+    ):
+        state.on_local_process(local_process_index=2)
+
+
+@pytest.mark.parametrize("index", [None, True, 1.0, "1"])
+def test_an_index_that_is_no_integer_is_refused_in_any_world(index: Any) -> None:
+    for size in (1, 4):
+        with pytest.raises(TypeError, match=r"expected the index of a process; this run has .*Type process_index=0"):
+            PartialState.of(world_of(0, size)).on_process(process_index=index)
+
+
+def test_what_is_no_function_is_refused_with_the_way_to_write_it() -> None:
+    state = PartialState.of(world_of(0, 2))
+    with pytest.raises(TypeError, match=r"was given 1, a int, expected the function.*@accelerator\.on_process"):
+        state.on_process(1, process_index=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="below @classmethod"):
+        state.on_main_process(classmethod(who_runs))  # type: ignore[arg-type]
+
+
+def test_the_older_spelling_of_the_local_index_works_and_says_the_new_one() -> None:
+    state = PartialState.of(world_of(0, 2))
+    with pytest.warns(FutureWarning, match="local_process_idx= is an older.*Write local_process_index="):
+        assert state.on_local_process(local_process_idx=0)(lambda: "ran")() == "ran"
+    with pytest.raises(TypeError, match="local_process_index=1 and its older spelling, local_process_idx=0"):
+        state.on_local_process(local_process_index=1, local_process_idx=0)
+
+
+def all_but_leaders_see(state: PartialState, block: AbstractContextManager[None], leads: bool, mark: Path) -> bool:
+    """Whether the leader's block was over when this rank's began; the leader first waits until the others are at theirs."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if not leads:
+        store.set(f"{mark.name}/{state.process_index}", "here")
+    with block:
+        if leads:
+            machine = range(state.num_processes) if mark.name == "all" else [state.process_index + 1]
+            store.wait([f"{mark.name}/{rank}" for rank in machine if rank != state.process_index])
+            mark.touch()
+        return mark.exists()
+
+
+def outcome(block: AbstractContextManager[None], inside: Callable[[], object]) -> str:
+    try:
+        with block:
+            inside()
+    except Exception as error:  # what this is about
+        return f"{type(error).__name__}: {error}"
+    return "left"
+
+
+def take_turns(folder: Path) -> dict[str, Any]:
+    state = PartialState(cpu=True)
+    leads = state.is_main_process
+    found: dict[str, Any] = {
+        "others come after": all_but_leaders_see(state, state.main_process_first(), leads, folder / "all")
+    }
+
+    def fail() -> None:
+        raise KeyError("no such file") if leads else AssertionError("came in")
+
+    def nest() -> None:
+        with state.main_process_first(), PartialState().local_main_process_first():
+            (folder / "nested").touch()
+
+    def fail_in_nested() -> None:
+        with state.main_process_first():
+            fail()
+
+    def gather() -> None:
+        if leads:
+            collectives.gather(torch.ones(1), state._world)
+        else:
+            raise AssertionError("came in")
+
+    found["failure"] = outcome(state.main_process_first(), fail)
+    found["failure of a follower"] = outcome(state.main_process_first(), lambda: None if leads else fail())
+    found["nested"] = outcome(state.main_process_first(), nest)
+    found["failure in nested"] = outcome(state.main_process_first(), fail_in_nested)
+    found["collective"] = outcome(state.main_process_first(), gather)
+    found["afterwards"] = collectives.gather_objects([outcome(state.main_process_first(), nest)], state._world)
+    return found
+
+
+def test_the_main_process_goes_first_and_everybody_hears_of_its_failure(tmp_path: Path) -> None:
+    main, *others = run_ranks(take_turns, 3, tmp_path)
+    assert all(found["others come after"] for found in (main, *others))
+    assert main["failure"] == main["failure in nested"] == "KeyError: 'no such file'"
+    for rank, found in enumerate(others, start=1):
+        assert re.search(
+            r"main_process_first\(\) was called.*rank 0: KeyError: 'no such file' \(.*in fail\)\n"
+            rf"Mend that one: the error of rank {rank} only",
+            found["failure"],
+        )
+        assert "rank 0: KeyError" in found["failure in nested"]
+        assert found["failure of a follower"] == "AssertionError: came in"
+    assert main["failure of a follower"] == "left"
+    for found in (main, *others):
+        assert found["nested"] == "left"
+        assert re.search(
+            r"CollectiveMismatchError: [^$]*rank 0: gather[^$]*rank 1, 2: main_process_first\(\)", found["collective"]
+        )
+        assert found["afterwards"] == ["left"] * 3
+
+
+def take_turns_by_machine(folder: Path) -> dict[str, Any]:
+    """Four ranks, of which two and two are told that they share a machine."""
+    alike = World.current(cpu=True)
+    place = Place(rank=alike.rank, size=4, local_rank=alike.rank % 2, local_size=2)
+    state = PartialState.of(World(place, alike.device, alike.timeout, alike.group))
+    leads = state.is_local_main_process
+    mark = folder / f"machine{state.process_index // 2}"
+
+    def fail() -> None:
+        if state.process_index == 2:
+            raise KeyError("no such file")
+
+    def nest() -> None:
+        with state.main_process_first():
+            raise AssertionError("came in")
+
+    return {
+        "others come after": all_but_leaders_see(state, state.local_main_process_first(), leads, mark),
+        "failure": outcome(state.local_main_process_first(), fail),
+        "nested": outcome(state.local_main_process_first(), nest),
+        "afterwards": outcome(state.main_process_first(), lambda: None),
+    }
+
+
+def test_the_first_of_each_machine_goes_first_and_everybody_hears_of_its_failure(tmp_path: Path) -> None:
+    found = run_ranks(take_turns_by_machine, 4, tmp_path)
+    assert all(rank["others come after"] for rank in found)
+    assert found[2]["failure"] == "KeyError: 'no such file'"
+    for rank in (0, 1, 3):
+        assert re.search(r"local_main_process_first\(\) was called.*: rank 2: KeyError", found[rank]["failure"])
+    for rank in (0, 2):
+        assert found[rank]["nested"].startswith(
+            "RuntimeError: main_process_first() was called inside of local_main_process_first()"
+        )
+        assert "Write the blocks one after the other" in found[rank]["nested"]
+    assert re.search("rank 0: RuntimeError: .*; rank 2: RuntimeError: ", found[1]["nested"])
+    assert [rank["afterwards"] for rank in found] == ["left"] * 4
+
+
+def test_alone_nobody_waits_and_errors_are_what_they_were() -> None:
+    state = PartialState(cpu=True)
+    with state.main_process_first(), state.local_main_process_first(), state.main_process_first():
+        pass
+    with pytest.raises(KeyError), state.main_process_first():
+        raise KeyError
+
+
+def take_longer_than_the_timeout() -> list[Any]:
+    state = PartialState(cpu=True, timeout=timedelta(seconds=1))
+    with state.main_process_first():
+        if state.is_main_process:
+            time.sleep(2.5)  # what takes long
+    gathered = collectives.gather(torch.tensor([state.process_index]), state._world)
+    backend = state._world.group._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    return [gathered.tolist(), backend.options._timeout]
+
+
+def test_the_others_wait_for_longer_than_the_timeout_which_holds_again_afterwards() -> None:
+    assert run_ranks(take_longer_than_the_timeout, 2) == [[[0, 1], timedelta(seconds=1)]] * 2

@@ -1,18 +1,177 @@
-"""What single processes do of a job that all share: each takes its part of the inputs."""
+"""What single processes do of a job that all share: each its part of the inputs, one before the others, or one alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, Subset
 
+from accel_core.errors import CollectiveMismatchError
 from accel_core.tree import rebuilt
 
 if TYPE_CHECKING:
     from accel_core.world import World
+
+_turn: ContextVar[str | None] = ContextVar("accel_turn", default=None)
+"""The call whose block runs now: blocks inside of it have no order of their own."""
+
+_FOREVER = timedelta(days=365)
+"""What stands for no timeout; backends know no other way to say it."""
+
+
+def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the same name and signature that does something only where `applies()` is true when it is called.
+
+    Elsewhere it returns None; that of a coroutine function returns a coroutine that gives None.
+
+    Raises:
+        TypeError: if `function` cannot be called.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"A decorator that chooses processes was given {function!r}, a {type(function).__name__}, expected the function. "
+            f"Name the other arguments, as in @accelerator.on_process(process_index=0), and put the decorator below "
+            f"@classmethod or @property."
+        )
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **kwargs) if applies() else None
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if applies() else None
+
+    return called
+
+
+def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
+    """Whether `index`, as a decorator has it, means this process; negative ones count from the end.
+
+    In a world of one every index does: the one process stands for all.
+
+    Args:
+        call, argument: what the user wrote, for messages.
+        index: the argument.
+        own: the index of this process.
+        world: the processes.
+        local: whether the index is one within the machine.
+
+    Raises:
+        TypeError: if it is no integer.
+        ValueError: if there is no such process.
+    """
+    count, where = (world.local_size, "this machine") if local else (world.size, "this run")
+    there_are = f"{where} has {count} process(es), 0 to {count - 1}, or -{count} to -1 from the end"
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise TypeError(
+            f"{call}({argument}={index!r}): expected the index of a process; {there_are}. Type {argument}=0."
+        )
+    if world.size == 1:
+        return True
+    if not -count <= index < count:
+        raise ValueError(
+            f"{call}({argument}={index}): there is no such process; {there_are}. Type {argument}=-1 for the last one, or start "
+            f"more processes."
+        )
+    return index % count == own
+
+
+@contextmanager
+def leader_first(world: World, local: bool) -> Iterator[None]:
+    """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
+
+    A collective in a world larger than one, and exactly one: the leaders take part after their block, the others before theirs.
+    They wait for as long as that block takes, unless it fails or its process is gone; without a Watch (see `World.watch`) for
+    the world's timeout. Machines wait for each other, too. What is already in order stays: a block inside of one of the same
+    kind, or of any kind where all processes run on one machine, waits for nobody.
+
+    Raises:
+        RuntimeError: on every rank but a failing leader's, which raises its own error, if a leader fails in its block: with
+            its rank, the type and the message. On a rank that is inside of a block of the other kind, if there are several
+            machines.
+        CollectiveMismatchError: on every rank, if a leader's block calls another collective.
+    """
+    call = "local_main_process_first()" if local else "main_process_first()"
+    if world.size == 1 or _is_in_order(call, world):
+        yield
+        return
+    leads = world.is_local_main if local else world.is_main
+    if not leads:
+        _meet(world, call)
+    token = _turn.set(call)
+    try:
+        yield
+    except BaseException as error:  # whatever it is, the others are waiting
+        # But after a mismatch: in the collective that this rank called, the others have raised the same.
+        if leads and not isinstance(error, CollectiveMismatchError):
+            _meet(world, call, error)
+        raise
+    finally:
+        _turn.reset(token)
+    if leads:
+        _meet(world, call)
+
+
+def _is_in_order(call: str, world: World) -> bool:
+    outer = _turn.get()
+    if outer is None or outer == call or world.local_size == world.size:
+        return outer is not None
+    raise RuntimeError(
+        f"{call} was called inside of {outer}, but the processes run on several machines, and they cannot wait for both: who "
+        f"comes first in one is among the others in the other. Write the blocks one after the other."
+    )
+
+
+def _meet(world: World, call: str, error: BaseException | None = None) -> None:
+    """Waits until every rank is here. Raises if another rank comes with an error; one that has an error raises its own."""
+    from accel_core.channel import Letter, from_bytes, to_bytes
+    from accel_core.mismatch import describe
+    from accel_core.watch.notices import described
+
+    channel = world.channel()
+    told = bytearray(b"" if error is None else described(error).encode())
+    letter = Letter(describe(call), [(torch.uint8, ())], [len(told)], channel.device)
+    with _without_timeout(world):
+        (parts,) = channel.exchange(letter, [from_bytes(told)])
+    failed = {rank: to_bytes(part).decode() for rank, part in enumerate(parts) if len(part)}
+    if failed and error is None:
+        errors = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise RuntimeError(
+            f"{call} was called, but who was to go first failed: {errors}\nMend that one: the error of rank {world.rank} only "
+            f"follows from it."
+        )
+
+
+@contextmanager
+def _without_timeout(world: World) -> Iterator[None]:
+    """Collectives of the world wait inside for as long as it takes: a download takes longer than a batch.
+
+    Where nobody watches over the ranks, the timeout is all that ends a wait in vain, and stays; as it does where the backend
+    takes no other one.
+    """
+    backend = None if world.group is None or world.watch is None else world.group._get_backend(world.device)
+    if backend is None or not hasattr(backend, "options"):
+        yield
+        return
+    timeout = backend.options._timeout
+    with suppress(RuntimeError):  # of backends that do not support it
+        backend.set_timeout(_FOREVER)
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):
+            backend.set_timeout(timeout)
 
 
 @contextmanager

@@ -1,0 +1,303 @@
+"""The set-up of a run as an object: of its processes alone, or of an Accelerator."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from accel_core.config import flag
+from accel_core.errors import WorldError
+from accel_core.handlers import InitProcessGroupKwargs
+from accel_core.options import names_of, offered_name
+from accel_core.plugins.offers import list_offers
+from accel_core.process_control import ProcessControl
+from accel_core.vocabulary import KNOWN_PROVIDERS, ONE_PROCESS, SEVERAL_PROCESSES, DistributedType
+from accel_core.world import World
+
+if TYPE_CHECKING:
+    from accel_core.strategies.strategy import Strategy
+
+_PLUGIN_NAMES = re.compile(r"(?P<verb>get_|select_)?(?P<name>\w+?)_plugin|(?P<all>\w+?)_plugins")
+
+
+class _State(ProcessControl):
+    """What both states have beside: the set-up of torch under the processes."""
+
+    _debug: bool
+
+    @property
+    def default_device(self) -> torch.device:
+        """The type of device that this machine offers, the CPU if it has no accelerator; `cpu=True` has no part in it."""
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of `torch.distributed` for tensors on `device`, such as "gloo"; None in a world of one.
+
+        Raises `WorldError` once the process group has ended.
+        """
+        group = self._world.group
+        if group is None:
+            return None
+        by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        return by_device.get(self.device.type)
+
+    @property
+    def initialized(self) -> bool:
+        """True: whoever holds this object knows the world."""
+        return True
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives are to be checked before they run: ACCELERATE_DEBUG_MODE, as it was when this was made."""
+        return self._debug
+
+    def set_device(self) -> None:
+        """Makes `device` the current one of this thread. In the thread that made the world it is already."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
+
+    def destroy_process_group(self) -> None:
+        """Ends the process group, after everything of ours that uses it has let go. A collective; twice is once.
+
+        Accelerators and `PartialState`s of this world know their ranks afterwards, but communicate no more. In a world of one
+        it does nothing. `Accelerator.end_training` does this by itself when it is the last user.
+
+        Raises:
+            WorldError: if somebody else started the group: who started it ends it.
+        """
+        if self._world.source == "running group":
+            raise WorldError(
+                f"destroy_process_group() was called, but the process group of these {self.num_processes} ranks was not started "
+                f"by accel_core. Call torch.distributed.destroy_process_group() where it was started, at the end."
+            )
+        self._world.end()
+
+
+class PartialState(_State):
+    """The processes of a run, without an Accelerator: who is who, who goes first, and who does what.
+
+        state = PartialState()
+        with state.main_process_first():
+            prepare_the_files()
+
+    Building one is a collective when it starts the process group: the first one, on every rank that the launcher started.
+    Two of them share the process group and nothing else.
+
+    Args:
+        cpu: whether to compute on the CPU although there is an accelerator. Not given: ACCELERATE_USE_CPU, else False.
+        backend, timeout, init_method: of the process group, as in `InitProcessGroupKwargs`.
+
+    Raises:
+        WorldError: as from `World.current`.
+    """
+
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        init_method: str | None = None,
+    ) -> None:
+        chosen = flag("cpu", cpu, "ACCELERATE_USE_CPU", False).value
+        options = InitProcessGroupKwargs(backend=backend, init_method=init_method, timeout=timeout)
+        self._take(World.current(cpu=chosen, **options.to_kwargs()))
+        self._world.enter(self)
+
+    @classmethod
+    def of(cls, world: World) -> PartialState:
+        """That of a world which exists already. It does not keep the world's process group running."""
+        state = object.__new__(cls)
+        state._take(world)
+        return state
+
+    def _take(self, world: World) -> None:
+        self._world = world
+        self._debug = flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """`NO` in a world of one, else the word for several processes on this type of device."""
+        words = ONE_PROCESS if self.num_processes == 1 else SEVERAL_PROCESSES
+        return DistributedType(_word(words, self._world))
+
+    def __repr__(self) -> str:
+        """The set-up, one fact a line."""
+        return _lines(_facts(self))
+
+
+class AcceleratorState(_State):
+    """A read-only view of an Accelerator's set-up, as `accelerator.state`; printing it shows one fact a line.
+
+    Besides what `PartialState` has: the precision and the strategies. For a strategy with the name `x` there are
+
+    - `x_plugin`: the strategy object, or None where another strategy is in use;
+    - `x_plugins`: all that were given, key → object, or None;
+    - `get_x_plugin(key)`: one of them; without a key the one in use;
+    - `select_x_plugin(key)`: nothing for the one in use, else an error: one Accelerator has one strategy.
+    """
+
+    _mixed_precision: str
+    _strategies: Mapping[str, Strategy]
+    _active: str
+    _name: str
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(
+            "AcceleratorState() was called, but a state belongs to one Accelerator, and nothing is shared behind it. Take "
+            "accelerator.state, or PartialState() where no Accelerator is at hand."
+        )
+
+    @classmethod
+    def of(
+        cls,
+        processes: PartialState,
+        mixed_precision: str,
+        strategies: Mapping[str, Strategy],
+        active: str,
+        name: str,
+    ) -> AcceleratorState:
+        """The view for one Accelerator.
+
+        Args:
+            processes: its processes.
+            mixed_precision: the name of its precision.
+            strategies: what was given as strategy, by the keys of the user's dict; a single one by its name.
+            active: the key of the one in use.
+            name: the name of the one in use: its entry point's, or its class's.
+        """
+        state = object.__new__(cls)
+        vars(state).update(
+            _world=processes._world,
+            _debug=processes._debug,
+            _mixed_precision=mixed_precision,
+            _strategies=MappingProxyType(dict(strategies)),
+            _active=active,
+            _name=name,
+        )
+        return state
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The word that the strategy in use declares; where it declares none, its name: its entry point's, else its class's."""
+        return DistributedType(_word(self.strategy.distributed_type or self._own_name, self._world))
+
+    @property
+    def mixed_precision(self) -> str:
+        """The name of the precision: "no" for full precision."""
+        return self._mixed_precision
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in use."""
+        return self._strategies[self._active]
+
+    @property
+    def strategies(self) -> Mapping[str, Strategy]:
+        """What was given as strategy, by key; the one in use is among them."""
+        return self._strategies
+
+    def __getattr__(self, name: str) -> Any:
+        """The plugin names, which follow from the strategies."""
+        if name.startswith("_"):  # as copying asks for, before there is anything here
+            raise AttributeError(name)
+        found = _PLUGIN_NAMES.fullmatch(name)
+        wanted = "" if found is None else found["name"] or found["all"]
+        if found is None or not self._is_strategy(wanted):
+            raise AttributeError(self._unknown(name))
+        named = {key: each for key, each in self._strategies.items() if wanted in self._names[key]}
+        if found["all"]:
+            return MappingProxyType(named) if named else None
+        if not found["verb"]:
+            return named.get(self._active)
+        return functools.partial(self._get if found["verb"] == "get_" else self._select, name, named)
+
+    def _get(self, call: str, named: Mapping[str, Strategy], key: str | None = None) -> Strategy:
+        wanted = self._active if key is None else key
+        if wanted not in named:
+            raise ValueError(
+                f"{call}({'' if key is None else repr(key)}) was asked for, but of that name there is "
+                f"{', '.join(map(repr, named)) or 'none'}, and in use is {self._active!r}. Give the Accelerator all that are "
+                f"needed, as one dict of objects by key."
+            )
+        return named[wanted]
+
+    def _select(self, call: str, named: Mapping[str, Strategy], key: str) -> None:
+        wanted = self._get(call, named, key)
+        if wanted is not self.strategy:
+            getter = call.replace("select_", "get_", 1)
+            raise ValueError(
+                f"{call}({key!r}) was asked for, but {self._active!r} is in use, and one Accelerator has one strategy for its "
+                f"whole life. Make a second one for the other models: Accelerator(strategy=accelerator.state.{getter}({key!r}))."
+            )
+
+    @functools.cached_property
+    def _own_name(self) -> str:
+        """The name of the strategy in use: the same for an object and for what its entry point makes."""
+        return offered_name(type(self.strategy)) or self._name
+
+    @functools.cached_property
+    def _names(self) -> Mapping[str, set[str]]:
+        """Under which names `<name>_plugin` finds the strategies, by key."""
+        names = {key: names_of(type(each)) for key, each in self._strategies.items()}
+        names[self._active].add(self._name.lower())
+        return names
+
+    def _is_strategy(self, name: str) -> bool:
+        """Whether anybody's strategy has this name: one of the given ones, or one that is known or installed."""
+        if name in KNOWN_PROVIDERS["accel.strategies"] or any(name in names for names in self._names.values()):
+            return True
+        return any(offer.group == "accel.strategies" and offer.name == name for offer in list_offers())
+
+    def _unknown(self, name: str) -> str:
+        plugins = [f"{each}_plugin" for each in sorted(set().union(*self._names.values()))]
+        known = [each for each in dir(type(self)) if not each.startswith("_")]
+        near = difflib.get_close_matches(name, [*known, *plugins], n=3)
+        hint = f"Type {' or '.join(near)} if that was meant." if near else f"It has {', '.join([*known, *plugins])}."
+        return f"accelerator.state.{name} was asked for, but AcceleratorState has no such attribute. {hint}"
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"accelerator.state.{name} = {value!r} was asked for, but the state is a read-only view of what the Accelerator was "
+            f"built with. Give it to the constructor: Accelerator(...)."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"del accelerator.state.{name} was asked for, but the state is a read-only view of what the Accelerator was built "
+            f"with. Drop the Accelerator instead: accelerator.end_training()."
+        )
+
+    def __repr__(self) -> str:
+        """The set-up, one fact a line."""
+        facts = {**_facts(self), "Mixed precision": self.mixed_precision, "Strategy": self._name}
+        return _lines(facts if len(self._strategies) == 1 else {**facts, "Strategies": ", ".join(self._strategies)})
+
+
+def _word(declared: str | Mapping[str, str], world: World) -> str:
+    """What a strategy declares, for the type of device that is in use."""
+    kind = world.device.type
+    return declared if isinstance(declared, str) else declared.get(kind, f"MULTI_{kind.upper()}")
+
+
+def _facts(processes: ProcessControl) -> dict[str, object]:
+    return {
+        "Distributed type": processes.distributed_type,
+        "Processes": processes.num_processes,
+        "Process index": processes.process_index,
+        "Local process index": processes.local_process_index,
+        "Device": processes.device,
+    }
+
+
+def _lines(facts: Mapping[str, object]) -> str:
+    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
