@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel_core.compilation import resolve_compilation
 from accel_core.config import Option, as_sequence, as_steps, as_text, flag, resolve
 from accel_core.defaults import CoreDefaults
 from accel_core.errors import PluginError
@@ -52,6 +53,8 @@ class Assembly:
     accumulation: GradientAccumulationPlugin
     autocast: AutocastKwargs
     compile_options: Mapping[str, Any] | None
+    handlers: Mapping[type, KwargsHandler]
+    detects_nonfinite: bool
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,17 @@ class Arguments:
     loader_options: Mapping[str, object]
     plugins: Sequence[object]
     handlers: Sequence[KwargsHandler]
+    dynamo_plugin: object
+    detect_nonfinite: object
 
 
 def assemble(given: Arguments) -> Assembly:
     """Makes every part, or raises; nothing is left running by a failure but the process group."""
     handlers = _by_class(as_sequence("kwargs_handlers", given.handlers))
     accumulation, steps = _accumulation(given)
-    backend = resolve(given.dynamo_backend, "ACCELERATE_DYNAMO_BACKEND", as_text, "no")
     cpu = flag("cpu", given.cpu, "ACCELERATE_USE_CPU", False)
-    compile_options = _compile_options(backend)
+    nonfinite = flag("detect_nonfinite", given.detect_nonfinite, "ACCELERATE_DETECT_NONFINITE", False)
+    backend, compile_options = resolve_compilation(given.dynamo_backend, given.dynamo_plugin)
     offers = list_offers()
     precision = _precision(given.mixed_precision, offers)
     loader, loader_options = _loader(given, offers)
@@ -95,7 +100,13 @@ def assemble(given: Arguments) -> Assembly:
         world=world,
         layout=layout,
         choices=choices,
-        options={"cpu": cpu, "gradient_accumulation_steps": steps, "dynamo_backend": backend, **loader_options},
+        options={
+            "cpu": cpu,
+            "gradient_accumulation_steps": steps,
+            "dynamo_backend": backend,
+            "detect_nonfinite": nonfinite,
+            **loader_options,
+        },
         activation=activation,
         defaults=defaults,
         strategy=strategy.selected.component,
@@ -105,11 +116,13 @@ def assemble(given: Arguments) -> Assembly:
         accumulation=accumulation,
         autocast=handlers.get(AutocastKwargs) or AutocastKwargs(),
         compile_options=compile_options,
+        handlers=handlers,
+        detects_nonfinite=nonfinite.value,
     )
 
 
-def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    found: dict[type, Any] = {}
+def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type[KwargsHandler], Any]:
+    found: dict[type[KwargsHandler], Any] = {}
     for handler in handlers:
         if not isinstance(handler, KwargsHandler):
             raise TypeError(
@@ -125,7 +138,9 @@ def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return found
 
 
-def _warn_of_idle(handlers: Mapping[type, Any], strategy: Choice, precision: Choice, world: World) -> None:
+def _warn_of_idle(
+    handlers: Mapping[type[KwargsHandler], Any], strategy: Choice, precision: Choice, world: World
+) -> None:
     """Options without effect say so, once, at the line that gave them."""
     taken: set[type] = {type(strategy.selected.component).handler or object}
     if world.group is not None:
@@ -133,7 +148,7 @@ def _warn_of_idle(handlers: Mapping[type, Any], strategy: Choice, precision: Cho
     if precision.selected.component.policy.compute is not None:
         taken.add(AutocastKwargs)
     for handler in handlers:
-        if handler not in taken:
+        if handler not in taken and not handler.on_request:
             warnings.warn(
                 f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: {world.size} process(es), "
                 f"strategy {strategy.selected.name!r}, precision {precision.selected.name!r}. It has no effect.",
@@ -165,27 +180,24 @@ def _accumulation(given: Arguments) -> tuple[GradientAccumulationPlugin, Option[
                 f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin={plugin} were both given. Give "
                 f"one: GradientAccumulationPlugin(num_steps={steps}, ...), or the number of steps alone."
             )
+        given_outside = resolve(None, _STEPS_VARIABLE, as_text, None)
+        if given_outside.value is not None:
+            raise ValueError(
+                f"{_STEPS_VARIABLE}={given_outside.value!r} is set, and gradient_accumulation_plugin={plugin} was given: an object "
+                f"built in code is complete, so the variable would be ignored. Unset {_STEPS_VARIABLE}, or leave "
+                f"gradient_accumulation_plugin out."
+            )
         return plugin, Option(plugin.num_steps, "argument")
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(
             f"gradient_accumulation_steps={steps!r}: expected an integer of at least 1, the number of micro-batches in a "
             f"window."
         )
-    option = resolve(steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", as_steps, 1)
+    option = resolve(steps, _STEPS_VARIABLE, as_steps, 1)
     return GradientAccumulationPlugin(num_steps=option.value), option
 
 
-def _compile_options(option: Option[Any]) -> Mapping[str, Any] | None:
-    name = str(getattr(option.value, "value", option.value)).lower()
-    if name == "no":
-        return None
-    known = ["eager", *torch.compiler.list_backends(exclude_tags=())]
-    if name not in known:
-        raise ValueError(
-            f"dynamo_backend={option.value!r} ({option.source}) is not a backend of torch.compile. Known: "
-            f"{', '.join(sorted({'no', *known}))}."
-        )
-    return {"backend": name}
+_STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def _precision(argument: object, offers: Sequence[Offer]) -> Choice:
