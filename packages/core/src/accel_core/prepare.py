@@ -71,6 +71,7 @@ class Prepared:
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
         self.unchecked = False  # whether optimizers came since the last check for orphans
+        self.fused = False  # whether one of the optimizers updates parameters during the backward
 
     def find_model(self, model: nn.Module) -> PreparedModel | None:
         """The record in which `model` stands, as the user's or as the prepared one."""
@@ -139,7 +140,7 @@ class Prepared:
             forget_compiled(record.original)
         for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
             forgotten.clear()
-        self.unchecked = False
+        self.unchecked = self.fused = False
 
 
 def kind_of(obj: object) -> Kind:
