@@ -5,8 +5,8 @@ first `next` and receives a `Passage`, *advances* it with every batch that it yi
 
     passage = feed.enter()
     try:
-        for remaining, rows, batch in …:
-            passage.advance(remaining, rows)
+        for remaining, rows, drawn, batch in …:
+            passage.advance(remaining, rows, drawn)
             yield batch
     finally:
         passage.leave()
@@ -24,7 +24,10 @@ Rules, each of which some loop in the wild depends on:
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from accel_core.samples import Drawn
 
 
 class Rows(NamedTuple):
@@ -40,15 +43,16 @@ class Rows(NamedTuple):
 class Passage:
     """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
 
-    __slots__ = ("__weakref__", "_feed", "advanced", "remaining", "rows")
+    __slots__ = ("__weakref__", "_feed", "advanced", "drawn", "remaining", "rows")
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self.remaining: int | None = None
         self.rows: Rows | None = None
+        self.drawn: Drawn = None
         self.advanced = False
 
-    def advance(self, remaining: int | None, rows: Rows | None = None) -> None:
+    def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
         """Reports the batch that is about to be yielded.
 
         Args:
@@ -56,10 +60,13 @@ class Passage:
                 not know its length looks `Feed.lookahead` batches ahead and reports at least that; None means unknown.
             rows: the rows of the batch on this rank (make one `Rows` for all full batches: this runs once per batch);
                 None if the batch has no countable rows.
+            drawn: which samples they are: the index batch as the sampler gave it, or `accel_core.samples.Positions`; None if
+                that is not known.
         """
         feed = self._feed
         self.remaining = remaining
         self.rows = feed.latest = rows
+        self.drawn = feed.latest_drawn = drawn
         self.advanced = True
         if feed.newest() is not self:
             feed.forget_after(self)
@@ -82,6 +89,7 @@ class Feed:
         joining: whether ranks may end at different batches, because the strategy takes part in the name of those that have
             ended.
         latest: rows of the batch that was yielded last.
+        latest_drawn: which samples it was made of.
         newest: what refers to the innermost passage.
     """
 
@@ -90,6 +98,7 @@ class Feed:
         self.even_batches: bool | None = None
         self.joining = False
         self.latest: Rows | None = None
+        self.latest_drawn: Drawn = None
         self._live: list[weakref.ref[Passage]] = []
         self.newest: weakref.ref[Passage] | _Nobody = _nobody
 
@@ -141,6 +150,14 @@ class Feed:
             if passage is not None:
                 return passage.rows
         return self.latest
+
+    def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
+        """What the batches were made of that a step may be using: one entry per live iteration, outermost first.
+
+        Without a live one, the batch that was yielded last. `sample_ids` makes ids of them.
+        """
+        passages = [passage for passage in (ref() for ref in self._live) if passage is not None]
+        return [(passage.drawn, passage.rows) for passage in passages] or [(self.latest_drawn, self.latest)]
 
 
 class _Nobody:

@@ -56,7 +56,7 @@ def plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[An
                 batch = fetch(indices)
             if device is not None:
                 batch = to_device(batch, device, non_blocking)
-            advance(remaining, rows)
+            advance(remaining, rows, indices)
             progress.samples = samples
             yield batch
         progress.finished = True

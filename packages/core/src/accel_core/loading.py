@@ -21,11 +21,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.dressing import dressed_class
-from accel_core.failures import announce
 from accel_core.feed import Feed, Passage
 from accel_core.fetching import draw_base_seed, fetches_plainly, plain_batches
 from accel_core.reads import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
 from accel_core.tree import to_device
+from accel_core.watch.notices import announce
 
 
 class Outlet:
@@ -296,7 +296,7 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
 
 def _noted(reads: Iterator[Read], notes: deque[Note]) -> Iterator[Any]:
     for index, remaining, rows, samples in reads:
-        notes.append((remaining, rows, samples))
+        notes.append((remaining, rows, samples, index))
         yield index
 
 
@@ -327,9 +327,9 @@ def _matched_batches(
             opening = opening or _started(indices.take())
             if opening is None or not opening.notes:
                 raise RuntimeError(unmatched("more batches than"))
-            remaining, rows, samples = opening.notes.popleft()
+            remaining, rows, samples, index = opening.notes.popleft()
             placed = outlet.placed(batch)
-            passage.advance(remaining, rows if rows_known else None)
+            passage.advance(remaining, rows if rows_known else None, index if rows_known else None)
             opening.progress.samples = samples
             yield placed
         opening = opening or _started(indices.take())  # there was no batch

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from accel_core.feed import Feed
 
 T = TypeVar("T")
-Note = tuple["int | None", "Rows | None", int]
-"""Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), and how many samples all
-ranks have read of the epoch once it is yielded."""
+Note = tuple["int | None", "Rows | None", int, Any]
+"""Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), how many samples all
+ranks have read of the epoch once it is yielded, and its index batch."""
 
 Read = tuple[Any, "int | None", "Rows | None", int]
-"""An index batch (or one index), and its note."""
+"""An index batch (or one index), and what is noted of it."""
 
 _TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 

@@ -18,6 +18,7 @@ import torch
 
 from accel_core.feed import Rows
 from accel_core.reads import length_of
+from accel_core.samples import Positions
 from accel_core.seeding import derive_seed
 from accel_core.tree import flatten
 from accel_core.world import World
@@ -178,6 +179,7 @@ class DispatchSource:
         opening.start()
         progress = opening.progress
         mailbox, serial = self._line.open()
+        before = None if self.skipped else start.samples
         if self._synchronise is not None:
             self._synchronise([])
         try:
@@ -187,13 +189,22 @@ class DispatchSource:
                 else self._received(mailbox, serial)
             ):
                 placed = outlet.placed(arrived.batch)
-                passage.advance(arrived.remaining, arrived.rows)
-                progress.samples = arrived.samples
+                passage.advance(arrived.remaining, arrived.rows, self._positions(arrived, before))
+                progress.samples = before = arrived.samples
                 progress.extras = arrived.extras
                 yield placed
             progress.finished = True
         finally:
             passage.leave()
+
+    def _positions(self, arrived: Arrived, before: int | None) -> Positions | None:
+        """Which samples a batch has that came behind `before` of them: known where all ranks got as many, which the sum tells."""
+        rows = arrived.rows
+        if before is None or rows is None or rows.rows is None or rows.rows != rows.real:
+            return None
+        if rows.rows * self.shard.count != arrived.samples - before:
+            return None
+        return Positions(before + self.shard.index * rows.rows, rows.rows)
 
     def _posted(self, start: Start, feed: Feed, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
         """Reads, and posts block by block; yields this rank's own."""

@@ -111,6 +111,11 @@ class ShardedStream(IterableDataset[Element]):
         """
         self._plan.write(skip=skip, fill=int(fill), read=read)
 
+    @property
+    def begun_behind(self) -> int:
+        """How many samples lie before the stream, because the dataset itself goes on from a state."""
+        return self._plan.given["read"]
+
     def set_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, if it takes it, here and in workers that are already running."""
         self._plan.write(epoch=epoch)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.channel import GRAIN
-from accel_core.failures import explained
+from accel_core.watch.marks import collective
 from accel_data.wire import WORD, Body, Decoder, Encoder, Frame, Item, aligned, nbytes
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ class Mailbox:
     def _scatter(self, frames: Sequence[Frame]) -> None:
         sent = [frame.bytes.to(self._device) for frame in frames]
         # The sender's own part is anyone's: it has to be there, and is not looked at.
-        with explained():
+        with collective("the next batch of a dispatched loader"):
             dist.scatter(torch.empty_like(sent[0]), [sent[0], *sent], group=self._group, group_src=0)
 
     def _taken(self, capacity: int) -> Frame:
         (frame,) = self._framed(capacity, 1)
         on_cpu = self._device.type == "cpu"
         received = frame.bytes if on_cpu else torch.empty(capacity, dtype=torch.uint8, device=self._device)
-        with explained():
+        with collective("the next batch of a dispatched loader"):
             dist.scatter(received, group=self._group, group_src=0)
         if not on_cpu:
             frame.bytes.copy_(received)

@@ -15,12 +15,12 @@ from accel_core.feed import Feed
 from accel_core.layout import Shard
 from accel_core.loading import Outlet, index_sampler
 from accel_core.reads import length_of
+from accel_core.rng import synchronize
 from accel_core.seeding import agree_seed
 from accel_core.world import World
 from accel_data.batches import BatchSamplerShard
 from accel_data.configuration import DataLoaderConfiguration
 from accel_data.identity import Identity
-from accel_data.rng import synchronize
 
 if TYPE_CHECKING:
     import torch

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler
 from accel_core.feed import Rows
 from accel_core.layout import Shard
 from accel_core.loading import Count, Delivering, unmatched
+from accel_core.samples import Positions
 from accel_core.world import World
 from accel_data.lanes import Counted, CountedCollate, ShardedStream, WorkerStart
 from accel_data.parts import piece_of
@@ -158,7 +159,8 @@ class SharedStreamSource(StreamSource):
                 yield fetched, following
             else:
                 rows = None if fetched.rows is None else fetched.rows.rows
-                yield Fetched(fetched.batch, Rows(rows, 0), read, {}), following
+                positions = None if fetched.positions is None else Positions(fetched.positions.first, 0)
+                yield Fetched(fetched.batch, Rows(rows, 0), read, {}, positions), following
 
     @property
     def _streams(self) -> int:
@@ -193,9 +195,18 @@ class SharedStreamSource(StreamSource):
             if not arrived:
                 raise RuntimeError(unmatched("more batches than"))
             counted = arrived.popleft()
+            positions = self._positions(counted, lanes.read)
             if lanes.advance(counted.mark):
                 extras = {**constant, **lanes.extras(), **inside(stateful)}
-                yield Fetched(batch, counted.rows, lanes.read * self._streams, extras)
+                yield Fetched(batch, counted.rows, lanes.read * self._streams, extras, positions)
+
+    def _positions(self, counted: Counted, before: int) -> Positions | None:
+        """Which samples a batch has, where there is one stream that all ranks see: `before` of them were read."""
+        mark, rows = counted.mark, counted.rows
+        if self.presharded or mark.lanes > 1 or rows is None or rows.rows is None:
+            return None
+        first = max(before, mark.skipped, self.stream.begun_behind) + self.shard.index * self.stream.part
+        return Positions(first, rows.real)
 
 
 class Lanes:

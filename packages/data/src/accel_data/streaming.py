@@ -13,15 +13,17 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from torch.utils.data import DataLoader
+
 from accel_core.feed import Rows
 from accel_core.reads import length_of, looked_ahead
+from accel_core.samples import Positions
 from accel_data.counting import Collated, Counting, taken
 from accel_data.generators import between_epochs, given_generators, restore_between, settle
 from accel_data.position import EpochOpening, Epochs, Start, tell_epoch
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import DataLoader
 
     from accel_core.feed import Feed
     from accel_core.layout import Shard
@@ -41,12 +43,13 @@ class Stateful(Protocol):
 
 
 class Fetched(NamedTuple):
-    """A batch, its rows, the samples that all ranks have read with it, and what else its position needs."""
+    """A batch, its rows, the samples that all ranks have read with it, what else its position needs, and which samples it has."""
 
     batch: Any
     rows: Rows | None
     samples: int
     extras: dict[str, Any]
+    positions: Positions | None = None
 
 
 class StreamSource:
@@ -87,6 +90,8 @@ class StreamSource:
         self.synchronised: torch.Generator | None = None
         self.delivered: deque[Collated] | None = None
         self._synchronise = synchronise
+        # Only the last batch may be short. Workers end one after the other, and other classes may yield what they like.
+        self._is_regular = type(loader) is DataLoader and not loader.num_workers and bool(loader.batch_size)
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
         """One iteration over what `fetched` gives.
@@ -174,7 +179,8 @@ class StreamSource:
             opening.start()
             for fetched, remaining in self._ended(batches, outlet.feed):
                 placed = outlet.placed(fetched.batch)
-                passage.advance(remaining, fetched.rows)
+                whole = fetched.rows is not None or remaining or self.drop_last
+                passage.advance(remaining, fetched.rows, fetched.positions if whole else None)
                 progress.samples = fetched.samples
                 if fetched.extras:
                     progress.extras = {**progress.extras, **fetched.extras}
@@ -233,7 +239,10 @@ class StreamSource:
         samples += size * self.skipped
         for batch, count in islice(batches, self.skipped, None):
             samples += size
-            yield Fetched(batch, None if count is None else Rows(count, count), samples, inside(stateful))
+            rows = None if count is None else Rows(count, count)
+            positions = Positions(samples - size, size if count is None else count)
+            known = count is not None or self._is_regular
+            yield Fetched(batch, rows, samples, inside(stateful), positions if known else None)
 
     def _batches_behind(self, samples: int) -> int:
         """How many batches are left out to go on behind so many samples."""

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from accel_core.collectives import broadcast_object, gather_objects
-from accel_core.failures import explain
 from accel_core.reads import looked_ahead
 from accel_core.tree import flatten
+from accel_core.watch.marks import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -183,11 +183,8 @@ class _Agreement:
         work, self._work = self._work, None
         if work is None:
             return
-        try:
+        with collective("the next batch of a stream"):
             work.wait()
-        except RuntimeError as error:
-            explain(error)
-            raise
 
 
 def _renewed(batch: T) -> T:

@@ -1,0 +1,296 @@
+"""What it takes to repeat a forward: its inputs, its random streams, its buffers, and the gradients that arrived at its outputs.
+
+Inputs and buffers are kept by reference. A buffer that the forward changes in place (running statistics) is copied before:
+which these are is seen at the first forward, for which all are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from accel_core.feed import Rows
+    from accel_core.nonfinite import NonFiniteDetector
+    from accel_core.samples import Drawn
+
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of a watched model.
+
+    Attributes:
+        model: the user's.
+        args, kwargs: what it was called with.
+        versions: of the input tensors; another one later means that they were changed in place.
+        streams: the random streams before it.
+        buffers: before it.
+        autocast: enabled, dtype, and whether casts of weights are kept.
+        turn: how many backwards had run before it, in this process.
+        window: how many windows had closed.
+        drawn: the batches that were being used.
+        finite: whether its outputs were, 0-d on the device; None until it has ended.
+        gradients: by turn, what arrived at its floating outputs, by their number.
+        handles: hooks on its outputs.
+        graphs: refers to each of these hooks, which live as long as the graph behind an output.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    streams: Streams
+    buffers: Buffers
+    autocast: tuple[bool, torch.dtype, bool]
+    turn: int = 0
+    window: int = 0
+    drawn: list[tuple[Drawn, Rows | None]] = field(default_factory=list)
+    finite: torch.Tensor | None = None
+    gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+    graphs: list[weakref.ref[Any]] = field(default_factory=list)
+
+    @property
+    def has_lost_graph(self) -> bool:
+        """Whether no backward can reach it any more."""
+        return bool(self.graphs) and all(graph() is None for graph in self.graphs)
+
+    def let_go(self) -> None:
+        """Takes the hooks off the outputs, which the user may keep."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class Watcher:
+    """The hooks on one model. A copy or pickle of the model takes along one that does nothing.
+
+    Args:
+        detector: told of each forward; not kept alive.
+        model: the user's.
+    """
+
+    def __init__(self, detector: NonFiniteDetector | None = None, model: nn.Module | None = None) -> None:
+        self._detector = None if detector is None else weakref.ref(detector)
+        self._model = None if model is None else weakref.ref(model)
+        self._open: Forward | None = None
+        self._changing: set[str] | None = None  # the buffers that forwards change; None: not seen yet
+        self._compiled: Any = None
+        self._around: Any = None
+        self._handles: list[Any] = []
+        if model is not None and model._compiled_call_impl is not None:
+            self._stand_around(model)
+        elif model is not None:
+            self._handles = [
+                model.register_forward_pre_hook(self.before, with_kwargs=True),
+                model.register_forward_hook(self.after, with_kwargs=True),
+            ]
+
+    def _stand_around(self, model: nn.Module) -> None:
+        """Hooks would be compiled with the model; so what calls the compiled code is called by another function."""
+        compiled: Any = model._compiled_call_impl
+        before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            before(model, args, kwargs)
+            output = compiled(*args, **kwargs)
+            after(model, args, kwargs, output)
+            return output
+
+        vars(around).update(vars(compiled))  # by which it is known, and what was there before it is found again
+        self._compiled, self._around = compiled, around
+        model._compiled_call_impl = around
+
+    def watches(self, model: nn.Module) -> bool:
+        """Whether these are the hooks on this model."""
+        return self._model is not None and self._model() is model
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the model, by name."""
+        model = None if self._model is None else self._model()
+        return iter(()) if model is None else model.named_parameters()
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        model: Any = None if self._model is None else self._model()
+        if model is not None and self._around is not None and model._compiled_call_impl is self._around:
+            model._compiled_call_impl = self._compiled
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins."""
+        detector = self._active(model)
+        if detector is None or not (model.training and torch.is_grad_enabled()):
+            self._open = None
+            return
+        device = detector.device
+        self._open = Forward(
+            model,
+            args,
+            kwargs,
+            versions_of((args, kwargs)),
+            Streams.take(device),
+            Buffers(model, self._changing),
+            (
+                torch.is_autocast_enabled(device.type),
+                torch.get_autocast_dtype(device.type),
+                torch.is_autocast_cache_enabled(),
+            ),
+        )
+        detector.record(self._open)
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
+        """A forward has ended."""
+        forward, self._open = self._open, None
+        detector = self._active(model)
+        if forward is None or detector is None:
+            return
+        self._changing = (self._changing or set()) | forward.buffers.changed()
+        outputs = [tensor for _, tensor in floating(output)]
+        flags = [torch.isfinite(tensor.detach()).all() for tensor in outputs]
+        forward.finite = torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else None
+        for number, tensor in enumerate(outputs):
+            if tensor.requires_grad:
+                hook = _keep(weakref.ref(forward), detector, number)
+                forward.handles.append(tensor.register_hook(hook))
+                forward.graphs.append(weakref.ref(hook))
+
+    def _active(self, model: nn.Module) -> NonFiniteDetector | None:
+        detector = None if self._detector is None else self._detector()
+        return None if detector is None or detector.replaying or not self.watches(model) else detector
+
+    def __reduce__(self) -> tuple[type[Watcher], tuple[()]]:
+        return Watcher, ()
+
+
+def _keep(forward: weakref.ref[Forward], detector: NonFiniteDetector, number: int) -> Any:
+    observer = weakref.ref(detector)
+
+    def arrived(gradient: torch.Tensor) -> None:
+        record, watching = forward(), observer()
+        if record is not None and watching is not None and watching.in_backward:
+            record.gradients.setdefault(watching.turn, {})[number] = gradient.detach()
+
+    return arrived
+
+
+class Streams:
+    """The states of the random streams from which a forward may draw.
+
+    Args:
+        python: that of the module `random`.
+        numpy: that of NumPy, if the process has imported it.
+        cpu: torch's on the CPU.
+        device: torch's on the device, and which it is.
+    """
+
+    def __init__(
+        self, python: Any, numpy: Any, cpu: torch.Tensor, device: tuple[torch.device, torch.Tensor] | None
+    ) -> None:
+        self._python = python
+        self._numpy = numpy
+        self._cpu = cpu
+        self._device = device
+        self.place = torch.device("cpu") if device is None else device[0]
+
+    @classmethod
+    def take(cls, device: torch.device) -> Streams:
+        """As they are now."""
+        numpy = sys.modules.get("numpy")
+        of_device = None
+        if device.type != "cpu":
+            of_device = (device, torch.get_device_module(device).get_rng_state(device))
+        return cls(
+            random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state(), of_device
+        )
+
+    def restore(self) -> None:
+        """Puts them back."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._device is not None:
+            device, state = self._device
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Buffers:
+    """The buffers of a model at one moment.
+
+    Args:
+        model: whose.
+        changing: the names of those that are copied, because they are changed in place; None: all.
+    """
+
+    def __init__(self, model: nn.Module, changing: set[str] | None = None) -> None:
+        held = dict(model.named_buffers())
+        self._held = {name: (buffer, version_of(buffer)) for name, buffer in held.items()}
+        self._copies = {
+            name: buffer.detach().clone() for name, buffer in held.items() if changing is None or name in changing
+        }
+
+    def changed(self) -> set[str]:
+        """The names of those whose contents were changed in place since."""
+        return {name for name, (buffer, version) in self._held.items() if version_of(buffer) != version}
+
+    def restore(self, model: nn.Module) -> None:
+        """Puts them back. One that was replaced by another tensor is the old one again."""
+        for name, (buffer, _) in self._held.items():
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            if owner._buffers.get(leaf) is not buffer:
+                owner._buffers[leaf] = buffer
+            if name in self._copies:
+                with torch.no_grad():
+                    buffer.copy_(self._copies[name])
+
+
+def floating(value: Any, name: str = "") -> Iterator[Named]:
+    """The floating and complex tensors inside a value, each with where it stands; containers and dataclasses are entered."""
+    if isinstance(value, torch.Tensor):
+        if _can_be_looked_at(value):
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from floating(child, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        fields = getattr(value, "_fields", None)
+        for index, child in enumerate(value):
+            yield from floating(child, f"{name}.{fields[index]}" if fields else f"{name}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for each in dataclasses.fields(value):
+            yield from floating(getattr(value, each.name), f"{name}.{each.name}")
+
+
+def _can_be_looked_at(tensor: torch.Tensor) -> bool:
+    """Whether its values may be other than finite, and torch can tell: not of sparse and nested tensors, and of 8 bits."""
+    has_kind = tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+    return has_kind and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(value: Any) -> list[int]:
+    """How often each tensor inside was changed in place."""
+    return [version_of(tensor) for _, tensor in floating(value)]
+
+
+def autocast_of(forward: Forward) -> AbstractContextManager[Any]:
+    """The autocast state in which a forward ran."""
+    enabled, dtype, cached = forward.autocast
+    return torch.autocast(forward.streams.place.type, dtype=dtype, enabled=enabled, cache_enabled=cached)
