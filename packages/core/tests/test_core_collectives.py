@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from accel_core import channel as channel_module
 from accel_core.channel import Channel, Letter, from_bytes, to_bytes
-from accel_core.collectives import broadcast_object, gather, gather_objects, reduce
+from accel_core.collectives import broadcast_object, broadcast_object_list, gather, gather_objects, reduce
 from accel_core.errors import CollectiveMismatchError
 from accel_core.mismatch import describe, mismatch
 from accel_core.testing import run_ranks
@@ -169,7 +169,7 @@ def test_what_is_no_tensor_is_named_with_its_path() -> None:
         reduce(3, ALONE)
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo\. Pass data\.to_dense\(\)"):
         gather(torch.eye(2).to_sparse(), ALONE)
-    with pytest.raises(TypeError, match=r"gather_objects\(dict\): expected a list or a tuple.*Pass \[value\]"):
+    with pytest.raises(TypeError, match=r"gather_object\(dict\): expected a list or a tuple.*Pass \[value\]"):
         gather_objects({}, ALONE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"broadcast_object\(source=1\): the group has 1 ranks; choose one of 0 to 0"):
         broadcast_object(1, ALONE, source=1)
@@ -334,6 +334,136 @@ def test_objects_are_gathered_and_broadcast() -> None:
     run_ranks(move_objects)
 
 
+class Elsewhere:
+    """What only some ranks can unpickle, as if its class stood in a module that the others lack."""
+
+    def __init__(self, rank: int, padding: int = 0) -> None:
+        self.rank, self.padding = rank, bytes(padding)
+
+    def __reduce__(self) -> Any:
+        return arrive_elsewhere, (self.rank, self.padding)
+
+
+def arrive_elsewhere(rank: int, _: bytes) -> str:
+    if World.current().rank == rank:
+        raise ImportError(f"no module named elsewhere on rank {rank}")
+    return "arrived"
+
+
+def lose_objects() -> dict[str, tuple[str, str]]:
+    world = World.current()
+    last = world.size - 1
+    calls: dict[str, Callable[[], Any]] = {
+        "gather": lambda: gather_objects([Elsewhere(last)], world),
+        "gather from one": lambda: gather_objects([Elsewhere(last)] if world.rank == 0 else [1], world),
+        "broadcast": lambda: broadcast_object(Elsewhere(last), world),
+        "broadcast large": lambda: broadcast_object(Elsewhere(last, 3_000_000), world),
+        "list": lambda: broadcast_object_list([Elsewhere(last)], world),
+    }
+    outcomes = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            outcomes[name] = type(error).__name__, str(error)
+        assert gather(torch.tensor([world.rank]), world).tolist() == list(range(world.size))  # and life goes on
+    assert gather_objects([Elsewhere(-1)], world) == ["arrived"] * world.size
+    assert broadcast_object(Elsewhere(-1), world, source=last) != "nobody"
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_one_rank_cannot_unpickle_is_an_error_on_every_rank(size: int) -> None:
+    """B2: else the others would go on, and wait for that one in another collective."""
+    *fine, lost = run_ranks(lose_objects, size)
+    for name, (kind, text) in lost.items():
+        assert kind == "UnpicklingError"
+        assert (
+            f"what rank 0 sent cannot be unpickled here: ImportError: no module named elsewhere on rank {size - 1}. Send"
+            in text
+        )
+        for outcomes in fine:
+            assert outcomes[name][0] == CollectiveMismatchError.__name__
+            assert f"rank {size - 1}: UnpicklingError: {text}" in outcomes[name][1]
+    assert set(lost) == set(fine[0])
+
+
+def collectives_of_objects() -> list[int]:
+    world = World.current()
+    plain = {"a": [1, 2.0, None, "text", b"bytes", (True,)], "b": torch.ones(2), "c": OrderedDict(d=torch.Size([1]))}
+    calls: list[Callable[[], Any]] = [
+        lambda: gather_objects([plain], world),
+        lambda: broadcast_object(plain, world),
+        lambda: broadcast_object_list([plain], world),
+        lambda: broadcast_object(plain if world.rank == 0 else Elsewhere(-1), world),
+        lambda: gather_objects([Elsewhere(-1)] if world.rank == 1 else [], world),
+        lambda: broadcast_object(Elsewhere(-1), world),
+    ]
+    return [len(count_collectives(call)[1]) for call in calls]
+
+
+def test_plain_objects_take_one_collective_and_others_a_second_one() -> None:
+    assert run_ranks(collectives_of_objects) == [[1, 1, 1, 1, 2, 2]] * 2
+
+
+def replace_lists() -> dict[str, tuple[str, str]]:
+    world = World.current()
+    for size in (10, 3_000_000):
+        mine = [world.rank, bytes(size), {"rank": world.rank}]
+        assert broadcast_object_list(mine, world, source=world.size - 1) is mine
+        assert mine == [world.size - 1, bytes(size), {"rank": world.size - 1}]
+    empty: list[Any] = []
+    assert broadcast_object_list(empty, world) is empty
+    calls: dict[str, Callable[[], Any]] = {
+        "length": lambda: broadcast_object_list([None] * (world.rank + 1), world),
+        "source": lambda: broadcast_object_list([None], world, source=world.rank),
+        "no source": lambda: broadcast_object_list([None], world, source=world.size),
+        "one has no source": lambda: broadcast_object_list([None], world, source=-world.rank),
+        "tuple": lambda: broadcast_object_list((None,) if world.rank == 0 else [None], world),  # type: ignore[arg-type]
+        "no pickle": lambda: broadcast_object_list([lambda: 1], world),
+    }
+    outcomes = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            outcomes[name] = type(error).__name__, str(error)
+    assert broadcast_object_list([world.rank], world) == [0]
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_list_takes_the_items_of_one_rank(size: int) -> None:
+    """B2: in place, and returned; what does not fit raises on every rank."""
+    first, second, *_ = run_ranks(replace_lists, size)
+    wrong = CollectiveMismatchError.__name__
+    assert first["length"] == second["length"]
+    assert "rank 0: broadcast_object_list(from_process=0): a list of 1" in first["length"][1]
+    assert "rank 1: broadcast_object_list(from_process=0): a list of 2" in first["length"][1]
+    assert first["length"][1].endswith(
+        "a list of the same length on every rank; where there is nothing to send, of None."
+    )
+    assert first["source"] == second["source"]
+    assert first["source"][1].startswith("The ranks called broadcast_object_list with different options.")
+    text = f"broadcast_object_list(from_process={size}): the group has {size} ranks; choose one of 0 to {size - 1}."
+    assert first["no source"] == second["no source"] == ("ValueError", text)
+    assert [first["one has no source"][0], second["one has no source"][0]] == [wrong, "ValueError"]
+    assert [first["tuple"][0], second["tuple"][0]] == ["TypeError", wrong]
+    assert "broadcast_object_list(tuple): expected a list, whose items are replaced" in first["tuple"][1]
+    assert "such as [None]." in second["tuple"][1]
+    assert second["no pickle"][0] == wrong
+    assert "lambda" in second["no pickle"][1]
+
+
+def test_a_list_alone_is_returned_as_it_is() -> None:
+    items = [lambda: 1]
+    assert broadcast_object_list(items, ALONE) is items
+    with pytest.raises(TypeError, match=r"broadcast_object_list\(str\): expected a list"):
+        broadcast_object_list("text", ALONE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"broadcast_object_list\(from_process='a'\): the group has 1 ranks"):
+        broadcast_object_list(items, ALONE, source="a")  # type: ignore[arg-type]
+
+
 def in_pairs() -> list[Any]:
     world = World.current()
     pairs = [world.subgroup([0, 1]), world.subgroup([2, 3])]
@@ -378,6 +508,7 @@ def mismatched(first: bool, world: World, case: str) -> None:
         "no pickle": (lambda: gather_objects([1], world), lambda: gather_objects([lambda: 1], world)),
         "meta": (lambda: gather(big, world), lambda: gather(big.to("meta"), world)),
         "large meta": (lambda: reduce(big, world), lambda: reduce(big.to("meta"), world)),
+        "sparse": (lambda: reduce(x, world), lambda: reduce(x.to_sparse(), world)),
         "no reduction": (lambda: reduce(x, world), lambda: reduce(x, world, "avg")),  # type: ignore[arg-type]
         "no reduction, large": (lambda: reduce(big, world), lambda: reduce(big, world, "avg")),  # type: ignore[arg-type]
         "no list": (lambda: gather_objects([1], world), lambda: gather_objects({}, world)),  # type: ignore[arg-type]
@@ -400,7 +531,7 @@ CASES = (
         "shape",
     ),
     *("small and large", "object", "large object", "source", "no tensor", "no pickle", "meta"),
-    *("large meta", "no reduction", "no reduction, large", "no list"),
+    *("large meta", "sparse", "no reduction", "no reduction, large", "no list"),
 )
 
 
@@ -426,6 +557,7 @@ def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
         "no pickle": ("AttributeError", "PicklingError"),
         "meta": ("NotImplementedError",),
         "large meta": ("NotImplementedError",),
+        "sparse": ("TypeError",),
         "no reduction": ("ValueError",),
         "no reduction, large": ("ValueError",),
         "no list": ("TypeError",),
@@ -440,21 +572,30 @@ def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
             assert "Correct the call on the ranks that show an error." in text
         else:
             assert second[case][:2] == (kind, text), case
-    assert "rank 0: gather: data[0]: float32[*, 3]; 1 alike on all ranks\n" in first["trailing"][1]
-    assert "rank 1: gather: data[0]: float32[*, 5]; 1 alike on all ranks\n" in first["trailing"][1]
-    assert [case for case in CASES if "torch.nn.functional.pad" in first[case][1]] == ["trailing"]
+    assert "rank 0: gather: data[0]: float32[*, 3]; 1 alike on all ranks" in first["trailing"][1]
+    assert "rank 1: gather: data[0]: float32[*, 5]; 1 alike on all ranks" in first["trailing"][1]
+    padding = (
+        "all others must agree: pad the tensors to one shape first, with accelerator.pad_across_processes(tensors, "
+    )
+    assert [case for case in CASES if padding in first[case][1]] == ["trailing"]
+    assert first["trailing"][1].endswith(f"{padding}dim=1).")
     assert "different collectives" in first["call"][1]
+    options = [case for case in CASES if " with different options.\n" in first[case][1]]
+    assert options == ["reduction", "scale", "source"]
+    assert first["scale"][1].startswith("The ranks called reduce with different options.")
+    assert first["scale"][1].endswith("Give the options of a collective the same values on every rank.")
     assert "rank 1: reduce('sum'): data: float32[4, 3]" in first["call"][1]
     assert "rank 1: gather: data[1]: int64[*]" in first["dtype"][1]
     assert "rank 0: gather: tuple(*, *); 2 alike" in first["container"][1]
     assert "rank 1: gather: list(*, *); 2 alike" in first["container"][1]
     assert "rank 1: reduce('sum'): data: float32[2, 3]" in first["shape"][1]
     assert "data is a str" in first["no tensor"][1]
-    assert "rank 0: called reduce('sum')\n  rank 1: ValueError: reduce(reduction='avg')" in first["no reduction"][1]
+    assert "rank 0: called reduce('sum')" in first["no reduction"][1]
+    assert "rank 1: ValueError: reduce(reduction='avg')" in first["no reduction"][1]
     assert "Choose one of 'sum', 'mean', 'max', 'none'." in second["no reduction"][1]
-    assert "rank 0: called gather_objects\n" in first["no list"][1]
-    assert "rank 1: gather_objects\n" in first["object"][1]
-    assert "rank 1: broadcast_object(source=1)\n" in first["source"][1]
+    assert "rank 0: called gather_object" in first["no list"][1]
+    assert "rank 1: gather_object" in first["object"][1]
+    assert "rank 1: broadcast_object(source=1)" in first["source"][1]
 
 
 def both_wrong() -> str:
@@ -482,6 +623,9 @@ def test_the_table_joins_ranks_that_agree_and_is_short() -> None:
         "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
     )
     assert "rank 0-2: " in str(mismatch([good, good, good, odd]))
+    wider = describe("gather", "tuple(...)", [("data", torch.float32, ["*", 2, 3, 4])])
+    other = describe("gather", "tuple(...)", [("data", torch.float32, ["*", 5, 3, 6])])
+    assert str(mismatch([wider, other])).endswith("pad_across_processes(tensors, dim=1), then the same with dim=3.")
     assert "a call that stands under a condition" in str(mismatch([good, describe("reduce('sum')")]))
 
 

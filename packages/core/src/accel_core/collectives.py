@@ -9,18 +9,18 @@ Results are tensors without a gradient history, on the device of the correspondi
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Hashable, MutableSequence, Sequence
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from accel_core.channel import Channel, Letter, Spec, from_bytes, to_bytes
-from accel_core.failures import explained
+from accel_core.channel import Channel, Letter, Spec, from_bytes
 from accel_core.mismatch import describe
+from accel_core.pickling import pickled, unpickled
 from accel_core.tree import Tree, flatten_with_shape, outline, paths, unflatten
+from accel_core.watch.marks import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +43,8 @@ Measure = Callable[[torch.Tensor], Measured]
 
 SMALL_OBJECT = 1 << 20
 """`broadcast_object` sends more pickled bytes than this in a second collective, from the source only."""
+
+T = TypeVar("T")
 
 
 def gather(tree: Tree, world: World, group: ProcessGroup | None = None) -> Tree:
@@ -114,7 +116,7 @@ def reduce(
         check_tensors("reduce", tree, leaves)
         return unflatten(tree, [_finished(leaf.detach(), 1, leaf, reduction, scale) for leaf in leaves])
     call = f"reduce({reduction!r})" if scale == 1.0 else f"reduce({reduction!r}, scale={scale!r})"
-    if sum([leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)]) * channel.size > SMALL_REDUCE:
+    if bytes_of(leaves) * channel.size > SMALL_REDUCE:
         return unflatten(tree, _all_reduce(channel, call, tree, leaves, shape, reduction, scale))
     letter = letter_for(channel, call, tree, leaves, shape, _whole)
     parts = channel.exchange(letter, leaves)
@@ -123,10 +125,11 @@ def reduce(
 
 
 def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | None = None) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order. A collective.
+    """Concatenates the lists of all ranks, in rank order. A collective, public as `gather_object`.
 
     Objects are pickled between the ranks' memories; tensors inside travel, and arrive, on the CPU where the world has
-    another device.
+    another device. Plain data, with tensors, takes one collective. Objects of other classes take a second one, in which
+    the ranks tell each other whether all could unpickle them.
 
     Args:
         objects: a list or tuple, of any length, of objects that can be pickled.
@@ -135,24 +138,30 @@ def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | N
 
     Raises:
         TypeError: on every rank, if `objects` is no list or tuple.
+        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an object cannot be
+            pickled, the other ranks raise `CollectiveMismatchError` with that reason.
     """
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
         error = TypeError(
-            f"gather_objects({type(objects).__name__}): expected a list or a tuple, whose items are concatenated over "
+            f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated over "
             f"the ranks. Pass [value] for one item per rank."
         )
         refuse(channel, error)
     if channel is None:
         return objects if isinstance(objects, list) else list(objects)
-    content = _pickled(channel, objects)
-    letter = _letter_of_bytes(channel, "gather_objects", len(content))
-    _, parts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(content)])
-    return [item for part in parts for item in _unpickled(part)]
+    content, unsure = _pickled(channel, objects)
+    letter = _letter_of_bytes(channel, "gather_object", "", len(content), unsure)
+    _, parts, doubts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(content), _nothing()])
+
+    def joined() -> list[Any]:
+        return [item for rank, part in enumerate(parts) for item in unpickled("gather_object", rank, part)]
+
+    return _confirmed(channel, "gather_object", joined) if any(map(len, doubts)) else joined()
 
 
 def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGroup | None = None) -> Any:
-    """Gives every rank the object of one rank. A collective.
+    """Gives every rank the object of one rank. A collective; it travels as in `gather_objects`.
 
     Args:
         obj: on the source, an object that can be pickled; elsewhere it is ignored.
@@ -164,27 +173,43 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGrou
         On the source `obj` itself, elsewhere a copy.
     """
     channel = channel_of(world, group)
-    size = 1 if channel is None else channel.size
-    if not 0 <= source < size:
-        refuse(
-            channel,
-            ValueError(
-                f"broadcast_object(source={source}): the group has {size} ranks; choose one of 0 to {size - 1}."
-            ),
+    call = f"broadcast_object(source={source!r})"
+    check_source(channel, call, source)
+    return obj if channel is None else _broadcast_object(channel, call, "", obj, source)
+
+
+def broadcast_object_list(
+    objects: MutableSequence[Any], world: World, source: int = 0, group: ProcessGroup | None = None
+) -> list[Any]:
+    """Replaces the items of every rank's list by those of one rank. A collective; they travel as in `gather_objects`.
+
+    Args:
+        objects: on the source, a list of objects that can be pickled; elsewhere a list of the same length, whose items
+            are ignored. It is changed in place.
+        world: the processes.
+        source: whose items; its rank within the group.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        `objects`.
+
+    Raises:
+        TypeError: on every rank, if `objects` is no list.
+        ValueError: on every rank, if there is no such source.
+        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in `gather_objects`.
+    """
+    channel = channel_of(world, group)
+    call = f"broadcast_object_list(from_process={source!r})"
+    check_source(channel, call, source)
+    if not isinstance(objects, list):
+        error = TypeError(
+            f"broadcast_object_list({type(objects).__name__}): expected a list, whose items are replaced by those of "
+            f"the source. Pass a list with as many items on every rank, such as [None]."
         )
-    if channel is None:
-        return obj
-    content = _pickled(channel, obj) if channel.rank == source else bytearray()
-    sent = content if len(content) <= SMALL_OBJECT else bytearray()
-    letter = _letter_of_bytes(channel, f"broadcast_object(source={source})", len(sent))
-    lengths, parts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(sent)])
-    length = int(lengths[source])
-    if length > SMALL_OBJECT:
-        large = from_bytes(content).to(channel.device) if content else _empty_bytes(length, channel.device)
-        with explained():
-            dist.broadcast(large, group=channel.group, group_src=source)
-        parts[source] = large
-    return obj if channel.rank == source else _unpickled(parts[source])
+        refuse(channel, error)
+    if channel is not None:
+        objects[:] = _broadcast_object(channel, call, f"a list of {len(objects)}", list(objects), source)
+    return objects
 
 
 def channel_of(world: World, group: ProcessGroup | None) -> Channel | None:
@@ -195,11 +220,23 @@ def channel_of(world: World, group: ProcessGroup | None) -> Channel | None:
     return channel if channel.size > 1 else None
 
 
+def check_source(channel: Channel | None, call: str, source: object) -> None:
+    """Refuses a source that is no rank of the group. A collective only if it does."""
+    size = 1 if channel is None else channel.size
+    if not (isinstance(source, int) and 0 <= source < size):
+        refuse(channel, ValueError(f"{call}: the group has {size} ranks; choose one of 0 to {size - 1}."))
+
+
 def refuse(channel: Channel | None, error: Exception) -> NoReturn:
     """Raises an error about this rank's arguments; on the other ranks too, if there are any. A collective."""
     if channel is None:
         raise error
     channel.refuse(error)
+
+
+def bytes_of(leaves: list[Any]) -> int:
+    """How large the tensors are; what `check_tensors` is yet to refuse counts nothing."""
+    return sum([leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided])
 
 
 def alone(tree: Tree, leaves: list[torch.Tensor]) -> Tree:
@@ -222,7 +259,7 @@ def gather_leaves(channel: Channel, tree: Tree, leaves: list[Any], shape: Hashab
 def letter_for(channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, measure: Measure) -> Letter:
     """The letter for these leaves, from the channel's store if such were sent before. Refuses what is no tensor."""
     try:
-        key = (call, measure, shape, *[(leaf.dtype, leaf.shape) for leaf in leaves])
+        key = (call, measure, shape, *[(leaf.dtype, leaf.shape, leaf.layout) for leaf in leaves])
         letter = channel.letters.get(key)
         if letter is not None:
             return letter
@@ -294,7 +331,7 @@ def _all_reduce(
     channel.exchange(letter, ())
     remaining = {}
     for dtype, flat in flats.items():
-        with explained():
+        with collective(f"{call.partition('(')[0]}()"):
             if reduction == "max":
                 _all_reduce_max(flat, channel)
             else:
@@ -347,35 +384,59 @@ def _finished(total: torch.Tensor, ranks: int, leaf: torch.Tensor, reduction: Re
     return total.to(leaf.device, dtype)
 
 
-class _Pickler(pickle.Pickler):
-    """Puts tensors on the CPU first: a device's index means another device to another rank."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-def _pickled(channel: Channel, obj: Any) -> bytearray:
-    stream = io.BytesIO()
+def _pickled(channel: Channel, obj: Any) -> tuple[bytearray, bool]:
     try:
-        _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
+        return pickled(obj)
     except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; the other ranks are waiting)
         channel.refuse(error)
-    return bytearray(stream.getbuffer())
 
 
-def _unpickled(content: torch.Tensor) -> Any:
-    return pickle.loads(to_bytes(content))  # noqa: S301  (from another rank's memory, never from a file)
-
-
-def _letter_of_bytes(channel: Channel, call: str, count: int) -> Letter:
-    """Two tensors: how many bytes this rank has, and those of them that travel in this message."""
-    letter = channel.letters.get((call, count))
+def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:
+    """What `receive` gives; if it raises on one rank, all raise. A collective."""
+    try:
+        received = receive()
+    except UnpicklingError as error:
+        channel.refuse(error)
+    letter = channel.letters.get((call, "received"))
     if letter is None:
-        specs = [(torch.int64, ()), (torch.uint8, ())]
-        letter = channel.letters[call, count] = Letter(describe(call), specs, [1, count], channel.device)
+        letter = channel.letters[call, "received"] = Letter(describe(call, "received"), [], [], channel.device)
+    channel.exchange(letter, ())
+    return received
+
+
+def _broadcast_object(channel: Channel, call: str, structure: str, obj: Any, source: int) -> Any:
+    content, unsure = _pickled(channel, obj) if channel.rank == source else (bytearray(), False)
+    sent = content if len(content) <= SMALL_OBJECT else bytearray()
+    letter = _letter_of_bytes(channel, call, structure, len(sent), unsure)
+    lengths, parts, doubts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(sent), _nothing()])
+    part, length, unsure = parts[source], int(lengths[source]), len(doubts[source]) > 0
+    if length > SMALL_OBJECT:
+        part = from_bytes(content).to(channel.device) if content else _empty_bytes(length, channel.device)
+        with collective(f"{call.partition('(')[0]}()"):
+            dist.broadcast(part, group=channel.group, group_src=source)
+
+    def received() -> Any:
+        return obj if channel.rank == source else unpickled(call, source, part)
+
+    return _confirmed(channel, call, received) if unsure else received()
+
+
+def _letter_of_bytes(channel: Channel, call: str, structure: str, count: int, unsure: bool) -> Letter:
+    """Three tensors: how many bytes this rank has, those that travel in this message, and a row without values if unsure.
+
+    The rows of the last one travel in the header, where looking at them costs nothing.
+    """
+    key = (call, structure, count, unsure)
+    letter = channel.letters.get(key)
+    if letter is None:
+        specs: list[Spec] = [(torch.int64, ()), (torch.uint8, ()), (torch.uint8, (0,))]
+        rows = [1, count, int(unsure)]
+        letter = channel.letters[key] = Letter(describe(call, structure), specs, rows, channel.device)
     return letter
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _empty_bytes(count: int, device: torch.device) -> torch.Tensor:

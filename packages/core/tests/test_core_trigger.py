@@ -1,0 +1,124 @@
+"""A flag that any rank can raise and all ranks see."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from accel_core.collectives import gather
+from accel_core.testing import run_ranks
+from accel_core.trigger import Trigger
+from accel_core.world import World
+
+
+def answers(setters):
+    """What each check says, and whether a second trigger of the same world stays out of it."""
+    world = World.current()
+    trigger, other = Trigger(world), Trigger(world)
+    said = []
+    for ranks in setters:
+        for _ in range(ranks.count(world.rank)):
+            trigger.set()
+        said.append(trigger.check())
+    return said, other.check()
+
+
+def test_a_trigger_set_anywhere_is_seen_everywhere_and_once():
+    """A6: True resets it on all ranks, wherever and however often it was set."""
+    setters = [[], [0], [], [1, 1], [2], [], [0, 1, 2], [], []]
+    for said, other in run_ranks(answers, 3, setters):
+        assert said == [False, True, False, True, True, False, True, False, False]
+        assert other is False
+
+
+def test_alone_a_trigger_is_a_flag():
+    trigger = Trigger(World.current(cpu=True))
+    assert trigger.check() is False
+    trigger.set()
+    assert trigger.check() is True
+    assert trigger.check() is False
+
+
+def setting_is_local():
+    world = World.current()
+    trigger = Trigger(world)
+    if world.rank == 1:
+        previous = signal.signal(signal.SIGUSR2, lambda *_: trigger.set())
+        os.kill(os.getpid(), signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, previous)
+    gather(torch.tensor(world.rank), world)  # `set` has sent nothing that would stand in the way
+    return trigger.check()
+
+
+def test_a_signal_handler_may_set_it():
+    assert run_ranks(setting_is_local, 2) == [True, True]
+
+
+def set_while_it_travels(earlier):
+    """On rank 0 `set` comes after the flag has left, and before the answer is there; rank `earlier` has set it before."""
+    world = World.current()
+    trigger = Trigger(world)
+    trigger.check()
+    if world.rank == earlier:
+        trigger.set()
+    channel = world.channel()
+    exchange = channel.exchange
+
+    def late(*arguments):
+        received = exchange(*arguments)
+        trigger.set()
+        return received
+
+    if world.rank == 0:
+        channel.exchange = late
+    said = [trigger.check()]
+    channel.exchange = exchange
+    return [*said, trigger.check(), trigger.check()]
+
+
+def test_a_trigger_set_during_a_check_is_not_lost():
+    assert run_ranks(set_while_it_travels, 2, None) == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_nor_is_one_that_meets_an_earlier_one(earlier):
+    assert run_ranks(set_while_it_travels, 2, earlier) == [[True, True, False]] * 2
+
+
+def check_on_one_rank():
+    world = World.current()
+    try:
+        Trigger(world).check() if world.rank == 0 else gather(torch.tensor(1), world)
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_check_on_one_rank_only_names_itself():
+    first, second = run_ranks(check_on_one_rank, 2)
+    assert first == second
+    assert "rank 0: check_trigger" in first
+    assert "a call that stands under a condition" in first
+
+
+@pytest.mark.parametrize("setter", [0, 1])
+def test_one_collective_tells_all(setter):
+    assert run_ranks(exchanges, 2, setter) == [[1, 1, 1]] * 2
+
+
+def exchanges(setter):
+    world = World.current()
+    trigger, channel = Trigger(world), world.channel()
+    exchange, calls = channel.exchange, []
+    channel.exchange = lambda *arguments: calls.append(1) or exchange(*arguments)
+    counts = []
+    for _ in range(3):
+        if world.rank == setter:
+            trigger.set()
+        calls.clear()
+        trigger.check()
+        counts.append(len(calls))
+    return counts
