@@ -95,9 +95,15 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def hello(session: nox.Session) -> None:
-    """Distributions as third parties write them: their wheels beside that of the core, and their own tests."""
+    """Distributions as third parties write them: their wheels beside that of the core, and their own tests.
+
+    What they are built with comes first: one of them has a part in C++, which is compiled against the torch that it meets.
+    """
+    built_with = {need for folder in THIRD_PARTIES for need in build_requirements(folder)}
+    session.install("--prefer-binary", "-c", "constraints.txt", *sorted(built_with))
     install(session, ["core"], *GROUPS["test"], others=THIRD_PARTIES)
-    session.run("pytest", *[str(folder / "tests") for folder in THIRD_PARTIES], *session.posargs)
+    for folder in THIRD_PARTIES:  # one process each, because a device is there for the whole process that imports it
+        session.run("pytest", str(folder / "tests"), *session.posargs)
 
 
 @nox.session
@@ -176,6 +182,12 @@ def build_wheels(session: nox.Session, folders: list[Path]) -> list[str]:
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
     session.run("python", "-m", "pip", "wheel", *options, *map(str, folders))
     return [str(wheel) for wheel in sorted(wheels.glob("*.whl"))]
+
+
+def build_requirements(folder: Path) -> list[str]:
+    """What `pip wheel --no-build-isolation` needs for this folder."""
+    required: list[str] = nox.project.load_toml(folder / "pyproject.toml")["build-system"]["requires"]
+    return required
 
 
 def closure(names: Iterable[str]) -> list[str]:
