@@ -1,4 +1,4 @@
-"""Writes what can be derived from the source: docs/reference/hooks.md and docs/reference/accelerator.md.
+"""Writes what can be derived from the source: hooks.md, accelerator.md and names.md in docs/reference/.
 
     nox -s docs          (or `python docs/generate.py` where accel-core is installed)
 
@@ -9,14 +9,18 @@ page.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
+import runpy
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
-from accel_core import accelerator, hookspecs
+from accel_core import accelerator, hookspecs, options, process_control
 
 REFERENCE = Path(__file__).parent / "reference"
+NAMES = Path(__file__).parents[1] / "tests" / "names.py"
 LINE = 120  # signatures that are longer have a line for each argument
 
 HOOKS_HEAD = """\
@@ -37,6 +41,15 @@ same order. [Your loop](../tutorial/your-loop.md) shows the most of it in use; [
 variables that stand for arguments.
 """
 
+NAMES_HEAD = """\
+<!-- Written by docs/generate.py from tests/names.py and the docstrings: change them there, then run `nox -s docs`. -->
+# Names
+
+Every name that a script written for Accelerate may use, with what it does here. All of them are imported from the package that
+stands before the dot: `from accel_core import set_seed`. `*` and `**` stand for any number of positional and of keyword
+arguments; our functions may take more than those that are listed. After a colon stand the members of an enumeration.
+"""
+
 GROUPS = {
     "Who and where": (
         "device",
@@ -48,9 +61,23 @@ GROUPS = {
         "is_local_main_process",
         "is_last_process",
         "mixed_precision",
+        "state",
+        "distributed_type",
         "explain",
         "print",
         "split_between_processes",
+    ),
+    "One process, or one after the other": (
+        "on_main_process",
+        "on_local_main_process",
+        "on_last_process",
+        "on_process",
+        "on_local_process",
+        "main_process_first",
+        "local_main_process_first",
+        "set_trigger",
+        "check_trigger",
+        "check_breakpoint",
     ),
     "Preparing": (
         "prepare",
@@ -79,6 +106,7 @@ GROUPS = {
         "step_scheduler_with_optimizer",
         "accumulate",
         "backward",
+        "lomo_backward",
         "forward_backward",
         "no_sync",
         "trigger_sync_in_backward",
@@ -87,9 +115,20 @@ GROUPS = {
         "clip_grad_value_",
         "unscale_gradients",
         "autocast",
+        "profile",
     ),
-    "Collectives": ("wait_for_everyone", "gather", "reduce", "gather_for_metrics"),
-    "Saving and ending": ("get_state_dict", "save", "save_model", "free_memory", "clear", "end_training"),
+    "Collectives": ("wait_for_everyone", "gather", "reduce", "gather_for_metrics", "pad_across_processes"),
+    "Saving and ending": (
+        "project_configuration",
+        "project_dir",
+        "logging_dir",
+        "get_state_dict",
+        "save",
+        "save_model",
+        "free_memory",
+        "clear",
+        "end_training",
+    ),
 }
 """Which heading of the page a public member of the Accelerator stands under; below it, the order is that of the source."""
 
@@ -106,7 +145,8 @@ def hooks_page() -> str:
 def accelerator_page() -> str:
     """The whole of docs/reference/accelerator.md. Raises `ValueError` if GROUPS and the class do not have the same members."""
     node = class_in(accelerator, "Accelerator")
-    members = public_members(node)
+    # A member of the base that the Accelerator has of its own stands where the Accelerator says it.
+    members = public_members(class_in(process_control, "ProcessControl")) | public_members(node)
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(members):
         missing, stale = members.keys() - set(grouped), set(grouped) - members.keys()
@@ -123,7 +163,65 @@ def accelerator_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"hooks.md": hooks_page, "accelerator.md": accelerator_page}
+def names_page() -> str:
+    """The whole of docs/reference/names.md."""
+    data = runpy.run_path(str(NAMES))
+    older = {name: described_argument(name) for name in data["OLDER_ARGUMENTS"]}
+    described = arguments_of(accelerator.Accelerator.__doc__ or "")
+    parts = [NAMES_HEAD]
+    for (_, heading), texts in data["OLDER_NAMES"].items():
+        parts.append(names_table(f"## {heading}", (name_row(text, data["COMES_WITH"]) for text in texts)))
+        if heading == "The constructor":
+            rows = {name: described.get(name, MISSING) for name in given_to(texts[0])} | older
+            parts.append(names_table("### Its arguments", (("`" + name + "`", rows[name]) for name in rows)))
+    return "\n".join(parts)
+
+
+MISSING = "*missing*"
+
+
+def names_table(heading: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A heading, and a table of names and what they do."""
+    lines = [f"| {name} | {does} |".replace("  ", " ") for name, does in rows]
+    return "\n".join([heading, "", "| Name | What it does |", "|---|---|", *lines, ""])
+
+
+def given_to(text: str) -> list[str]:
+    """The arguments in a text of tests/names.py."""
+    return text.partition("(")[2].removesuffix(")").split(", ")
+
+
+def name_row(text: str, comes_with: dict[str, str]) -> tuple[str, str]:
+    """One name of tests/names.py: how it is called, and the first line of its docstring."""
+    path = re.split(r"[(:]", text)[0]
+    whole = f"accel_core.{path}" if path.startswith("Accelerator") else path
+    shown = f"`{path}`" if path.endswith(".Accelerator") else f"`{text}`"
+    if path in comes_with:
+        return shown, f"*comes with {comes_with[path]}*"
+    package, *members = whole.split(".")
+    found: object = importlib.import_module(package)
+    for member in members:
+        found = getattr(found, member, None)
+    summary = (inspect.getdoc(found) or "").partition("\n")[0] if found is not None else MISSING
+    return shown, summary.replace("|", "\\|")
+
+
+def arguments_of(docstring: str) -> dict[str, str]:
+    """Each argument under `Args:` with its whole description, in one line."""
+    listed = inspect.cleandoc(docstring).partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^    (?=\w+:)", listed, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}
+
+
+def described_argument(name: str) -> str:
+    """What an argument that the signature does not have stands for."""
+    renamed = {each.old: each.new for each in options.OLDER_ARGUMENTS.values()}
+    if name in renamed:
+        return f"an older spelling of `{renamed[name]}`"
+    return "`strategy=` under an older name: a configured object, or a dict of such, the first of which is active"
+
+
+PAGES = {"hooks.md": hooks_page, "accelerator.md": accelerator_page, "names.md": names_page}
 
 
 def class_in(module: object, name: str) -> ast.ClassDef:

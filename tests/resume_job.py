@@ -289,9 +289,9 @@ def read_to_the_save(reader: Reader, run: Run, journal: Journal, steps: int, fil
 def begin() -> None:
     """Makes this process what a script is that a launcher has started.
 
-    It leads a group of its own, so that its workers die with it when a scheduler ends the job; and they are its forks.
+    A rank leads a group of its own, so that its workers die with it when a scheduler ends the job; here they are its forks.
     """
-    os.setsid()
+    assert os.getpgid(0) == os.getpid()
     multiprocessing.set_start_method("fork", force=True)
 
 

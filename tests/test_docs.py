@@ -96,7 +96,7 @@ def test_the_reference_says_what_the_source_says(name):
 def test_every_public_name_of_the_accelerator_stands_on_the_page():
     from accel_core import Accelerator
 
-    members = {name for name in vars(Accelerator) if not name.startswith("_")}
+    members = {name for name in dir(Accelerator) if not name.startswith("_")}
     assert members == set(re.findall(r"^### (\w+)$", reference("accelerator.md"), re.MULTILINE))
 
 

@@ -109,7 +109,9 @@ def test_other_arguments_of_the_backward_are_refused() -> None:
 
 
 def test_the_search_for_the_first_nan_is_refused_for_it() -> None:
-    with pytest.raises(ValueError, match="FusedSGD updates parameters during the backward, so a window that went wrong"):
+    with pytest.raises(
+        ValueError, match="FusedSGD updates parameters during the backward, so a window that went wrong"
+    ):
         Accelerator(cpu=True, detect_nonfinite=True).prepare(FusedSGD(net()))
 
 

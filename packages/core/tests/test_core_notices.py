@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
-from accel_core.failures import Notices, announce, broken_connection_in, explain, is_broken_connection
 from accel_core.testing import RanksFailed, run_ranks
 from accel_core.testing.ranks import RankReport
+from accel_core.watch.marks import explain
+from accel_core.watch.notices import Notices, announce, broken_connection_in, is_broken_connection
 
 BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7069."
 
@@ -147,11 +148,12 @@ def vanish() -> None:
     accelerator.wait_for_everyone()
 
 
-def test_rank_that_vanishes_without_a_word_leaves_the_backends_error_as_it_is() -> None:
+def test_rank_that_vanishes_without_a_word_is_named_by_what_is_known_of_its_process() -> None:
     first, second = reports_of(vanish, 2)
     assert second.exit_code == 7
     assert "Connection" in first.traceback
-    assert "rank" not in first.state
+    assert "The connections of rank 0 broke in wait_for_everyone(). The ranks:" in first.traceback
+    assert "ended without a word: killed from outside (out of memory?), os._exit(), or a crash" in first.traceback
 
 
 def notices() -> list[Notices]:
@@ -175,7 +177,7 @@ def test_certain_notices_count_before_announced_ones_and_own_ones_never() -> Non
 def test_announced_error_that_is_old_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, _ = notices()
     second.post(ValueError("long ago"), certain=False)
-    monkeypatch.setattr("accel_core.failures.FRESH", 0.0)
+    monkeypatch.setattr("accel_core.watch.notices.FRESH", 0.0)
     assert first.read() == ""
 
 
@@ -187,7 +189,7 @@ def test_long_errors_travel_by_their_end_and_name_the_line_that_raised() -> None
         second.post(error, certain=True)
     told = first.read()
     assert "the point" in told
-    assert "test_core_failures.py" in told
+    assert "test_core_notices.py" in told
     assert len(told) < 5000
 
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,6 +314,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
     return chosen
 
 
@@ -335,6 +337,25 @@ def test_more_local_ranks_than_devices_is_an_error(two_devices: list[int]) -> No
         WorldError, match=r"3 processes run on this machine.*this process sees 2.*Accelerator\(cpu=True\)"
     ):
         world_module._device(place(0, 3), cpu=False)
+
+
+def test_process_that_sees_one_device_of_several_takes_it(
+    two_devices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that binds one device to each task. Which one it is, the ranks compare when they meet."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert world_module._device(place(3, 4), cpu=False) == torch.device("cuda", 0)
+    assert two_devices == [0]
+
+
+def test_one_device_that_cannot_be_told_from_others_is_an_error(
+    two_devices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    with pytest.raises(WorldError, match=r"4 processes run on this machine.*this process sees 1"):
+        world_module._device(place(3, 4), cpu=False)
+    assert two_devices == []
 
 
 def test_gloo_stands_beside_the_backend_of_the_device() -> None:

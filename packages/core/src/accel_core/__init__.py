@@ -6,6 +6,11 @@ See `Accelerator` for the loop, `accel_core.hookspecs` for what a plugin can tak
 defines a strategy.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from accel_core.accelerator import Accelerator
 from accel_core.errors import CollectiveMismatchError, NotInstalledError, PluginError, WorldError
 from accel_core.feed import Feed, Passage, Rows
@@ -21,40 +26,124 @@ from accel_core.logs import get_logger
 from accel_core.optimizer import SKIPPED
 from accel_core.precision import Precision, PrecisionPolicy
 from accel_core.prepare import PrepareRequest
+from accel_core.project import ProjectConfiguration
 from accel_core.seeding import set_seed
+from accel_core.state import AcceleratorState, PartialState
 from accel_core.strategies import DDP, DistributedDataParallelKwargs, Single, Strategy, place_model
-from accel_core.vocabulary import RNGType
+from accel_core.vocabulary import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
 from accel_core.world import World
+
+if TYPE_CHECKING:
+    from accel_core.accelerated import AcceleratedOptimizer, AcceleratedScheduler
+    from accel_core.compilation import TorchDynamoPlugin
+    from accel_core.local_sgd import LocalSGD
+    from accel_core.memory import clear_device_cache, find_executable_batch_size, release_memory
+    from accel_core.nonfinite import Finding, NonFiniteError
+    from accel_core.operations import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        pad_input_tensors,
+        reduce,
+        synchronize_rng_state,
+        synchronize_rng_states,
+        wait_for_everyone,
+    )
+    from accel_core.profiling import ProfileKwargs
 
 __all__ = [
     "DDP",
     "SKIPPED",
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
     "Accelerator",
+    "AcceleratorState",
     "AutocastKwargs",
     "CollectiveMismatchError",
     "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
     "Feed",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "Layout",
+    "LocalSGD",
+    "LoggerType",
+    "Finding",
+    "NonFiniteError",
     "NotInstalledError",
+    "PartialState",
     "Passage",
     "PluginError",
     "Precision",
     "PrecisionPolicy",
+    "PrecisionType",
     "PrepareRequest",
+    "ProfileKwargs",
+    "ProjectConfiguration",
     "RNGType",
     "Rows",
     "Shard",
     "Single",
     "Strategy",
+    "TorchDynamoPlugin",
     "World",
     "WorldError",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
     "get_logger",
     "hookimpl",
+    "pad_across_processes",
+    "pad_input_tensors",
     "place_model",
+    "reduce",
+    "release_memory",
     "set_seed",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "wait_for_everyone",
 ]
 
 __version__ = "0.1.0"
+
+# Looked up when they are used: most scripts use none of them, and importing them all would double the time of the import.
+_MODULES = {
+    "AcceleratedOptimizer": "accelerated",
+    "AcceleratedScheduler": "accelerated",
+    "LocalSGD": "local_sgd",
+    "Finding": "nonfinite",
+    "NonFiniteError": "nonfinite",
+    "ProfileKwargs": "profiling",
+    "TorchDynamoPlugin": "compilation",
+    "broadcast": "operations",
+    "broadcast_object_list": "operations",
+    "clear_device_cache": "memory",
+    "find_executable_batch_size": "memory",
+    "gather": "operations",
+    "gather_object": "operations",
+    "pad_across_processes": "operations",
+    "pad_input_tensors": "operations",
+    "reduce": "operations",
+    "release_memory": "memory",
+    "synchronize_rng_state": "operations",
+    "synchronize_rng_states": "operations",
+    "wait_for_everyone": "operations",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

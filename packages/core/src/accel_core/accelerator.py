@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,14 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from accel_core import collectives, gradients, metrics
+from accel_core import collectives, fused_backward, gradients, metrics
 from accel_core.accumulation import Accumulate, Accumulation
 from accel_core.assembly import Arguments, assemble
 from accel_core.batch_stream import as_data_loader
-from accel_core.failures import explain, explained
+from accel_core.deprecation import Deprecation
 from accel_core.feed import Feed
-from accel_core.optimizer import OptimizerGate, gate_of
-from accel_core.options import refuse_unknown, strategy_from_plugin_argument
+from accel_core.optimizer import OptimizerGate, gate_of, place_state
+from accel_core.options import chosen_strategy, refuse_unknown, renamed
 from accel_core.precision import remove_policy
 from accel_core.prepare import (
     ORDER,
@@ -33,9 +32,12 @@ from accel_core.prepare import (
     kind_of,
     require,
 )
-from accel_core.process import split_between_processes
+from accel_core.process_control import ProcessControl
+from accel_core.project import resolve_project
 from accel_core.scheduler import gate_scheduler, is_scheduler, rule_of
 from accel_core.seeding import agree_seed
+from accel_core.state import AcceleratorState, PartialState
+from accel_core.trigger import Trigger
 from accel_core.window import WindowLoop, default_inputs
 
 if TYPE_CHECKING:
@@ -43,14 +45,22 @@ if TYPE_CHECKING:
 
     from accel_core.assembly import Assembly
     from accel_core.collectives import Reduction
+    from accel_core.compilation import TorchDynamoPlugin
     from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
+    from accel_core.nonfinite import NonFiniteDetector
+    from accel_core.options import ChosenStrategy
     from accel_core.plugins.explain import Explanation
     from accel_core.precision import Precision
+    from accel_core.profiling import ProfileKwargs
+    from accel_core.project import ProjectConfiguration
     from accel_core.strategies.strategy import Strategy
+    from accel_core.vocabulary import DistributedType
     from accel_core.window import Inputs, LossFn
 
+_CHECK_BREAKPOINT = Deprecation("check_breakpoint()", "check_trigger()", removed_in="1.0")
 
-class Accelerator:
+
+class Accelerator(ProcessControl):
     """One training loop on any hardware, under any strategy that is installed.
 
         accelerator = Accelerator()
@@ -94,8 +104,14 @@ class Accelerator:
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless `split_batches`), for
             schedules whose length was computed for one process.
         kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`, `InitProcessGroupKwargs`,
-            `AutocastKwargs`.
+            `AutocastKwargs`, `ProfileKwargs`.
         dynamo_backend: backend of `torch.compile` for prepared models. Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
+        dynamo_plugin: further options of `torch.compile`, instead of the backend: a `TorchDynamoPlugin`.
+        project_dir: the folder of the project; where `project_config` names one already, the two have to agree.
+        project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
+        detect_nonfinite: whether the first value that is not finite is searched for: when a loss or a gradient of a window is
+            inf or nan, the window runs once more under observation, and all ranks raise `NonFiniteError` with the module, the
+            rank, the step and the samples. Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
         log_with: names of trackers. This version runs none, so anything but None raises.
 
     Raises:
@@ -125,11 +141,18 @@ class Accelerator:
         step_scheduler_per_process: bool = False,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        detect_nonfinite: bool | None = None,
         log_with: object = None,
         **older_names: object,
     ) -> None:
-        chosen = strategy_from_plugin_argument(strategy, older_names)
+        chosen = chosen_strategy(strategy, older_names)
+        kwargs_handlers = renamed(older_names, "kwargs_handlers", kwargs_handlers, None)
+        step_with_optimizer = renamed(older_names, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older_names, log_with)
+        self._project = resolve_project(project_dir, project_config)
         parts = assemble(
             Arguments(
                 mixed_precision=mixed_precision,
@@ -137,7 +160,9 @@ class Accelerator:
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
                 cpu=cpu,
                 dynamo_backend=dynamo_backend,
-                strategy=chosen,
+                dynamo_plugin=dynamo_plugin,
+                detect_nonfinite=detect_nonfinite,
+                strategy=chosen.active,
                 loader=loader,
                 dataloader_config=dataloader_config,
                 loader_options={
@@ -155,11 +180,14 @@ class Accelerator:
         self._dataloader_config = dataloader_config
         splits = getattr(parts.loader, "split_batches", False)
         self._scheduler_rule = rule_of(
-            step_scheduler_with_optimizer,
+            step_with_optimizer,
             parts.world.size if step_scheduler_per_process and not splits else None,
             parts.accumulation.adjust_scheduler,
         )
         self._take(parts)
+        self._state = _state_of(parts, chosen)
+        if parts.detects_nonfinite:
+            self._detect_nonfinite()
         self._relay.start(self._world, self._layout)
 
     def _take(self, parts: Assembly) -> None:
@@ -185,49 +213,36 @@ class Accelerator:
         parts.defaults.window_loop = WindowLoop(
             self._relay, self._accumulation, self._prepared, self._world, self._layout
         )
+        self._trigger = Trigger(self._world)
+        self._detector: NonFiniteDetector | None = None
         self._seed: int | None = None
         self._ended = False
         self._world.enter(self)
 
     @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._world.device
+    def state(self) -> AcceleratorState:
+        """The set-up as one read-only object; print it. Strategies under older names are `state.<name>_plugin`."""
+        return self._state
 
     @property
-    def process_index(self) -> int:
-        """The rank of this process, from 0."""
-        return self._world.rank
+    def distributed_type(self) -> DistributedType:
+        """How training is distributed, in one word: `DistributedType.NO` in one process."""
+        return self._state.distributed_type
 
     @property
-    def local_process_index(self) -> int:
-        """The rank of this process among those on its machine, from 0."""
-        return self._world.local_rank
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the project keeps what it writes."""
+        return self._project
 
     @property
-    def num_processes(self) -> int:
-        """How many processes the launcher started."""
-        return self._world.size
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        """The folder of the project; None if none was given."""
+        return self._project.project_dir
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self._world.size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._world.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process on its machine."""
-        return self._world.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._world.is_last
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """The folder for logs: `project_dir` unless the project configuration says otherwise."""
+        return self._project.logging_dir
 
     @property
     def mixed_precision(self) -> str:
@@ -302,31 +317,25 @@ class Accelerator:
 
         return explain(self._parts.activation, self._parts.choices, self._parts.options)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, once per machine."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201  (what was asked for)
+    def set_trigger(self) -> None:
+        """Sets a flag that all ranks see at their next `check_trigger`: a loss that is nan, a signal, a time that is up.
 
-    def wait_for_everyone(self) -> None:
-        """Returns once every process has come here. Collective."""
-        self._world.barrier()
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`.
-
-        Parts are consecutive, and the first `len(inputs) % num_processes` processes get one element more; where there are
-        too few, parts are empty. One process gets the input as it is. No collective: all have to pass the same.
-
-        Args:
-            inputs: a list or another sequence, a tuple, a tensor or an array (split along dim 0), a dataset with
-                `select(indices)` or of torch's with a length, or a dict of such values, all of one length. It is not changed.
-            apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have one length.
-
-        Raises:
-            TypeError: for anything else, such as a string or a 0-d tensor.
-            ValueError: if the values of a dict differ in length.
+        No collective. A signal handler may call it.
         """
-        return split_between_processes(inputs, self._world, apply_padding)
+        self._trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since this was last true; the same answer on every rank. Collective.
+
+        if accelerator.check_trigger():
+            break                                   # on all ranks, so that nobody waits for the others
+        """
+        return self._trigger.check()
+
+    def check_breakpoint(self) -> bool:
+        """An older spelling of `check_trigger`. Collective."""
+        _CHECK_BREAKPOINT.warn()
+        return self._trigger.check()
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
@@ -434,13 +443,16 @@ class Accelerator:
                 Accelerator was told.
         """
         require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
+        if self._detector is not None:
+            fused_backward.refuse_detection(optimizer)
         if not self._has_gate(optimizer):
             if device_placement if device_placement is not None else self.device_placement:
-                _place_state(optimizer)
+                place_state(optimizer)
             OptimizerGate(optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward)
         if not any(optimizer is known for known in self._prepared.optimizers):
             self._prepared.optimizers.append(optimizer)
             self._prepared.unchecked = True
+            self._prepared.fused |= fused_backward.is_fused(optimizer)
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -474,12 +486,13 @@ class Accelerator:
         return inner
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state of a model, under the user's parameter names. Every rank gets it.
+        """The state of a model, under the user's parameter names. Every rank gets it. Collective under every strategy.
 
         Args:
             model: a prepared model, or any other.
             unwrap: False keeps the names that a wrapper adds.
         """
+        self._world.arrive("get_state_dict()")
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -499,9 +512,11 @@ class Accelerator:
         del objects
         self._prepared.release()
         self._accumulation.reset()
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.memory.empty_cache()
+        if self._detector is not None:
+            self._detector.release()
+        from accel_core.memory import clear_device_cache
+
+        clear_device_cache(garbage_collection=True)
         return [None] * count
 
     clear = free_memory
@@ -517,13 +532,15 @@ class Accelerator:
         """
         return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
         """Use it instead of `loss.backward()`: scales for the window and the precision, and synchronises when it closes.
 
         Outside `accumulate` the gradient is divided by `gradient_accumulation_steps`.
 
         Args:
             loss: a scalar tensor, the mean over this rank's micro-batch.
+            learning_rate: for an optimizer that updates the parameters during the backward, such as LOMO's, and only for
+                such a one: see `accel_core.fused_backward`.
             kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may have dimensions.
 
         Raises:
@@ -535,15 +552,23 @@ class Accelerator:
             self._prepared.check_orphans()
         if type(loss) is not torch.Tensor or loss.dim():
             _check_loss(loss, kwargs)
+        if learning_rate is not None or self._prepared.fused:
+            self._fused_backward(loss, learning_rate, kwargs)
+            return
         accumulation = self._accumulation
         accumulation.count_backward()
         relay = self._relay
         weight = accumulation.weight if accumulation.inside else 1.0 / accumulation.steps
-        try:
-            relay.backward(relay.scale_loss(loss), weight, not accumulation.open, kwargs)
-        except RuntimeError as error:
-            explain(error)
-            raise
+        closes = not accumulation.open
+        if closes and self._world.watch is not None:
+            with self._world.watch.collective("backward()"):
+                relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
+        else:
+            relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """`backward(loss, learning_rate=learning_rate)` under its older name."""
+        self.backward(loss, learning_rate=learning_rate)
 
     def forward_backward(
         self,
@@ -573,6 +598,8 @@ class Accelerator:
             ValueError: without a micro-batch, or if the sum is not a scalar.
             RuntimeError: inside `accumulate`, while a window is open, or where `join_uneven_inputs` joins models.
         """
+        if self._prepared.fused:
+            fused_backward.refuse("forward_backward()", self._prepared.optimizers)
         if self._feed.joining:
             raise RuntimeError(
                 "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take "
@@ -586,7 +613,7 @@ class Accelerator:
         if self._prepared.unchecked:
             self._prepared.check_orphans()
         self._accumulation.whole_window()
-        with explained():
+        with self._world.collective("forward_backward()"):
             return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
@@ -646,6 +673,8 @@ class Accelerator:
         Returns:
             The norm before clipping, 0-d; of this rank's pending gradients while a window is open.
         """
+        if self._prepared.fused:
+            fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
         clipped = gradients.as_list(parameters)
         if self._accumulation.open:
             pending = [parameter.grad for parameter in clipped if parameter.grad is not None]
@@ -655,6 +684,8 @@ class Accelerator:
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
+        if self._prepared.fused:
+            fused_backward.refuse("clip_grad_value_()", self._prepared.optimizers)
         clipped = gradients.as_list(parameters)
         if not self._accumulation.open:
             self._unscale_holders(clipped)
@@ -721,6 +752,35 @@ class Accelerator:
         """
         return collectives.reduce(tensor, self._world, reduction, scale)
 
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
+
+        Args:
+            tensor: a tensor, or nested tuples, lists and dicts of them; those without that dim stay as they are.
+            dim: the dim in which ranks may differ; negative ones count from the end.
+            pad_index: the value that fills up.
+            pad_first: whether it stands before the values instead of behind them.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if structures, dtypes or numbers of dims differ.
+        """
+        from accel_core.padding import pad_across_processes
+
+        return pad_across_processes(tensor, self._world, dim, pad_index, pad_first)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
+
+        Args:
+            profile_handler: options for this block instead of those among `kwargs_handlers`. With `output_trace_dir` each
+                rank writes a Chrome trace there.
+        """
+        from accel_core.profiling import ProfileKwargs, profile
+
+        handler = profile_handler or self._parts.handlers.get(ProfileKwargs) or ProfileKwargs()
+        assert isinstance(handler, ProfileKwargs), "handlers are kept by their class"
+        return profile(handler, self._world)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
 
@@ -757,10 +817,13 @@ class Accelerator:
         from accel_core.checkpoint.weights import save_weights
 
         require("save_model()", model, nn.Module, "a torch.nn.Module")
+        self._world.arrive("save_model()")
         save_weights(self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, self._world)
 
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
+
+        With `ProjectConfiguration(save_on_each_node=True)` the first process of each machine writes.
 
         Args:
             obj: what `torch.save` takes; a dict of tensors with `safe_serialization`.
@@ -769,7 +832,8 @@ class Accelerator:
         """
         from accel_core.checkpoint.weights import save
 
-        save(obj, f, safe_serialization, world=self._world)
+        each_node = self._project.save_on_each_node
+        save(obj, f, safe_serialization, world=self._world, save_on_each_node=each_node)
 
     def end_training(self) -> None:
         """Ends the run: listeners finish, and the process group ends if it was started here and nobody else uses it.
@@ -821,11 +885,30 @@ class Accelerator:
             evaluation=evaluation,
             compile_options=self._parts.compile_options,
         )
-        with explained():
+        with self._world.collective("prepare()"):
             prepared = self._relay.prepare_model(model, self._prepared.holders(model, optimizers), request)
         # What is given may be a wrapper already, that of an earlier Accelerator for instance.
-        self._prepared.models.append(PreparedModel(self.unwrap_model(model), prepared, evaluation))
+        inner = self.unwrap_model(model)
+        self._prepared.models.append(PreparedModel(inner, prepared, evaluation))
+        if self._detector is not None and not evaluation:
+            self._detector.watch(inner, prepared)
         return prepared
+
+    def _fused_backward(self, loss: torch.Tensor, learning_rate: float | None, options: dict[str, Any]) -> None:
+        fused_backward.fused_backward(
+            loss,
+            learning_rate,
+            self._prepared.optimizers,
+            self._accumulation,
+            self._world,
+            self._parts.activation.owners,
+            options,
+        )
+
+    def _detect_nonfinite(self) -> None:
+        from accel_core.nonfinite import NonFiniteDetector
+
+        self._detector = NonFiniteDetector.of(self._parts, self._feed)
 
     def _placement(self, given: bool | None) -> torch.device | None:
         return self.device if (self.device_placement if given is None else given) else None
@@ -866,6 +949,13 @@ def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: S
         yield
 
 
+def _state_of(parts: Assembly, chosen: ChosenStrategy) -> AcceleratorState:
+    name = parts.choices[0].selected.name
+    given = chosen.configured or {name: parts.strategy}
+    processes = PartialState.of(parts.world)
+    return AcceleratorState.of(processes, parts.mixed_precision, given, next(iter(given)), name)
+
+
 def _check_loss(loss: object, options: dict[str, Any]) -> None:
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
@@ -877,10 +967,3 @@ def _check_loss(loss: object, options: dict[str, Any]) -> None:
             f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
             f"pass gradient=."
         )
-
-
-def _place_state(optimizer: Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
-                state[name] = value.to(parameter.device)

@@ -22,6 +22,7 @@ a rank with tensors on an accelerator waits in the other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -31,11 +32,16 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_core.failures import explain
-from accel_core.mismatch import Description, mismatch
+from accel_core.mismatch import Description, describe, mismatch
+from accel_core.watch.marks import REFUSED
+from accel_core.watch.whereabouts import calling_line
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch.distributed import ProcessGroup
+
+    from accel_core.watch.watch import Watch
 
 MEMORY = 4
 """How many earlier needs decide about a capacity."""
@@ -55,6 +61,7 @@ KEPT_LAYOUTS = 64
 _ALIGNMENT = 16
 _WORD = 8
 _REFUSED = 0
+_UNWATCHED: AbstractContextManager[object] = contextlib.nullcontext()
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,7 +81,7 @@ class Letter:
         stacked: every rank sends one row of each tensor, and receives them in one piece.
     """
 
-    __slots__ = ("description", "digest", "header", "kind", "rows", "size", "specs", "stacked")
+    __slots__ = ("description", "digest", "header", "kind", "name", "rows", "size", "specs", "stacked")
 
     def __init__(
         self,
@@ -85,6 +92,8 @@ class Letter:
         stacked: bool = False,
     ) -> None:
         self.description = description
+        call = description["call"]
+        self.name = call if call.endswith(")") else f"{call}()"
         self.digest = _digest(json.dumps(description))
         self.kind: Hashable = (
             description["call"],
@@ -108,13 +117,24 @@ class Channel:
         rank: this process's rank in the group.
         size: how many ranks the group has.
         device: where the group's collectives work, with its index.
+        watch: is told which exchange this rank is in.
+        members: the ranks of the group in the world; None: all.
     """
 
-    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        rank: int,
+        size: int,
+        device: torch.device,
+        watch: Watch | None = None,
+        members: tuple[int, ...] | None = None,
+    ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
         self.device = device
+        self._watch, self._members = watch, members
         self.letters: _Cache[Hashable, Letter] = _Cache()
         self._frames: dict[int, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
@@ -130,21 +150,33 @@ class Channel:
         Raises:
             CollectiveMismatchError: on every rank, if the ranks called different things.
         """
-        frame = self._frame(self._capacity())
-        headers = self._pass(frame, letter, tensors)
-        largest = max([header[1] for header in headers])
-        if largest > frame.capacity:
-            frame = self._frame(_rounded(largest))
+        with self._marked(letter.name, letter.description):
+            frame = self._frame(self._capacity())
             headers = self._pass(frame, letter, tensors)
+            largest = max([header[1] for header in headers])
+            if largest > frame.capacity:
+                frame = self._frame(_rounded(largest))
+                headers = self._pass(frame, letter, tensors)
         self._remember(letter.kind, largest)
         return frame.parts(letter, headers)
+
+    def arrive(self, name: str) -> None:
+        """Returns once every rank is here, under the same name. Raises `CollectiveMismatchError` on every rank otherwise."""
+        letter = self.letters.get(name)
+        if letter is None:
+            letter = self.letters[name] = Letter(describe(name), (), (), self.device)
+        self.exchange(letter, ())
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises `error` here and lets the other ranks, which are in `exchange` or in `refuse`, raise too.
 
         For arguments that cannot be sent: without it, the ranks whose arguments are right would wait for ever.
         """
-        self._refuse(self._frame(self._capacity()), error)
+        with self._marked(REFUSED):
+            self._refuse(self._frame(self._capacity()), error)
+
+    def _marked(self, name: str, details: Description | None = None) -> AbstractContextManager[object]:
+        return _UNWATCHED if self._watch is None else self._watch.collective(name, self._members, details)
 
     def _pass(self, frame: _Frame, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """One collective. Returns the headers by rank, all of which agree."""
@@ -167,11 +199,7 @@ class Channel:
         raise error
 
     def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        try:
-            dist.all_gather_single(received, sent, group=self.group)
-        except RuntimeError as error:
-            explain(error)
-            raise
+        dist.all_gather_single(received, sent, group=self.group)
 
     def _capacity(self) -> int:
         needs = self._needs.get(self._previous)
@@ -192,7 +220,8 @@ class Channel:
 
     def _descriptions(self, description: Description) -> list[Description]:
         """What every rank has to say, by rank. Costs two collectives; only when something is wrong already."""
-        text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+        said = {**description, "line": calling_line()}
+        text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
         self._gather(lengths, torch.tensor([len(text)], device=self.device))
         longest = int(lengths.max())

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from accel_core import collectives, gradients
-from accel_core.failures import explained
+from accel_core.watch.marks import collective
 
 if TYPE_CHECKING:
     from accel_core.accumulation import Accumulation
@@ -85,9 +85,11 @@ def joined(
     before = [each._join_config for each in joinables]
     try:
         join = Join([*joinables, _Followers(joinables[0], world, prepared)])
-        yield
-        with warnings.catch_warnings(), explained():  # torch sets a filter, and leaves it
-            join.__exit__(None, None, None)
+        # One collective as a whole: a rank that has ended takes part in the backwards of the others from its end.
+        with collective("join_uneven_inputs()"):
+            yield
+            with warnings.catch_warnings():  # torch sets a filter, and leaves it
+                join.__exit__(None, None, None)
         _drop_open_window(accumulation, prepared)
     finally:
         for each, config in zip(joinables, before, strict=True):

@@ -36,8 +36,12 @@ def mismatch(descriptions: Sequence[Description]) -> CollectiveMismatchError:
     """The error for what the ranks said, by rank; it has the same text on all of them."""
     if any("error" in description for description in descriptions):
         return CollectiveMismatchError(_refused(descriptions))
-    calls = {description["call"] for description in descriptions}
-    what = "different collectives" if len(calls) > 1 else f"{calls.pop()} with arguments that do not fit together"
+    calls, names = _calls(descriptions), _names(descriptions)
+    what = "different collectives"
+    if len(calls) == 1:
+        what = f"{calls.pop()} with arguments that do not fit together"
+    elif len(names) == 1:
+        what = f"{names.pop()} with different options"
     common = _common(descriptions)
     outlines = len({description["structure"] for description in descriptions}) > 1
     table = _table([_line(description, common, outlines) for description in descriptions])
@@ -45,23 +49,56 @@ def mismatch(descriptions: Sequence[Description]) -> CollectiveMismatchError:
 
 
 def _refused(descriptions: Sequence[Description]) -> str:
-    table = _table([description.get("error") or f"called {description['call']}" for description in descriptions])
+    table = _table(
+        [description.get("error") or f"called {_line(description, set(), False)}" for description in descriptions]
+    )
     return f"Not every rank can take part in a collective.\n{table}\nCorrect the call on the ranks that show an error."
 
 
 def _advice(descriptions: Sequence[Description]) -> str:
-    if len({description["call"] for description in descriptions}) > 1:
+    if len(_names(descriptions)) > 1:
         return (
             "A collective is called by all ranks, in the same order: look for a call that stands under a condition "
             "which is not true on every rank."
         )
-    first = descriptions[0]
-    if first["call"] == "gather" and len({_without_sizes(description) for description in descriptions}) == 1:
+    if len(_calls(descriptions)) > 1:
+        return "Give the options of a collective the same values on every rank."
+    name = _names(descriptions).pop()
+    dims = _differing_dims(descriptions) if name == "gather" else []
+    if dims:
+        first, *others = [f"dim={dim}" for dim in dims]
+        then = f", then the same with {' and '.join(others)}" if others else ""
         return (
-            "gather concatenates along the first dimension, and all others must agree: pad "
-            "them to one shape first, with torch.nn.functional.pad."
+            f"gather concatenates along the first dimension, and all others must agree: pad the tensors to one shape "
+            f"first, with accelerator.pad_across_processes(tensors, {first}){then}."
         )
+    if name == "pad_across_processes":
+        return "Sizes may differ here, but structure, dtypes and numbers of dimensions must be the same on every rank."
+    if name == "broadcast_object_list":
+        return "Pass a list of the same length on every rank; where there is nothing to send, of None."
+    if name == "synchronize_rng_states":
+        return "Name the same streams on every rank, and pass equally many generators there, or samplers that have one."
     return "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
+
+
+def _calls(descriptions: Sequence[Description]) -> set[str]:
+    return {description["call"] for description in descriptions}
+
+
+def _names(descriptions: Sequence[Description]) -> set[str]:
+    """The calls without their options."""
+    return {call.partition("(")[0] for call in _calls(descriptions)}
+
+
+def _differing_dims(descriptions: Sequence[Description]) -> list[int]:
+    """The dimensions in which tensors differ between the ranks, if they differ in nothing else."""
+    if len({_without_sizes(description) for description in descriptions}) > 1:
+        return []
+    by_rank = [[sizes for _, _, sizes in description["leaves"]] for description in descriptions]
+    same_leaf = zip(*by_rank, strict=True)
+    return sorted(
+        {dim for each in same_leaf for dim, sizes in enumerate(zip(*each, strict=True)) if len(set(sizes)) > 1}
+    )
 
 
 def _without_sizes(description: Description) -> str:
@@ -83,6 +120,8 @@ def _line(description: Description, common: set[str], with_structure: bool) -> s
         parts.append(", ".join(differing[:SHOWN]) + more)
     if common:
         parts.append(f"{len(common)} alike on all ranks")
+    if "line" in description:
+        parts.append(f"at {description['line']}")
     return ": ".join([description["call"], *filter(None, ["; ".join(filter(None, parts))])])
 
 

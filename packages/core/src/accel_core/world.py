@@ -21,15 +21,22 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from accel_core.config import flag
 from accel_core.errors import WorldError
-from accel_core.failures import Notices, broken_connection_in, explain, explained
 from accel_core.farewell import PATIENCE, Farewell
 from accel_core.launch_environment import Place, read_place
+from accel_core.meeting import assemble, claim, claim_device, identity, not_met, open_store, round_of
+from accel_core.watch.marks import explain, on_duty
+from accel_core.watch.notices import Notices, broken_connection_in
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch.distributed import ProcessGroup, Store
 
     from accel_core.channel import Channel
+    from accel_core.watch.connections import Connections
+    from accel_core.watch.watch import Watch
 
 
 class Tenant(Protocol):
@@ -49,6 +56,8 @@ class World:
         timeout: after how long a collective of the default group gives up.
         source: who said so: "torchrun", "slurm", "mpi", "running group" (somebody else started torch's default group)
             or "alone".
+        checks: whether every collective is compared across the ranks before it runs: ACCELERATE_DEBUG_MODE.
+        watch: looks after the ranks of a larger world; None in a world of one, and where ranks met without a store.
     """
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: ProcessGroup | None) -> None:
@@ -59,6 +68,11 @@ class World:
         self.timeout = timeout
         # Weak: `_shared` would keep world and group alive for ever, and torch's own references decide how long a group lives.
         self._group = None if group is None else weakref.ref(group)
+        self._process = os.getpid()
+        self._hosted = place.agent
+        self.checks = flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value
+        self.watch: Watch | None = None
+        self._connections: Connections | None = None  # those of the groups that were made here
         self._url: str | None = None  # the meeting point; None if somebody else started the group
         self._store: Store | None = None  # where this world met; None if somebody else started the group
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
@@ -117,37 +131,69 @@ class World:
             )
         place = dataclasses.replace(place, source="running group")
         timeouts = _timeouts(group)
-        return cls(place, _device(place, cpu), min(timeouts, default=dist.default_pg_timeout), group)._share(group)
+        from torch.distributed import distributed_c10d
+
+        device = _device(place, cpu)
+        claim_device(distributed_c10d._get_default_store(), place, device)
+        return cls(place, device, min(timeouts, default=dist.default_pg_timeout), group)._share(group)
 
     @classmethod
     def _start(
         cls, place: Place, device: torch.device, timeout: timedelta | None, backend: str | None, init_method: str | None
     ) -> World:
-        url = init_method or place.meeting_point()
+        from accel_core.watch.connections import Connections
+
+        url, connections = init_method or place.meeting_point(), Connections()
         try:
             store = _meet(url, place, timeout or dist.default_pg_timeout)
+            assemble(store, url, place, device, timeout or dist.default_pg_timeout)
             backend = backend or _default_backend(device)
-            dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
+            with connections.made_here():
+                dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
         except dist.DistError as error:
-            raise WorldError(
-                f"A world of {place.size} ranks was asked for ({place.source}), but rank {place.rank} did not meet the "
-                f"others at {url}: {error}. Check that {place.size} processes run, each with a rank of its own, that every "
-                f"host reaches this address, and that no other job uses its port; set MASTER_ADDR and MASTER_PORT else."
-            ) from error
+            raise not_met(url, place, error) from error
         group = _default_group()
         assert group is not None, "init_process_group has returned"
         timeouts = _timeouts(group)
         world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
-        world._store, world._url = store, url
+        world._store, world._url, world._connections = store, url, connections
         _check_timeouts(group, timeout)
         return world._share(group)
 
     def _share(self, group: ProcessGroup) -> World:
         _shared[group] = self
         _all.add(self)
+        self._set_watch(group)
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
+
+    def _set_watch(self, group: ProcessGroup) -> None:
+        from torch.distributed import distributed_c10d
+
+        store: Store | None = distributed_c10d._get_default_store()
+        if self.size == 1 or store is None:
+            return  # nobody to wait for; or a backend that has met by means of its own
+        from accel_core.watch.connections import Connections
+        from accel_core.watch.watch import Watch
+
+        self._connections = connections = self._connections or Connections()
+        subgroups, whole = self._subgroups, weakref.ref(group)
+
+        def break_off() -> None:
+            groups = [whole(), *subgroups.values()]  # of those that it is no member of, a rank has a number
+            connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
+
+        self.watch = on_duty[group] = Watch(
+            store,
+            self.rank,
+            self.size,
+            break_off,
+            lambda: whole() is None,
+            compare=self.checks,
+            spins=self.device.type != "cpu",
+            hosted=self._hosted,
+        )
 
     def _require(
         self,
@@ -228,7 +274,9 @@ class World:
         if len(members) == self.size:
             return group
         if members not in self._subgroups:
-            with explained():
+            connections = self._connections
+            made_here = contextlib.nullcontext() if connections is None else connections.made_here()
+            with self.collective("World.subgroup()"), made_here:
                 subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
             if self.rank in members:
                 _check_timeouts(subgroup, self.timeout)
@@ -238,8 +286,26 @@ class World:
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
         if self.size > 1:
-            with explained():
+            with self.collective("wait_for_everyone()"):
                 dist.barrier(self.group, device_ids=None if self.device.type == "cpu" else [self.device.index])
+
+    def collective(self, name: str, members: tuple[int, ...] | None = None) -> AbstractContextManager[object]:
+        """A block in which the ranks communicate: the Watch knows it by `name`, and explains what breaks in it.
+
+        Args:
+            name: what the user called, as in messages: "gather()".
+            members: the ranks that take part; None: all.
+        """
+        return contextlib.nullcontext() if self.watch is None else self.watch.collective(name, members)
+
+    def arrive(self, name: str) -> None:
+        """Returns once every rank has called what is called `name`; a collective, which compares what they called.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if the ranks called different things.
+        """
+        if self.size > 1:
+            self.channel().arrive(name)
 
     def channel(self, group: ProcessGroup | None = None) -> Channel:
         """What carries messages between the ranks of `group`, or of the whole world; one for each group."""
@@ -248,8 +314,10 @@ class World:
         if group not in self._channels:
             from accel_core.channel import Channel
 
-            rank, size = (self.rank, self.size) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-            self._channels[group] = Channel(group, rank, size, self.device)
+            ranks = None if group is None else dist.get_process_group_ranks(group)
+            rank, size = (self.rank, self.size) if ranks is None else (ranks.index(self.rank), len(ranks))
+            members = None if ranks is None else tuple(ranks)
+            self._channels[group] = Channel(group, rank, size, self.device, self.watch, members)
         return self._channels[group]
 
     def close_before_end(self, tenant: Tenant) -> None:
@@ -292,14 +360,27 @@ class World:
         _all.discard(self)
         if group is None or _shared.pop(group, None) is None:
             return
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.leave(failed=not patient)
         store, self._store = self._store, None
-        if store is None or group is not _default_group():
-            return
-        farewell = Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0))
+        if store is not None and group is _default_group():
+            del group
+            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0)))
+        if watch is not None:
+            watch.stop()
+            if watch.verdict and patient:
+                raise WorldError(
+                    f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
+                )
+
+    def _leave_group(self, farewell: Farewell) -> None:
         notices = Notices.running()
         farewell.ready()
-        del group
         dist.destroy_process_group()
+        if self._connections is not None:
+            # Whoever still holds the group (a model in the traceback of an error) would keep the others waiting.
+            self._connections.break_off([])
         farewell.gone()
         if notices is not None and not farewell.complete:
             notices.linger()  # only now, when the others notice
@@ -317,8 +398,11 @@ _met: dict[str, tuple[Store, int]] = {}
 def _end_all() -> None:
     """At exit: ends the worlds that still have a group. A process that leaves one alive aborts now and then.
 
-    A process that ends because of an exception does not wait: the others had better notice.
+    A process that ends because of an exception does not wait: the others had better notice. One that was forked from this
+    one, and ends, leaves its connections alone.
     """
+    if any(world._process != os.getpid() for world in _all):
+        return
     error = _fatal_error()
     if error is not None:
         _tell_why(error)
@@ -353,40 +437,33 @@ def _meet(url: str, place: Place, timeout: timedelta) -> Store:
     if url in _met:
         store, count = _met[url]
     else:
-        store, _, _ = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))
-        count = 0
-        if (
-            not place.agent
-        ):  # else the launcher hosts the store, gives the ranks, and keeps the store when it restarts them
-            _claim(store, url, place)
+        store, count = open_store(url, place, timeout), 0
+        if not place.agent:  # else the launcher hosts the store, gives the ranks, and keeps it when it restarts them
+            claim(store, url, place)
     store.set_timeout(timeout)
     _met[url] = store, count + 1
-    return dist.PrefixStore(f"accel/{place.attempt}/{count}", store)
-
-
-def _claim(store: Store, url: str, place: Place) -> None:
-    """Takes this rank, or finds that somebody has it."""
-    if store.add(f"accel/rank/{place.rank}", 1) > 1:
-        raise WorldError(
-            f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
-            f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
-        )
+    return round_of(store, place, count)
 
 
 def _device(place: Place, cpu: bool) -> torch.device:
-    """The device of this process, made the current one of its type."""
+    """The device of this process, made the current one of its type.
+
+    Its index is the local rank. A process that sees only one device, beside others on its machine, takes that one: the
+    scheduler has bound one to each. Whether it is another one for each, the ranks compare when they meet.
+    """
     accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    if place.local_size > count:
+    bound = place.local_size > count == 1
+    device = torch.device(accelerator.type, 0 if bound else place.local_rank)
+    if place.local_size > count and not (bound and identity(device)):
         raise WorldError(
             f"{place.local_size} processes run on this machine ({place.source}) and each wants a device of its own, but this "
             f"process sees {count} ({accelerator.type}). Start {count}, let every process see all devices, or compute on the "
             f"CPU with Accelerator(cpu=True)."
         )
-    device = torch.device(accelerator.type, place.local_rank)
-    torch.accelerator.set_device_index(place.local_rank)
+    torch.accelerator.set_device_index(device.index)
     return device
 
 
@@ -403,7 +480,7 @@ def _config(backend: str) -> str:
 def _timeouts(group: ProcessGroup) -> list[timedelta]:
     """The timeout of each backend of `group`, as the backend itself has it; nothing for one that does not tell."""
     backends = [group._get_backend(device) for device in group._device_types]
-    return [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+    return [options._timeout for backend in backends if (options := getattr(backend, "options", None)) is not None]
 
 
 def _check_timeouts(group: ProcessGroup, asked: timedelta | None) -> None:

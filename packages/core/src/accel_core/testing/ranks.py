@@ -320,7 +320,7 @@ def _run_rank(
     gc.freeze()
     os.setpgid(0, 0)
     # A worker that outlives its rank would keep the line open, and the test waiting for a message that nobody sends.
-    os.register_at_fork(after_in_child=lambda: results.closed or results.close())
+    os.register_at_fork(after_in_child=lambda: None if results.closed else results.close())
     os.environ.clear()
     os.environ.update(environment)
     _redirect_output(output)
@@ -355,8 +355,9 @@ def _call(task: bytes, results: Connection) -> int:
     except BaseException as error:  # noqa: BLE001  (whatever ends a function is its result here)
         results.send_bytes(b"raised")
         results.send_bytes(traceback.format_exc().encode())
-        # As the interpreter does for an exception that nobody caught: `atexit` callbacks may ask.
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if not isinstance(error, SystemExit):
+            # As the interpreter does for an exception that nobody caught: `atexit` callbacks may ask.
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         return 1
     results.send_bytes(b"returned")
     results.send_bytes(payload)

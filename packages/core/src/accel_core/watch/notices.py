@@ -3,7 +3,7 @@
 A rank that raises where the others do not leaves them in a collective. When its process ends, the backend tells them that a
 connection was closed, not by whom or why. So the failing rank puts a *notice* into the store at which the ranks have met,
 before it leaves the group; and a rank whose collective fails with a broken connection looks there, and only then. Nothing
-happens while all goes well: no thread, no message, no work per step.
+happens while all goes well.
 
 There are two kinds of notices. One is posted at exit, when an exception that nobody caught ends the process: that rank is
 gone for certain. `announce` posts the other as soon as an error is seen, because a script may log the error and leave in a
@@ -18,7 +18,6 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -49,32 +48,14 @@ def announce(error: BaseException) -> None:
         notices.post(error, certain=False)
 
 
-def explain(error: BaseException) -> None:
-    """Adds to the error of a broken connection which rank failed and with what; other errors stay as they are.
-
-    Call it in an `except` block around what communicates, then `raise`: the exception is the same, its message longer. Costs
-    nothing unless there is an error, and then a few messages to the store. No collective.
-    """
-    notices = Notices.running() if is_broken_connection(error) else None
-    text = "" if notices is None else notices.read()
-    if text and text not in str(error):
-        # Not a note (PEP 678): it would be missing from `str(error)`, from logs, and before Python 3.11.
-        error.args = (f"{error}\n{text}",)
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """A block whose errors of broken connections are explained: see `explain`. Costs a microsecond."""
-    try:
-        yield
-    except RuntimeError as error:
-        explain(error)
-        raise
-
-
 def is_broken_connection(error: BaseException) -> bool:
     """Whether this is what a rank sees when another one has gone. gloo raises a bare `RuntimeError` that names its source."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a rank gave up by itself, after the timeout of its process group."""
+    return any(word in str(error).lower() for word in ("timed out", "timeout"))
 
 
 def broken_connection_in(error: BaseException) -> BaseException | None:
@@ -105,7 +86,7 @@ class Notices:
 
     def post(self, error: BaseException, *, certain: bool) -> None:
         """Posts a notice of this rank's error; `certain` says that the process ends because of it."""
-        notice = {"rank": self._rank, "error": _described(error), "certain": certain, "time": time.time()}
+        notice = {"rank": self._rank, "error": described(error), "certain": certain, "time": time.time()}
         with contextlib.suppress(dist.DistError):
             self._store.set(f"notice/{self._store.add('count', 1)}", json.dumps(notice))
             self._store.set(f"read/{self._rank}", "")  # whoever knows needs no news
@@ -140,7 +121,7 @@ def _paragraph(beginning: str, verb: str, errors: dict[int, str | float]) -> str
     return f"{beginning} {told}\nMend that one: the error of this rank only follows from it."
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Type and message, and the line that raised it."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     frames = traceback.extract_tb(error.__traceback__)

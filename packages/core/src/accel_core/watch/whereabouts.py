@@ -1,0 +1,188 @@
+"""Where a process is: on which machine, whether it still runs, and at which line of the user's it stands.
+
+Everything here reads; nothing is slowed down, and no other process is touched. Where there is no `/proc`, the state of
+other processes is unknown.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+State = Literal["running", "stopped", "gone", "unknown"]
+
+_PROC = Path("/proc")
+_UNREADABLE = "?"  # it may be there: this process has no descriptor left, for instance
+
+# Whose frames are not the user's own. Libraries that the user calls are: they are nearer to the cause than we.
+_MACHINERY = frozenset({"torch", "accel_core", "accel_data", "pluggy"}) | sys.stdlib_module_names
+
+# Where a thread waits for others, which is not the user's code. In torch's it may also compute.
+_WAITING_ROOMS = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed", "accel_")
+
+# Functions of torch.distributed in which a whole group meets, all of which take `group`; those between two ranks do not count.
+_MEETINGS = frozenset(
+    [
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_gather_single",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "monitored_barrier",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+        "scatter_object_list",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as others can look for it.
+
+    Args:
+        host: the name of its machine, for people.
+        machine: the same wherever `pid` means the same process.
+        pid: its number there.
+        started: when it began, because a number may be given again.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        """This one."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), _machine(), pid, _status(pid)[1])
+
+    def state(self) -> State:
+        """Whether it runs, was stopped by a signal, or has ended. Only a process of this machine can be looked at."""
+        if self.machine != _machine() or not self.started:
+            return "unknown"
+        letter, started = _status(self.pid)
+        if letter == _UNREADABLE:
+            return "unknown"
+        if started != self.started or letter in ("Z", "X"):
+            return "gone"
+        return "stopped" if letter in ("T", "t") else "running"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `Process(**...)` takes."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where one thread stands.
+
+    Args:
+        line: the innermost line that is the user's, as "file, line 3, in f: code".
+        meeting: the function of torch.distributed that it is in, if the whole world meets there; else empty.
+        differentiates: whether it is in a backward that torch runs.
+        communicates: whether it is in a function of ours or of torch's that may wait for other ranks.
+        joins: whether it waits for another thread of this process to end.
+    """
+
+    line: str
+    meeting: str
+    differentiates: bool
+    communicates: bool
+    joins: bool
+
+
+def stand_of(thread: int) -> Stand | None:
+    """Where the thread with this identifier stands; None if it has ended."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return None
+    name = innermost.f_globals.get("__name__", "")
+    line, meeting = line_of(innermost), _meeting(innermost, name)
+    joins = name == "threading" and innermost.f_code.co_name in ("join", "_wait_for_tstate_lock", "_shutdown")
+    return Stand(line, meeting, name.startswith("torch.autograd"), name.startswith(_WAITING_ROOMS), joins)
+
+
+def cpu_seconds(thread: int) -> float:
+    """How long the thread with this number in the kernel has been computing; 0.0 where that is not to be known."""
+    try:
+        return int((_PROC / "self/task" / str(thread) / "schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError):
+        return 0.0
+
+
+def line_of(frame: FrameType) -> str:
+    """The innermost line of the user's, from this frame outwards."""
+    found: FrameType | None = frame
+    while found is not None and _is_machinery(found):
+        found = found.f_back
+    if found is None:
+        return "the end of the script"  # exit handlers run, for instance
+    code, number = found.f_code, found.f_lineno
+    text = linecache.getline(code.co_filename, number, found.f_globals).strip()
+    return f"{code.co_filename}, line {number}, in {code.co_name}" + (f": {text}" if text else "")
+
+
+def calling_line() -> str:
+    """The line of the user's from which this is called."""
+    return line_of(sys._getframe(1))
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package != "__main__" and (package in _MACHINERY or not package)  # code made from text may have no module
+
+
+def _meeting(frame: FrameType, module: str) -> str:
+    if module == "torch.nn.parallel.distributed":
+        return "the forward of DistributedDataParallel"
+    if module != "torch.distributed.distributed_c10d" or frame.f_code.co_name not in _MEETINGS:
+        return ""
+    import torch.distributed as dist
+
+    group = frame.f_locals.get("group")
+    whole = group is None or group is dist.group.WORLD
+    return f"torch.distributed.{frame.f_code.co_name}()" if whole else ""
+
+
+def _machine() -> str:
+    """The boot of the kernel and the namespace of its process ids; empty where that cannot be read."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, and when it started; both empty if there is none."""
+    try:
+        # The name of the program stands in parentheses and may hold anything.
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""
+    except OSError:
+        return _UNREADABLE, ""
+    return fields[0], fields[19]

@@ -1,0 +1,74 @@
+"""The board in the store: reports replace each other, one rank judges at a time, the first verdict holds."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from accel_core.watch.board import Board
+from accel_core.watch.roll_call import Call, Report
+from accel_core.watch.whereabouts import Process
+
+SOON = timedelta(milliseconds=50)
+
+
+def boards(count: int = 3) -> list[Board]:
+    store = dist.HashStore()
+    return [Board(store, rank) for rank in range(count)]
+
+
+def test_last_report_of_a_rank_is_the_one_that_is_read() -> None:
+    first, second, _ = boards()
+    assert first.report(1) is None
+    second.post(Report(1, 1, "here"))
+    last = Report(1, 2, "there", (Call("gather()", 3.0, "there", (0, 1)),))
+    second.post(last)
+    assert first.report(1) == last
+
+
+def test_questions_are_counted_and_looking_asks_nothing() -> None:
+    first, second, _ = boards()
+    assert first.ask(False) == (0, False)
+    assert second.ask(True) == (1, False)
+    assert first.ask(False) == (1, False)
+
+
+def test_first_verdict_holds_and_everybody_hears_of_it() -> None:
+    first, second, third = boards()
+    assert second.judge("rank 0 has gone") == "rank 0 has gone"
+    assert third.judge("rank 1 has gone") == "rank 0 has gone"
+    assert first.ask(False) == (0, True)
+    assert first.verdict() == "rank 0 has gone"
+
+
+def test_rank_that_asked_first_judges_until_it_stops_renewing_that() -> None:
+    first, second, third = boards()
+    assert second.lead()
+    assert not third.lead()
+    assert second.lead()
+    assert not third.lead(), "it was renewed since"
+    assert third.lead(), "it was not"
+    assert not second.lead()
+    assert not first.lead()
+
+
+def test_process_of_rank_0_is_waited_for_but_not_for_ever() -> None:
+    first, second, _ = boards()
+    assert second.host(SOON) is None
+    mine = Process.current()
+    first.introduce(mine)
+    assert second.host(SOON) == mine
+    assert second.process(2) is None
+
+
+def test_rank_0_lingers_until_the_verdict_was_read_by_those_who_still_can() -> None:
+    first, second, third = boards()
+    started = time.monotonic()
+    first.linger(3, SOON)
+    assert time.monotonic() - started >= SOON.total_seconds()
+    for board in (first, second, third):
+        board.acknowledge()
+    first.linger(3, timedelta(seconds=30))
+    assert time.monotonic() - started < 10

@@ -1,0 +1,182 @@
+"""Who waits in vain for whom: judged from what ranks say, and never from time alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_core.watch.roll_call import (
+    ENDED,
+    Absent,
+    Broken,
+    Call,
+    Report,
+    broken_text,
+    judged,
+    missing,
+    table,
+    verdict,
+)
+
+GATHER = Call("gather()", 4.0, "train.py, line 12, in main: accelerator.gather(loss)")
+BACKWARD = Call("backward()", 4.0, "train.py, line 30, in main: accelerator.backward(loss)")
+
+
+def report(rank: int, *calls: Call, left: str = "", line: str = "train.py, line 7, in load") -> Report:
+    return Report(rank, 1, line, calls, left)
+
+
+def ranks_missed(mine: Report, *others: Report, absent: dict[int, Absent] | None = None) -> list[int]:
+    return [each.rank for each in missing(mine, {other.rank: other for other in others}, absent or {})]
+
+
+def test_report_travels_as_text() -> None:
+    inside = Call("reduce('mean')", 2.5, "x", members=(0, 2))
+    original = Report(3, 9, "here", (GATHER, inside), ENDED)
+    assert Report.from_json(original.to_json()) == original
+
+
+def test_ranks_in_the_same_collective_will_come_together() -> None:
+    assert ranks_missed(report(0, GATHER), report(1, GATHER), report(2, Call("gather()", 0.0, ""))) == []
+
+
+def test_rank_that_computes_may_take_as_long_as_it_likes() -> None:
+    assert ranks_missed(report(0, Call("gather()", 3600.0, "")), report(1)) == []
+
+
+def test_two_that_wait_for_each_other_in_different_collectives_wait_in_vain() -> None:
+    (found,) = missing(report(0, GATHER), {1: report(1, BACKWARD)}, {})
+    assert (found.rank, found.reason, found.certain) == (1, "waits in backward()", False)
+
+
+def test_rank_that_has_just_entered_another_collective_may_leave_it_again() -> None:
+    assert ranks_missed(report(0, GATHER), report(1, Call("backward()", 0.5, ""))) == []
+
+
+def test_nobody_is_missed_before_this_rank_has_waited() -> None:
+    mine = report(0, Call("gather()", 1.0, ""))
+    assert ranks_missed(mine, report(1, BACKWARD), report(2, left=ENDED)) == []
+    assert ranks_missed(mine, absent={1: Absent(50.0, "gone", "process 7 on a")}) == []
+
+
+def test_collective_of_some_ranks_waits_for_these_only() -> None:
+    pair = Call("gather()", 4.0, "", members=(0, 2))
+    assert ranks_missed(report(0, pair), report(1, BACKWARD), report(2, BACKWARD)) == [2]
+    assert ranks_missed(report(0, pair), report(1, left=ENDED), report(2, pair)) == []
+
+
+def test_rank_that_waits_for_others_than_this_one_may_still_come() -> None:
+    others = Call("reduce('sum')", 9.0, "", members=(1, 2))
+    assert ranks_missed(report(0, GATHER), report(1, others), report(2)) == []
+
+
+def test_nothing_follows_from_different_collectives_while_a_rank_computes_that_may_come_to_any() -> None:
+    in_the_tree = Call("torch.distributed.broadcast()", 9.0, "")
+    assert ranks_missed(report(0, GATHER), report(1, GATHER), report(2), report(3, in_the_tree)) == []
+    assert (
+        ranks_missed(report(0, GATHER), report(1, GATHER), report(3, in_the_tree), absent={2: Absent(9, "running", "")})
+        == []
+    )
+    assert ranks_missed(report(0, GATHER), report(1, GATHER), report(2, GATHER), report(3, in_the_tree)) == [3]
+
+
+def test_rank_waits_in_vain_though_others_wait_for_one_that_computes() -> None:
+    pair, other_pair = Call("gather()", 9.0, "", (0, 1)), Call("reduce('sum')", 9.0, "", (2, 3))
+    elsewhere = Call("gather()", 9.0, "", (2, 3))
+    waiting, found = judged(report(0, pair), {1: report(1), 2: report(2, other_pair), 3: report(3, elsewhere)}, {})
+    assert (waiting.rank, [each.rank for each in found]) == (2, [3])
+
+
+def test_rank_that_waits_for_a_pair_may_come_when_the_pair_does() -> None:
+    pair = Call("reduce('sum')", 9.0, "", (1, 2))
+    assert ranks_missed(report(0, GATHER), report(1, pair), report(2)) == []
+
+
+def test_rank_whose_other_thread_computes_may_still_come() -> None:
+    busy = Report(1, 1, "", (BACKWARD,), free=True)
+    assert ranks_missed(report(0, GATHER), busy) == []
+
+
+def test_rank_that_has_ended_may_have_passed_a_collective_that_goes_out_from_one() -> None:
+    root = Call("torch.distributed.gather()", 9.0, "")
+    assert ranks_missed(report(0, root), report(1), report(2, left=ENDED)) == []
+    assert ranks_missed(report(0, root), report(2, left=ENDED)) == [2]
+
+
+def test_rank_with_two_threads_is_there_if_one_of_them_is() -> None:
+    assert ranks_missed(report(0, GATHER), report(1, BACKWARD, GATHER)) == []
+
+
+def test_rank_that_has_left_will_not_come() -> None:
+    (found,) = missing(report(0, GATHER), {1: report(1, left=ENDED)}, {})
+    assert found.certain
+    assert found.reason == "has ended its training, at train.py, line 7, in load"
+
+
+@pytest.mark.parametrize(
+    ("absent", "reason"),
+    [
+        (Absent(5.0, "gone", "process 7 on a"), "process 7 on a ended without a word: killed from outside"),
+        (Absent(5.0, "stopped", "process 7 on a"), "process 7 on a was stopped (SIGSTOP, or a debugger)"),
+        (Absent(121.0, "unknown", "process 7 on b"), "process 7 on b has not answered for 121 s"),
+    ],
+)
+def test_rank_that_does_not_answer_is_given_up_for_a_reason(absent: Absent, reason: str) -> None:
+    (found,) = missing(report(0, GATHER), {}, {1: absent})
+    assert found.certain
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    "absent", [Absent(1.0, "gone", ""), Absent(100.0, "unknown", ""), Absent(900.0, "running", "")]
+)
+def test_rank_that_may_only_be_busy_is_not_given_up(absent: Absent) -> None:
+    assert ranks_missed(report(0, GATHER), absent={1: absent}) == []
+
+
+def test_verdict_shows_where_every_rank_stands_and_what_to_look_for() -> None:
+    mine, others = report(0, GATHER), {1: report(1, BACKWARD), 2: report(2, GATHER)}
+    assert verdict(mine, others, missing(mine, others, {})).splitlines() == [
+        "The ranks do not come together: rank 0 waits in gather() for rank 1, in vain.",
+        "  rank 0: in gather() for 4 s, at train.py, line 12, in main: accelerator.gather(loss)",
+        "  rank 1: in backward() for 4 s, at train.py, line 30, in main: accelerator.backward(loss)",
+        "  rank 2: in gather() for 4 s, at train.py, line 12, in main: accelerator.gather(loss)",
+        (
+            "A collective is called by all ranks, in the same order: look for a call that stands under a condition which is "
+            "not true on every rank, such as accelerator.is_main_process."
+        ),
+    ]
+
+
+def test_verdict_on_ranks_that_ended_early_says_how_to_end_together() -> None:
+    mine, others = report(0, BACKWARD), {1: report(1, left=ENDED), 2: report(2, left=ENDED)}
+    text = verdict(mine, others, missing(mine, others, {}))
+    assert "rank 0 waits in backward() for rank 1 and 2, in vain" in text
+    assert "equally many batches" in text
+    assert "check_trigger()" in text
+
+
+def test_verdict_on_a_lost_rank_sends_to_its_own_output() -> None:
+    mine = report(0, BACKWARD)
+    text = verdict(mine, {}, missing(mine, {}, {1: Absent(5.0, "gone", "process 7 on a")}))
+    assert "  rank 1: process 7 on a ended without a word" in text
+    assert "Look into the output of that rank" in text
+
+
+def test_broken_connection_is_told_with_a_line_for_each_rank() -> None:
+    text = broken_text(
+        Broken("gather()"), report(1, GATHER), {0: report(0)}, {2: "process 9 on a ended without a word"}
+    )
+    assert "The connections of rank 1 broke in gather()." in text
+    assert text.count("  rank ") == 3
+    assert "only follows" in text
+
+
+def test_timeout_is_told_as_such_with_the_option_that_makes_it_longer() -> None:
+    text = broken_text(Broken("gather()", timed_out=True), report(1, GATHER), {0: report(0)}, {})
+    assert "Rank 1 gave up in gather(), after the timeout of its process group. The ranks:" in text
+    assert "InitProcessGroupKwargs(timeout=" in text
+
+
+def test_table_is_in_rank_order() -> None:
+    lines = table(report(2), {10: report(10), 1: report(1)}, {0: "gone"}).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["  rank 0", "  rank 1", "  rank 2", "  rank 10"]

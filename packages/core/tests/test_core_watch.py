@@ -1,0 +1,327 @@
+"""One rank leaves, or the ranks call different collectives: all end within seconds, and say why (L7, L8, R6).
+
+Real ranks, real ends. `run_ranks` gives the others 15 s once a rank has failed; who then still runs is killed, and the test
+sees that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, WorldError
+from accel_core.testing import RanksFailed, live_objects, run_ranks
+from accel_core.testing.ranks import RankReport
+from accel_core.watch.watch import Watch
+
+WITHIN = 15.0
+
+
+@pytest.fixture(autouse=True)
+def others_have_fifteen_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_core.testing.ranks.GRACE", WITHIN)
+
+
+def raise_error() -> None:
+    raise ValueError("sample 5 is rotten")
+
+
+def leave_the_loop() -> None:
+    raise StopIteration
+
+
+def exit_quietly() -> None:
+    sys.exit(0)
+
+
+def vanish() -> None:
+    os._exit(3)
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raise_beside_a_stubborn_thread() -> None:
+    threading.Thread(target=time.sleep, args=(30,)).start()
+    raise ValueError("sample 5 is rotten")
+
+
+def train(leave: Callable[[], None], culprit: int, call: str) -> None:
+    """A loop that one rank leaves, in one way or another, while the others come to their next collective."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    for step in range(5):
+        if accelerator.process_index == culprit and step == 2:
+            try:
+                leave()
+            except StopIteration:
+                break
+        if call == "backward":
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+        elif call == "loss.backward":
+            model(torch.ones(2, 4)).sum().backward()
+        else:
+            accelerator.gather(torch.ones(3))
+    accelerator.end_training()
+
+
+def reports_of(function: Callable[..., object], size: int, *args: object, **options: object) -> list[RankReport]:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(function, size, *args, timeout=90, **options)  # type: ignore[arg-type]
+    return caught.value.reports
+
+
+def said_by(report: RankReport) -> str:
+    return report.traceback + report.output
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("leave", "reason"),
+    [
+        (raise_error, "failed: ValueError: sample 5 is rotten"),
+        (raise_beside_a_stubborn_thread, "failed: ValueError: sample 5 is rotten"),
+        (leave_the_loop, "has ended its training, at "),
+        (exit_quietly, "has ended its training, at "),
+        (vanish, "ended without a word"),
+        (be_killed, "ended without a word"),
+        (be_stopped, "was stopped (SIGSTOP, or a debugger)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_all_ranks_end_soon_when_one_leaves_and_say_which_and_why(
+    leave: Callable[[], None], reason: str, culprit: int
+) -> None:
+    for report in reports_of(train, 3, leave, culprit, "backward"):
+        if report.rank != culprit:
+            assert "killed" not in report.state, str(report)
+            assert report.exit_code == 1
+            assert reason in said_by(report), str(report)
+            assert f"rank {culprit}" in said_by(report)
+
+
+@pytest.mark.parametrize("call", ["loss.backward", "gather"])
+def test_rank_that_leaves_is_named_whatever_the_others_are_in(call: str) -> None:
+    for report in reports_of(train, 2, exit_quietly, 1, call):
+        if report.rank == 0:
+            assert "killed" not in report.state, str(report)
+            assert "rank 1: has ended its training" in said_by(report), str(report)
+
+
+def gather_alone(call: str) -> None:
+    """A collective under a condition that is true on one rank only, and then the loop."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    if accelerator.is_main_process:
+        if call == "gather":
+            accelerator.gather(torch.ones(2))  # only here
+        elif call == "get_state_dict":
+            accelerator.get_state_dict(model)  # only here
+        elif call == "save_model":
+            accelerator.save_model(model, os.environ["FOLDER"])  # only here
+        else:
+            accelerator.wait_for_everyone()  # only here
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.parametrize("call", ["gather", "get_state_dict", "save_model", "wait_for_everyone"])
+def test_collective_on_one_rank_only_ends_all_with_every_ranks_line(call: str, tmp_path: Path) -> None:
+    reports = reports_of(gather_alone, 3, call, env={"FOLDER": str(tmp_path / "weights")})
+    everything = "".join(map(said_by, reports))
+    assert max(map(int, re.findall(r" for (\d+) s, at", everything))) <= 10
+    for report in reports:
+        assert "killed" not in report.state, str(report)
+        assert report.exit_code == 1
+    assert f"rank 0: in {call}() for" in everything
+    assert f"accelerator.{call}(" in everything
+    assert "# only here" in everything
+    # DDP communicates in this forward: its buckets are arranged anew after the first backward.
+    assert "rank 1: in the forward of DistributedDataParallel for" in everything, everything
+    assert "in gather_alone: accelerator.backward(model(torch.ones(2, 4)).sum())" in everything
+    assert not (tmp_path / "weights").exists(), "nothing is written before all are there"
+
+
+def raw_barrier() -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(2))
+    else:
+        dist.all_reduce(torch.ones(1 << 16))
+
+
+def test_collective_of_torch_itself_is_recognised_where_it_waits() -> None:
+    everything = "".join(map(said_by, reports_of(raw_barrier, 2)))
+    assert "rank 1: in torch.distributed.all_reduce()" in everything or "The connections of rank" in everything
+    assert "in raw_barrier: dist.all_reduce(torch.ones(1 << 16))" in everything
+
+
+def be_slow() -> list[float]:
+    """One rank computes for long while the others wait in a collective: that is no failure."""
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 1:
+        time.sleep(8)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            time.sleep(5)
+    return accelerator.gather(torch.tensor([float(accelerator.process_index)])).tolist()  # type: ignore[no-any-return]
+
+
+def test_ranks_may_wait_for_one_that_is_busy() -> None:
+    assert run_ranks(be_slow, 3) == [[0.0, 1.0, 2.0]] * 3
+
+
+def hold_the_interpreter() -> list[float]:
+    """As a library does that reads a large file in one call to C: no other thread of the process runs meanwhile."""
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 1:
+        until = time.monotonic() + 7
+        before, _ = sys.getswitchinterval(), sys.setswitchinterval(1000)
+        while time.monotonic() < until:
+            pass
+        sys.setswitchinterval(before)
+    return accelerator.gather(torch.tensor([float(accelerator.process_index)])).tolist()  # type: ignore[no-any-return]
+
+
+def test_rank_whose_threads_cannot_answer_is_seen_to_run_and_waited_for() -> None:
+    assert run_ranks(hold_the_interpreter, 2) == [[0.0, 1.0]] * 2
+
+
+def be_suspended(folder: str) -> list[float]:
+    """A scheduler suspends the whole job, and resumes its ranks one after the other."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    if rank == 1:
+        time.sleep(1)
+        child = os.fork()
+        if child == 0:
+            ranks = [int((Path(folder) / str(each)).read_text()) for each in range(2)]
+            for pid in ranks:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(8)
+            for pid in ranks:
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(1)
+            os._exit(0)
+        time.sleep(3)
+        os.waitpid(child, 0)
+    return accelerator.gather(torch.tensor([float(rank)])).tolist()  # type: ignore[no-any-return]
+
+
+def announce_and_be_suspended(folder: str) -> list[float]:
+    (Path(folder) / os.environ["RANK"]).write_text(str(os.getpid()))
+    return be_suspended(folder)
+
+
+def test_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(announce_and_be_suspended, 2, str(tmp_path)) == [[0.0, 1.0]] * 2
+
+
+def mismatch(kind: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    main = accelerator.is_main_process
+    started = time.monotonic()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        if kind == "op" and main:
+            accelerator.wait_for_everyone()
+        elif kind == "op":
+            accelerator.gather(torch.ones(2))
+        elif kind == "shape":
+            accelerator.reduce(torch.ones(2) if main else torch.ones(3))
+        else:
+            accelerator.reduce(torch.ones(2) if main else torch.ones(2, dtype=torch.int64))
+    assert time.monotonic() - started < 5
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("op", ["rank 0: wait_for_everyone()", "rank 1, 2: gather", "in mismatch: accelerator.gather(torch.ones(2))"]),
+        ("shape", ["float32[2]", "float32[3]", "in mismatch: accelerator.reduce("]),
+        ("dtype", ["float32[2]", "int64[2]", "in mismatch: accelerator.reduce("]),
+    ],
+)
+def test_checks_name_op_shape_dtype_and_line_of_each_rank(kind: str, facts: list[str]) -> None:
+    for text in run_ranks(mismatch, 3, kind, env={"ACCELERATE_DEBUG_MODE": "1"}):
+        for fact in facts:
+            assert fact in text
+
+
+def compare_many() -> int:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.state.debug
+    for step in range(20):
+        accelerator.gather(torch.ones(step + 1))
+        accelerator.wait_for_everyone()
+    lines = (lambda: accelerator.gather(torch.ones(1)),
+             lambda: accelerator.gather(torch.ones(1)))  # fmt: skip
+    with pytest.warns(UserWarning, match="called gather.* at different lines"):
+        lines[accelerator.process_index]()
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.num_keys())
+
+
+def test_checks_leave_nothing_behind_and_warn_of_different_lines() -> None:
+    assert max(run_ranks(compare_many, 2, env={"ACCELERATE_DEBUG_MODE": "1"})) < 60
+
+
+def watches_after_the_end() -> tuple[int, list[str]]:
+    for _ in range(3):
+        accelerator = Accelerator(cpu=True)
+        accelerator.gather(torch.ones(1))
+        accelerator.end_training()
+    del accelerator
+    names = [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    return len(live_objects(Watch)), names
+
+
+def test_watch_ends_with_its_world() -> None:
+    assert run_ranks(watches_after_the_end, 2) == [(0, [])] * 2
+
+
+def adopted() -> None:
+    dist.init_process_group("gloo")
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(2))
+    else:
+        dist.barrier()
+
+
+def test_group_that_somebody_else_started_is_watched_too() -> None:
+    for report in reports_of(adopted, 2):
+        assert "killed" not in report.state, str(report)
+        assert "gather()" in said_by(report), str(report)
+
+
+def end_while_others_save() -> str:
+    """The main process still has work to do that is nobody else's."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs()])
+    accelerator.gather(torch.ones(1))
+    if accelerator.is_main_process:
+        time.sleep(7)
+    try:
+        accelerator.end_training()
+    except WorldError as error:
+        return str(error)
+    return "fine"
+
+
+def test_ranks_may_end_at_different_times() -> None:
+    assert run_ranks(end_while_others_save, 2) == ["fine"] * 2

@@ -1,0 +1,142 @@
+"""Where a process is, and at which line its threads stand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from accel_core.watch.presence import Entry, Presence
+from accel_core.watch.whereabouts import Process, calling_line, stand_of
+
+
+def until(process: Process, state: str) -> str:
+    deadline = time.monotonic() + 10
+    while process.state() != state and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process.state()
+
+
+def test_process_is_seen_running_stopped_and_gone() -> None:
+    code = "import sys; from accel_core.watch.whereabouts import Process as P; import json; print(json.dumps(P.current().to_dict()), flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        import json
+
+        assert child.stdout is not None
+        process = Process(**json.loads(child.stdout.readline()))
+        assert process.pid == child.pid
+        assert process.state() == "running"
+        os.kill(child.pid, signal.SIGSTOP)
+        assert until(process, "stopped") == "stopped"
+        os.kill(child.pid, signal.SIGKILL)
+        assert until(process, "gone") == "gone", "a zombie will not answer either"
+    finally:
+        child.kill()
+        child.communicate()
+    assert process.state() == "gone"
+    assert f"process {process.pid} on " in str(process)
+
+
+def test_number_that_was_given_again_is_another_process() -> None:
+    mine = Process.current()
+    assert mine.state() == "running"
+    assert replace(mine, started="1").state() == "gone"
+
+
+def test_process_of_another_machine_is_unknown() -> None:
+    assert replace(Process.current(), machine="elsewhere").state() == "unknown"
+
+
+def test_line_is_the_users_and_not_the_machinerys() -> None:
+    def called_from_torch(line: list[str]) -> torch.Tensor:
+        line.append(calling_line())
+        return torch.ones(1)
+
+    found: list[str] = []
+    torch.func.vmap(lambda x: called_from_torch(found) + x)(torch.ones(2))
+    assert "test_core_whereabouts.py, line" in found[0]
+    assert "in called_from_torch: line.append(calling_line())" in found[0]
+
+
+def wait_here(entered: threading.Event, leave: threading.Event) -> None:
+    entered.set()
+    leave.wait()
+
+
+def test_thread_stands_at_the_line_that_waits() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_here, args=(entered, leave))
+    thread.start()
+    assert entered.wait(10)
+    try:
+        stand = stand_of(thread.ident or 0)
+        assert stand is not None
+        assert "in wait_here" in stand.line
+        assert (stand.meeting, stand.differentiates) == ("", False)
+    finally:
+        leave.set()
+        thread.join()
+    assert stand_of(thread.ident or 0) is None
+
+
+def test_thread_that_computes_inside_of_a_collective_does_not_wait_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = [100.0], [0.0]
+    monkeypatch.setattr("accel_core.watch.presence.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("accel_core.watch.presence.time.process_time", lambda: used[0])
+    presence = Presence(3)
+    presence.inside[threading.get_ident()] = ("backward()", None)
+    presence.report()
+    for computes, seconds in [(1.0, 0.0), (0.0, 1.5), (1.0, 0.0)]:
+        now[0] += 1.5
+        used[0] += computes
+        assert presence.report().calls[0].seconds == seconds
+
+
+def test_rank_is_free_as_long_as_one_thread_that_takes_part_is_in_no_collective() -> None:
+    presence, entered, leave = Presence(3), threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_here, args=(entered, leave))
+    thread.start()
+    assert entered.wait(10)
+    try:
+        presence.inside[threading.get_ident()] = ("gather()", None)
+        assert not presence.report().free, "the other thread has taken part in nothing"
+        assert presence.goes_on() is False
+        presence.inside[thread.ident or 0] = None
+        assert presence.report().free
+        assert presence.goes_on() is True
+    finally:
+        leave.set()
+        thread.join()
+    assert not presence.report().free, "it has ended"
+    assert len(presence.inside) == 1
+
+
+def entry(name: str, *members: int) -> Entry:
+    return name, members
+
+
+def test_presence_counts_how_long_a_thread_has_been_in_the_same_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("accel_core.watch.presence.time.monotonic", lambda: now[0])
+    presence = Presence(3)
+    thread = threading.get_ident()
+    assert presence.report().calls == ()
+    presence.inside[thread] = entry("gather()", 0, 3)
+    assert presence.report().calls[0].seconds == 0
+    now[0] += 1.5
+    (call,) = presence.report().calls
+    assert (call.name, call.seconds, call.members) == ("gather()", 1.5, (0, 3))
+    assert "test_core_whereabouts.py" in call.line
+    presence.inside[thread] = entry("gather()", 0, 3)  # the next one, of the same name
+    assert presence.report().calls[0].seconds == 0
+    presence.inside[thread] = None
+    report = presence.report()
+    assert (report.rank, report.number, report.calls) == (3, 5, ())
