@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -63,12 +64,13 @@ def test_process_of_rank_0_is_waited_for_but_not_for_ever() -> None:
     assert second.process(2) is None
 
 
-def test_rank_0_lingers_until_the_verdict_was_read_by_those_who_still_can() -> None:
+def test_rank_0_lingers_for_those_who_still_run_and_want_to_know() -> None:
     first, second, third = boards()
     started = time.monotonic()
     first.linger(3, SOON)
     assert time.monotonic() - started >= SOON.total_seconds()
-    for board in (first, second, third):
-        board.acknowledge()
+    second.acknowledge()
+    gone = replace(Process.current(), started="1")
+    third.introduce(gone)
     first.linger(3, timedelta(seconds=30))
     assert time.monotonic() - started < 10

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -91,13 +91,22 @@ class Board:
         return self._read("verdict")
 
     def acknowledge(self) -> None:
-        """Says that this rank has read the verdict."""
+        """Says that this rank has read the verdict, or has got another answer, and needs the board no more."""
         self._store.set(f"read/{self._rank}", "")
 
     def linger(self, size: int, patience: timedelta) -> None:
-        """Waits until all ranks have read the verdict; not for longer than `patience`, for some never will."""
-        with contextlib.suppress(dist.DistStoreError):
-            self._store.wait([f"read/{rank}" for rank in range(size)], patience)
+        """Waits until all ranks that still run need the board no more; not for longer than `patience`."""
+        deadline = time.monotonic() + patience.total_seconds()
+        waited_for = set(range(size)) - {self._rank}
+        while waited_for and time.monotonic() < deadline:
+            waited_for = {rank for rank in waited_for if not self._is_done(rank)}
+            time.sleep(0.02)
+
+    def _is_done(self, rank: int) -> bool:
+        if self._store.check([f"read/{rank}"]):
+            return True
+        process = self.process(rank)
+        return process is not None and process.state() in ("gone", "stopped")
 
     def _read(self, key: str) -> str:
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""

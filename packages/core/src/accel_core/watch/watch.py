@@ -31,7 +31,7 @@ MEETING = timedelta(seconds=3)
 """How long it may take until rank 0 has said which process it is: it makes its World now, as a rule."""
 
 LINGER = timedelta(seconds=2)
-"""How long rank 0, which may host the store, stays for those who have not read a verdict."""
+"""How long rank 0, which may host the store, stays for those who still want to know why the run ends."""
 
 PATIENCE = 4.0
 """Seconds in which a rank whose connection broke looks for the reason, before it raises without one."""
@@ -108,6 +108,8 @@ class Watch:
         self._told = True
         name, _ = self.inside.get(threading.get_ident()) or ("a collective", None)
         add_to(error, self.verdict or self._patrol.ask(Broken(name, timed_out(error)), PATIENCE))
+        with contextlib.suppress(dist.DistError):
+            self._board.acknowledge()
 
     def leave(self, failed: bool) -> None:
         """Says that this rank takes part no more, from now on."""
@@ -118,7 +120,7 @@ class Watch:
 
     def stop(self) -> None:
         """Ends the thread. The last word of this rank stays on the board, as long as rank 0 keeps the store."""
-        if self.verdict and self._rank == 0:
+        if self._rank == 0 and (self.verdict or self._presence.left == FAILED):
             with contextlib.suppress(dist.DistError):
                 self._board.linger(self._size, LINGER)
         self._patrol.stop()
