@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from accel_core.mismatch import Description, describe, mismatch
 from accel_core.watch.marks import REFUSED
-from accel_core.watch.whereabouts import calling_line
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -220,6 +219,8 @@ class Channel:
 
     def _descriptions(self, description: Description) -> list[Description]:
         """What every rank has to say, by rank. Costs two collectives; only when something is wrong already."""
+        from accel_core.watch.whereabouts import calling_line
+
         said = {**description, "line": calling_line()}
         text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
