@@ -119,7 +119,15 @@ class Patrol:
             if self._over():
                 self.stop()
             if not self._stop.is_set():
-                self._look()
+                self._look_safely()
+
+    def _look_safely(self) -> None:
+        try:
+            self._look()
+        except Exception:
+            # A look that outlasts the world, for a message took long, sees the interpreter being taken apart.
+            if not self._stop.is_set():
+                raise
 
     def stop(self) -> None:
         """Ends `run`, soon."""
@@ -156,8 +164,9 @@ class Patrol:
         try:
             self._look_around()
         except dist.DistError:
-            self._store_is_lost = True  # it does not come back, and each further message would only be complained of
-            self._without_store(state)
+            # It does not come back, and each further message would only be complained of. What has become of rank 0 is for
+            # the next look: its sockets close before its process is seen to be gone.
+            self._store_is_lost = True
 
     def _look_around(self) -> None:
         report = self._presence.report()
@@ -264,8 +273,10 @@ class Patrol:
         return self._suspicion[2]
 
     def _find_reason(self, report: Report, others: dict[int, Report], absent: dict[int, Absent]) -> None:
-        assert self._question is not None, "called while there is one"
-        broken, since = self._question
+        question = self._question
+        if question is None:
+            return  # who asked has lost patience meanwhile
+        broken, since = question
         told = self._notices.read()
         gone = {rank: reason for rank, each in absent.items() if (reason := lost(each))}
         if told or all(rank in others or rank in gone for rank in self._others):
@@ -288,8 +299,10 @@ class Patrol:
         calls = [call for call in report.waiting if call.involves(0) and not (state == "gone" and call.name in ROOTED)]
         if state in ("gone", "stopped") and calls:
             self._end(verdict(report, {}, [Missing(0, reason, True)]))
-        elif self._question is not None:
-            self._reply(broken_text(self._question[0], report, {}, {} if state == "running" else {0: reason}))
+        elif (question := self._question) is not None:
+            broken, since = question
+            if state != "running" or time.monotonic() - since > INQUIRY:
+                self._reply(broken_text(broken, report, {}, {} if state == "running" else {0: reason}))
 
     def _last_words(self, report: Report) -> None:
         """The main thread has ended, but other threads of the user's keep the process: the exit is not heard of yet."""
