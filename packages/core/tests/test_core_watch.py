@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, WorldError
+from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, World, WorldError
 from accel_core.testing import RanksFailed, live_objects, run_ranks
 from accel_core.testing.ranks import RankReport
 from accel_core.watch.watch import Watch
@@ -107,13 +107,12 @@ def said_by(report: RankReport) -> str:
 def test_all_ranks_end_soon_when_one_leaves_and_say_which_and_why(
     leave: Callable[[], None], reason: str, culprit: int
 ) -> None:
-    others = [report for report in reports_of(train, 3, leave, culprit, "backward") if report.rank != culprit]
-    for report in others:
-        assert "killed" not in report.state, str(report)
-        assert report.exit_code == 1
-    # One that asks when rank 0 has gone, which hosts the store, knows that its connections broke and where it stood itself.
-    told = [said_by(report) for report in others if reason in said_by(report) and f"rank {culprit}" in said_by(report)]
-    assert told, "\n".join(map(str, others))
+    for report in reports_of(train, 3, leave, culprit, "backward"):
+        if report.rank != culprit:
+            assert "killed" not in report.state, str(report)
+            assert report.exit_code == 1
+            assert reason in said_by(report), str(report)
+            assert f"rank {culprit}" in said_by(report)
 
 
 @pytest.mark.parametrize("call", ["loss.backward", "gather"])
@@ -294,6 +293,31 @@ def watches_after_the_end() -> tuple[int, list[str]]:
 
 def test_watch_ends_with_its_world() -> None:
     assert run_ranks(watches_after_the_end, 2) == [(0, [])] * 2
+
+
+def break_off_on_the_host() -> tuple[int, bool]:
+    """Rank 0 is last to have made the group, so the others have connected to the store, which it hosts, meanwhile."""
+    if os.environ["RANK"] == "0":
+        make = dist.init_process_group
+
+        def make_slowly(*args: object, **options: object) -> None:
+            make(*args, **options)  # type: ignore[arg-type]
+            time.sleep(2)
+
+        dist.init_process_group = make_slowly
+    world = World.current(cpu=True)
+    world.barrier()
+    assert world._connections is not None
+    assert world.watch is not None
+    if world.is_main:
+        world._connections.break_off([])
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        dist.barrier()
+    return world.watch._board.ask(False)
+
+
+def test_breaking_the_groups_leaves_the_store_to_those_who_ask_why() -> None:
+    assert run_ranks(break_off_on_the_host, 3) == [(0, False)] * 3
 
 
 def adopted() -> None:

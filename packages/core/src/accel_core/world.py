@@ -143,11 +143,11 @@ class World:
     ) -> World:
         from accel_core.watch.connections import Connections
 
-        url, connections = init_method or place.meeting_point(), Connections()
+        url = init_method or place.meeting_point()
         try:
             store = _meet(url, place, timeout or dist.default_pg_timeout)
             assemble(store, url, place, device, timeout or dist.default_pg_timeout)
-            backend = backend or _default_backend(device)
+            backend, connections = backend or _default_backend(device), Connections(store)
             with connections.made_here():
                 dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
         except dist.DistError as error:
@@ -177,7 +177,7 @@ class World:
         from accel_core.watch.connections import Connections
         from accel_core.watch.watch import Watch
 
-        self._connections = connections = self._connections or Connections()
+        self._connections = connections = self._connections or Connections(store)
         subgroups, whole = self._subgroups, weakref.ref(group)
 
         def break_off() -> None:
@@ -378,7 +378,7 @@ class World:
         notices = Notices.running()
         farewell.ready()
         dist.destroy_process_group()
-        if self._connections is not None:
+        if self._connections is not None and not farewell.complete:
             # Whoever still holds the group (a model in the traceback of an error) would keep the others waiting.
             self._connections.break_off([])
         farewell.gone()

@@ -12,28 +12,35 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """What was connected while process groups were made; empty where there is no `/proc`."""
+    """What was connected while process groups were made; empty where there is no `/proc`.
 
-    def __init__(self) -> None:
+    Args:
+        store: at which the ranks have met. Connections to it are not of a group: other ranks may open theirs while the one
+            that hosts it is still making the group, and need them longest when groups are broken.
+    """
+
+    def __init__(self, store: Store) -> None:
         self._known: set[str] = set()
+        self._store_port = _port_of(store)
 
     @contextlib.contextmanager
     def made_here(self) -> Iterator[None]:
-        """A block that makes a process group. The stores at which ranks meet are to be connected before it."""
+        """A block that makes a process group."""
         before = set(_sockets())
         try:
             yield
         finally:
-            self._known |= set(_sockets()) - before
+            made = {name: descriptor for name, descriptor in _sockets().items() if name not in before}
+            self._known |= {name for name, descriptor in made.items() if self._store_port not in _ports(descriptor)}
 
     def break_off(self, groups: list[ProcessGroup]) -> None:
         """Makes what waits in these groups raise, and whatever comes after."""
@@ -55,6 +62,22 @@ def _sockets() -> dict[str, int]:
                 if name.startswith("socket:"):
                     found[name] = int(entry)
     return found
+
+
+def _port_of(store: Store) -> int:
+    """The port of a store of TCP; -1, which is none, for others."""
+    innermost: Any = store
+    while hasattr(innermost, "underlying_store"):
+        innermost = innermost.underlying_store
+    return int(getattr(innermost, "port", -1))
+
+
+def _ports(descriptor: int) -> set[int]:
+    """Those of both ends of a connection of TCP; of neither for what is no connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            return {connection.getsockname()[1], connection.getpeername()[1]}
+    return set()
 
 
 def _shut(descriptor: int) -> None:
