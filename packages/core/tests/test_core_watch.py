@@ -271,8 +271,9 @@ def compare_many() -> int:
         accelerator.wait_for_everyone()
     lines = (lambda: accelerator.gather(torch.ones(1)),
              lambda: accelerator.gather(torch.ones(1)))  # fmt: skip
-    with pytest.warns(UserWarning, match="called gather.* at different lines"):
+    with pytest.warns(UserWarning, match="called gather.* at different lines") as caught:
         lines[accelerator.process_index]()
+    assert caught[0].filename == __file__
     store = dist.distributed_c10d._get_default_store()
     return int(store.num_keys())
 

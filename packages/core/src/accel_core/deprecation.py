@@ -35,11 +35,11 @@ class Deprecation(NamedTuple):
         warnings.warn(
             f"{self.old} is an older spelling, which version {self.removed_in} no longer takes. Write {self.new}.",
             FutureWarning,
-            stacklevel=_level_of_the_user(),
+            stacklevel=level_of_the_user(),
         )
 
 
-def _level_of_the_user() -> int:
+def level_of_the_user() -> int:
     """How many frames above the caller's the user's line is, as `stacklevel` counts; the caller's own frame is 1."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:

@@ -2,7 +2,7 @@
 
 Each rank puts what it is about to call into the store (the collective, structure, dtypes, shapes, and the user's line), waits
 until all have done so, and compares. That costs some messages to the store for each collective, so it is off by default;
-what accel-core itself sends in one message is compared always, without the lines.
+what accel-core itself sends in one message is compared always, and the lines are asked for when something does not fit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accel_core.deprecation import level_of_the_user
 from accel_core.errors import CollectiveMismatchError
 from accel_core.mismatch import Description, describe, mismatch
 from accel_core.watch.whereabouts import calling_line
@@ -62,7 +63,7 @@ class Checks:
             )
             warnings.warn(
                 f"The ranks called {name} at different lines, which fit together by chance or on purpose:\n{table}",
-                stacklevel=2,
+                stacklevel=level_of_the_user(),
             )
 
     def _heard(self, members: tuple[int, ...], said: Description) -> list[dict[str, Any]]:
