@@ -891,7 +891,7 @@ class Accelerator(ProcessControl):
         inner = self.unwrap_model(model)
         self._prepared.models.append(PreparedModel(inner, prepared, evaluation))
         if self._detector is not None and not evaluation:
-            self._detector.watch(inner, prepared)
+            self._detector.watch(inner)
         return prepared
 
     def _fused_backward(self, loss: torch.Tensor, learning_rate: float | None, options: dict[str, Any]) -> None:

@@ -93,12 +93,11 @@ class NonFiniteDetector:
         relay.forward_backward = self.forward_backward
         dress(self._feed, CountingFeed)
 
-    def watch(self, model: nn.Module, prepared: nn.Module | None = None) -> None:  # noqa: ARG002
+    def watch(self, model: nn.Module) -> None:
         """Begins to record the forwards of a model that is trained: those in training mode, with gradients enabled.
 
         Args:
             model: the user's, inside a wrapper if there is one: it is called again without the strategy's collectives.
-            prepared: what the loop calls.
         """
         if not any(watcher.watches(model) for watcher in self._watchers):
             self._watchers.append(Watcher(self, model))
