@@ -89,7 +89,7 @@ class TestRight(LoaderSuite):
 
 
 def suite_of(factory, **attributes):
-    return type("TestIt", (LoaderSuite,), {"loader": factory, "worlds": (2,), "patience": 4.0, **attributes})
+    return type("TestIt", (LoaderSuite,), {"loader": factory, "worlds": (2,), "patience": 12.0, **attributes})
 
 
 def failures(suite, tests):

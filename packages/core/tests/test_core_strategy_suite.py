@@ -135,7 +135,7 @@ NEEDS_A_LAUNCH = {wrong.Right, wrong.AbortsAtExit}  # the test of exiting costs 
 
 
 def suite_of(factory, **attributes):
-    return type("TestIt", (StrategySuite,), {"strategy": factory, "worlds": (2,), "patience": 4.0, **attributes})
+    return type("TestIt", (StrategySuite,), {"strategy": factory, "worlds": (2,), "patience": 12.0, **attributes})
 
 
 def failures(suite, tests):

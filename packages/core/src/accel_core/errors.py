@@ -20,3 +20,7 @@ class CollectiveMismatchError(RuntimeError):
 
 class WorldError(RuntimeError):
     """The launch environment, the devices or the process group cannot give the world that was asked for."""
+
+
+class CheckpointError(RuntimeError):
+    """State cannot be saved as it is, or a checkpoint cannot be loaded: it is none, is damaged, or is of something else."""

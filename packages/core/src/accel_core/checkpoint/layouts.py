@@ -1,0 +1,136 @@
+"""How state that is to be saved lies on the ranks: declared by whoever made it so, and never guessed from a shape.
+
+A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are live: `data` is the memory
+that training uses, or a view of it. A checkpoint is written from it, and read back into it.
+
+    Elementwise   a part of a tensor that can be cut anywhere: boxes of its global shape
+    Replicated    the same whole tensor on every rank that presents it; that of the lowest rank is saved
+    Partial       a term of a mean over the ranks, such as the gradients of an open window
+    Opaque        what cannot be cut, or means nothing by itself: saved whole, loaded only where the signature is the same
+    Alias         another name of an entry
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from accel_core.checkpoint.boxes import Box
+
+WHOLE = "whole"
+
+
+class Piece(NamedTuple):
+    """What a rank has of a tensor: `data` has the shape `box.sizes`, on any device, with any strides."""
+
+    box: Box
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """A tensor of which this rank has some boxes, or none.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: of the whole tensor.
+        pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several ranks, boxes that are not
+            equal do not overlap.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, data: torch.Tensor) -> Elementwise:
+        """A tensor that this rank has all of."""
+        shape = tuple(data.shape)
+        return cls(shape, data.dtype, (Piece(Box.whole(shape), data),))
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A tensor that is the same on every rank that presents it, or of which that of the lowest rank counts."""
+
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A term: the mean of the `data` of all ranks is what counts. Loaded exactly by as many ranks as saved it."""
+
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """What is saved and loaded whole.
+
+    Args:
+        value: whatever the codec takes, tensor subclasses included.
+        signature: what has to be equal for it to be loaded: class, shapes and dtypes of its components, say.
+        part: which part of the whole this rank has, in words; ranks with the same word have the same.
+        assign: puts a value that was loaded into the place of `value`.
+    """
+
+    value: Any
+    signature: str
+    part: str = WHOLE
+    assign: Callable[[Any], None] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name for the entry `of`."""
+
+    of: str
+
+
+Entry = Elementwise | Replicated | Partial | Opaque | Alias
+State = Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which part of a parameter is on this rank: `boxes` of its global `shape`, possibly none."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+class Sharding(Protocol):
+    """How a strategy lays out parameters, and with them what optimizers keep for each element of a parameter.
+
+    The local tensor of a parameter holds its boxes one after another: with one box it has the shape `box.sizes`; with several
+    it is flat, each box in row-major order; with none it is empty.
+    """
+
+    def extent(self, parameter: torch.Tensor) -> Extent:
+        """Which part of `parameter` is on this rank."""
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a parameter, or of a tensor laid out like one: a view of the memory that is used."""
+
+    def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """What an optimizer keeps as a tensor laid out like `parameter`, around its local tensor."""
+
+
+class Whole:
+    """Parameters are whole on every rank that has them."""
+
+    def extent(self, parameter: torch.Tensor) -> Extent:
+        """All of it."""
+        shape = tuple(parameter.shape)
+        return Extent(shape, (Box.whole(shape),))
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, without its gradient history."""
+        return value.detach()
+
+    def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The tensor itself."""
+        return local
