@@ -16,14 +16,22 @@ HERE = Path(__file__).parent
 
 
 def measure(
-    script: str, libraries: Sequence[str], *, world: int, repeats: int, rounds: int, batches: int, accumulation: int = 1
+    script: str,
+    libraries: Sequence[str],
+    *,
+    world: int,
+    repeats: int,
+    rounds: int,
+    batches: int,
+    accumulation: int = 1,
+    size: int = 0,
 ) -> list[Round]:
     """Runs a worker `repeats` times, for where memory happens to lie makes a process as such faster or slower.
 
-    Returns all rounds of all processes; of several ranks, the mean.
+    `size` is that of the state which is saved, in MiB. Returns all rounds of all processes; of several ranks, the mean.
     """
     arguments = ["--libraries", ",".join(libraries), "--rounds", rounds, "--batches", batches]
-    arguments += ["--accumulation", accumulation]
+    arguments += ["--accumulation", accumulation, "--size", size]
     found = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as out:

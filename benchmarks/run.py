@@ -56,6 +56,32 @@ ROWS = {
         Measure("P7 gather_for_metrics, CPU of the main thread", "cpu", 1.3, "/"),
         Measure("P7 gather_for_metrics, on the wall", "wall", None, "/"),
     ],
+    "P8": [
+        Measure("P8 save, over torch.save and fsync", "save", 0.6, "/", unit="ms", scale=1e3),
+        Measure("P8 save, over DCP", "save", None, "/", base="dcp", unit="ms", scale=1e3),
+        Measure("P8 load, over torch.load(mmap=True)", "load", 1, "/", base="mapped", unit="ms", scale=1e3),
+        Measure("P8 load, over torch.load", "load", None, "/", unit="ms", scale=1e3),
+        Measure("P8 load, over DCP", "load", None, "/", base="dcp", unit="ms", scale=1e3),
+        Measure(
+            "P8 load and first step, over torch.load(mmap=True)", "step", 0.3, "/", base="mapped", unit="ms", scale=1e3
+        ),
+        Measure("P8 load and first step, over torch.load", "step", None, "/", unit="ms", scale=1e3),
+        Measure("P8 extra memory of saving, of the state", "save_memory", 0.05, "", unit="", scale=1),
+        Measure("P8 extra memory of loading, of the state", "load_memory", 0.05, "", unit="", scale=1),
+        Measure("P8 extra memory of loading into a begun run", "reload_memory", None, "", unit="", scale=1),
+    ],
+    "P9": [
+        Measure("P9 eager, blocked, over memcpy", "blocked", 1.5, "/", unit="ms", scale=1e3),
+        Measure("P9 eager, blocked, over DCP", "blocked", None, "/", base="dcp", unit="ms", scale=1e3),
+        Measure("P9 eager, the first", "first", None, "", unit="ms", scale=1e3),
+        Measure("P9 lazy, blocked", "lazy_blocked", 5, "", unit="ms", scale=1e3),
+        Measure(
+            "P9 lazy, with the wait of the next step, over memcpy", "lazy_through", None, "/", unit="ms", scale=1e3
+        ),
+        Measure("P9 lazy, the first", "lazy_first", None, "", unit="ms", scale=1e3),
+        Measure("P9 eager, extra memory, of the state", "memory", 1, "", unit="", scale=1),
+        Measure("P9 lazy, extra memory, of the state", "lazy_memory", 1, "", unit="", scale=1),
+    ],
     "P10": [
         Measure("P10 first batch after 10^6", "first", 5, "", unit="ms", scale=1e3),
         Measure("P10 first batch after 10^6, 2 workers", "workers", 60, "", unit="ms", scale=1e3),
@@ -86,6 +112,10 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("dispatching.py", ["sharded", "scatter", *libraries], world=2, **common)
     if row == "P7":
         return measure("gathering.py", loops, world=2, **common)
+    if row in {"P8", "P9"}:
+        script = "saving.py" if row == "P8" else "behind.py"
+        common["rounds"] = max(1, options.rounds // 2)  # each takes seconds
+        return measure(script, ["plain", "mapped", "dcp", *libraries], world=1, size=options.size, **common)
     return measure("resuming.py", loops, world=1, **common)
 
 
@@ -141,6 +171,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="in each process; every round measures every library")
     parser.add_argument("--repeats", type=int, default=3, help="processes that are started per row")
     parser.add_argument("--batches", type=int, default=160, help="in a round of one library; a multiple of 4")
+    parser.add_argument("--size", type=int, default=686, help="MiB of weights and moments that P8 and P9 save")
     parser.add_argument("--libraries", type=names, default=list(DISTRIBUTIONS), help=f"of {','.join(DISTRIBUTIONS)}")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks.json"))
     return parser.parse_args()

@@ -61,7 +61,7 @@ class Measure:
             "gate": "" if self.limit is None else f"≤ {self._text(self.limit)}",
             "figure": self._text(middle),
             "interval": f"{self._text(low)} … {self._text(high)}",
-            "raw": f"{statistics.median(raw):.4g} µs" if raw else "",
+            "raw": f"{statistics.median(raw):.4g} {self.unit}" if raw else "",
             "verdict": "" if self.limit is None else ("met" if middle <= self.limit else "MISSED"),
         }
         for peer in PEERS:

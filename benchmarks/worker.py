@@ -27,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--batches", type=int, required=True)
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--size", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

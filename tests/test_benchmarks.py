@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "run.py"
-ROWS = [("P1", 3), ("P2", 2), ("P3", 2), ("P4", 2), ("P6", 2), ("P6d", 7), ("P7", 3), ("P10", 7)]
-TINY = ["--rounds", "2", "--repeats", "1", "--batches", "8", "--libraries", "accel"]
+ROWS = [("P1", 3), ("P2", 2), ("P3", 2), ("P4", 2), ("P6", 2), ("P6d", 7), ("P7", 3), ("P8", 10), ("P9", 8), ("P10", 7)]
+TINY = ["--rounds", "2", "--repeats", "1", "--batches", "8", "--size", "2", "--libraries", "accel"]
 
 
 @pytest.mark.timeout(240)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,7 +20,7 @@ from accel_core.batch_stream import as_data_loader
 from accel_core.deprecation import Deprecation
 from accel_core.feed import Feed
 from accel_core.optimizer import OptimizerGate, gate_of, place_state
-from accel_core.options import chosen_strategy, refuse_unknown, renamed
+from accel_core.options import chosen_strategy, refuse_keywords, refuse_unknown, renamed
 from accel_core.precision import remove_policy
 from accel_core.prepare import (
     ORDER,
@@ -42,8 +44,15 @@ from accel_core.window import WindowLoop, default_inputs
 
 if TYPE_CHECKING:
     import os
+    import signal
+
+    from torch.utils.hooks import RemovableHandle
 
     from accel_core.assembly import Assembly
+    from accel_core.checkpoint.checkpoints import Asynchronous, Checkpoints
+    from accel_core.checkpoint.content import Run
+    from accel_core.checkpoint.loading import LoadHook
+    from accel_core.checkpoint.saving import SaveHook
     from accel_core.collectives import Reduction
     from accel_core.compilation import TorchDynamoPlugin
     from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
     from accel_core.options import ChosenStrategy
     from accel_core.plugins.explain import Explanation
     from accel_core.precision import Precision
+    from accel_core.preemption import Preemption
     from accel_core.profiling import ProfileKwargs
     from accel_core.project import ProjectConfiguration
     from accel_core.strategies.strategy import Strategy
@@ -214,6 +224,8 @@ class Accelerator(ProcessControl):
             self._relay, self._accumulation, self._prepared, self._world, self._layout
         )
         self._trigger = Trigger(self._world)
+        self._preemption: Preemption | None = None
+        self._checkpoints_made: Checkpoints | None = None
         self._detector: NonFiniteDetector | None = None
         self._seed: int | None = None
         self._ended = False
@@ -336,6 +348,28 @@ class Accelerator(ProcessControl):
         """An older spelling of `check_trigger`. Collective."""
         _CHECK_BREAKPOINT.warn()
         return self._trigger.check()
+
+    def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
+        """From now on a signal does not end this process, but makes `should_stop` true. No collective.
+
+        A second arrival of the same signal does what it did before. `end_training` gives signals back what they did before.
+
+        Args:
+            signals: such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a machine away.
+
+        Raises:
+            ValueError: for what is no signal here, or cannot be caught; outside of the main thread.
+        """
+        self._preempted().watch(*signals)
+
+    def should_stop(self) -> bool:
+        """Whether any rank was told to stop, by a signal of `stop_on_signal`; the same answer on every rank. Collective.
+
+        if accelerator.should_stop():
+            accelerator.save_state(folder)          # on all ranks, at the same step
+            break
+        """
+        return self._preempted().check()
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
@@ -486,13 +520,19 @@ class Accelerator(ProcessControl):
         return inner
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state of a model, under the user's parameter names. Every rank gets it. Collective under every strategy.
+        """The state of a model, under the user's parameter names. Collective under every strategy.
 
         Args:
             model: a prepared model, or any other.
             unwrap: False keeps the names that a wrapper adds.
+
+        Returns:
+            Under a strategy that replicates parameters, the live state on every rank; under one that lays them out in its own
+            way, all of it in the CPU memory of the main process, and nothing on the others.
         """
         self._world.arrive("get_state_dict()")
+        if unwrap and self._is_laid_out(model):
+            return self._gathered_state(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -818,7 +858,8 @@ class Accelerator(ProcessControl):
 
         require("save_model()", model, nn.Module, "a torch.nn.Module")
         self._world.arrive("save_model()")
-        save_weights(self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, self._world)
+        weights = self._gathered_state(model) if self._is_laid_out(model) else self.unwrap_model(model)
+        save_weights(weights, save_directory, max_shard_size, safe_serialization, self._world)
 
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
@@ -835,15 +876,128 @@ class Accelerator(ProcessControl):
         each_node = self._project.save_on_each_node
         save(obj, f, safe_serialization, world=self._world, save_on_each_node=each_node)
 
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: Asynchronous = False,
+        **save_model_func_kwargs: object,
+    ) -> str:
+        """Saves all of the run: any strategy on any number of processes goes on from it. Collective; every rank writes.
+
+        Saved are the prepared models, optimizers, schedulers and loaders with their positions, what was registered, the random
+        streams of every rank, and the gradients of a window that is open. A kill or a full disk at any moment leaves what was
+        saved before in that folder; other files in it are left alone.
+
+        Args:
+            output_dir: the folder; with `automatic_checkpoint_naming` it is given by that.
+            safe_serialization: True: a checkpoint is never pickled.
+            asynchronous: True or "eager": returns when everything is copied, and a thread writes. "lazy": returns at once; the
+                next step of a prepared optimizer waits for the copies, and whoever else changes parameters before
+                `wait_for_checkpoint` makes the save fail. Failures are raised by the next `save_state`, `load_state`,
+                `wait_for_checkpoint` or `end_training`.
+            save_model_func_kwargs: options of a native format. The neutral one has none.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: on every rank, for what cannot be saved, and for a folder that holds something else.
+            OSError: on every rank, if one cannot write.
+            ValueError: without a folder, or with one too many.
+        """
+        if not safe_serialization:
+            raise ValueError(
+                "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded. Leave it out; "
+                "save_model(safe_serialization=False) writes weights in torch's format."
+            )
+        refuse_keywords("save_state()", save_model_func_kwargs)
+        return self._checkpoints.save(output_dir, asynchronous)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: object,
+    ) -> None:
+        """Restores all of a run that `save_state` saved, on any number of processes and under any strategy. Collective.
+
+        Prepare and register the same objects first, in the same order. The next iteration over each prepared loader goes on at
+        its position, and the epochs after it are whole. On as many ranks as saved it, random streams go on where they were.
+
+        Args:
+            input_dir: the folder; None: the newest complete one of the automatic names.
+            load_kwargs: options of a native format. The neutral one has none.
+            load_model_func_kwargs: the same; `map_location` is accepted: state goes where the prepared objects are.
+
+        Raises:
+            CheckpointError: on every rank: for a folder without a complete checkpoint, for a damaged file, which is named; and,
+                before anything is changed, for what does not fit, all of it listed.
+        """
+        given = {**(load_kwargs or {}), **load_model_func_kwargs}
+        given.pop("map_location", None)
+        refuse_keywords("load_state()", given)
+        self._checkpoints.load(input_dir)
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the asynchronous save that is under way is complete on every rank. Collective, if there is one.
+
+        Raises:
+            CheckpointError, OSError: on every rank, if it failed. What was saved before is untouched.
+        """
+        if self._checkpoints_made is not None:
+            self._checkpoints_made.wait()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Has objects of the user's saved by `save_state` and restored by `load_state`, in the order of registration.
+
+        Args:
+            objects: each with `state_dict()`, of plain data, tensors and arrays, and `load_state_dict(state)`.
+
+        Raises:
+            ValueError: naming those without, by their position.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Has `hook(models, weights, output_dir)` called by `save_state`, on every rank, before anything else is written.
+
+        `weights[i]` is a mapping from names to tensors, as `get_state_dict(models[i])` gives it; only what is read is gathered.
+        An entry that the hook takes out of `weights`, on the main process, is left to it.
+
+        Returns:
+            A handle; its `remove()` takes the hook away again.
+        """
+        return self._checkpoints.on_save(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Has `hook(models, input_dir)` called by `load_state`, on every rank, before anything is loaded.
+
+        A model that the hook takes out of `models` is left to it.
+
+        Returns:
+            A handle; its `remove()` takes the hook away again.
+        """
+        return self._checkpoints.on_load(hook)
+
     def end_training(self) -> None:
         """Ends the run: listeners finish, and the process group ends if it was started here and nobody else uses it.
 
-        Collective. Call it last; it may be repeated. A script that does not call it ends cleanly too.
+        An asynchronous save is waited for, and signals do again what they did before. Collective. Call it last; it may be
+        repeated. A script that does not call it ends cleanly too.
+
+        Raises:
+            CheckpointError, OSError: on every rank, at the end of all that, if an asynchronous save failed.
         """
         if not self._ended:
             self._ended = True
-            self._relay.finish()
-            self._world.leave(self)
+            with ExitStack() as last_to_first:
+                last_to_first.callback(self._world.leave, self)
+                last_to_first.callback(self._relay.finish)
+                if self._preemption is not None:
+                    last_to_first.callback(self._preemption.close)
+                self.wait_for_checkpoint()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a handle on running processes: a trainer's copy works with the same ones
@@ -853,6 +1007,52 @@ class Accelerator(ProcessControl):
             "An Accelerator cannot be pickled: it is a handle on running processes. Pickle models, optimizers and loaders, "
             "and build an Accelerator in the new process."
         )
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        if self._checkpoints_made is None:
+            from accel_core.checkpoint.checkpoints import Checkpoints
+
+            self._checkpoints_made = Checkpoints(self._run(), self._project, partial(_record_of, weakref.ref(self)))
+        return self._checkpoints_made
+
+    def _run(self) -> Run:
+        from accel_core.checkpoint.content import LAYOUT_HOOKS, Run
+
+        parts = self._parts
+        plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
+        components = {"precision": parts.precision, "strategy": parts.strategy}
+        components |= {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
+        return Run(
+            world=self._world,
+            relay=self._relay,
+            prepared=self._prepared,
+            accumulation=self._accumulation,
+            strategy=parts.strategy,
+            components=components,
+            registered=[],
+            declares_layout=all(parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS),
+            seed=partial(_seed_of, weakref.ref(self)),
+        )
+
+    def _preempted(self) -> Preemption:
+        if self._preemption is None:
+            from accel_core.preemption import Preemption
+
+            self._preemption = Preemption(self._world)
+        return self._preemption
+
+    def _is_laid_out(self, model: nn.Module) -> bool:
+        """Whether the strategy has laid out this model in its own way."""
+        trained = any(model is known for known in self._prepared.trained())
+        return trained and not self._parts.strategy.replicates_parameters
+
+    def _gathered_state(self, model: nn.Module) -> dict[str, Any]:
+        from accel_core.checkpoint.assembling import gathered
+
+        record = self._prepared.find_model(model)
+        assert record is not None, "a prepared model"
+        return gathered(self._relay.model_state(record.original, record.prepared), self._world)
 
     def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
         if kind == "model":
@@ -947,6 +1147,20 @@ def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: S
         for model in models:
             stack.enter_context(hook(model))
         yield
+
+
+def _record_of(reference: weakref.ref[Accelerator]) -> dict[str, Any]:
+    """What a manifest says of the run."""
+    from accel_core.checkpoint.record import record_of
+
+    accelerator = reference()
+    assert accelerator is not None, "it is saving"
+    return record_of(accelerator._world, accelerator.explain(), accelerator._prepared, accelerator._accumulation)
+
+
+def _seed_of(reference: weakref.ref[Accelerator]) -> int | None:
+    accelerator = reference()
+    return None if accelerator is None else accelerator._seed
 
 
 def _state_of(parts: Assembly, chosen: ChosenStrategy) -> AcceleratorState:

@@ -148,6 +148,21 @@ class Accumulation:
         self.size = self.position
         self.weight = 1.0 / self.size
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window stands, between two micro-batches."""
+        names = ("steps", "open", "position", "size", "backwards", "total_backwards")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next micro-batch goes on where the state was taken: in its window, or with a new one."""
+        self.reset()
+        self.total_backwards = state["total_backwards"]
+        if state["open"]:
+            self.serial += 1
+            self.open = True
+            self.position, self.size, self.backwards = state["position"], state["size"], state["backwards"]
+            self.weight = 1.0 / self.size
+
     def lacks_backward(self, settled: int) -> bool:
         """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,11 @@ from accel_core.layout import Layout
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Shard
     from accel_core.window import Inputs, LossFn, WindowLoop
@@ -100,6 +103,41 @@ class CoreDefaults:
     ) -> torch.Tensor:
         """A loop over the window."""
         return self.window_loop.run(model, micro_batches, loss_fn, inputs)
+
+    @hookimpl
+    def model_state(self, model: nn.Module) -> State:
+        """All of it, whole."""
+        from accel_core.checkpoint.model_state import capture
+
+        return capture(model)
+
+    @hookimpl
+    def model_loaded(self) -> None:
+        """The loop computes with what was read."""
+
+    @hookimpl
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+        """Parameters are whole."""
+        from accel_core.checkpoint.layouts import Whole
+        from accel_core.checkpoint.optimizer_state import capture
+
+        return capture(optimizer, names, Whole())
+
+    @hookimpl
+    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+        """Parameters are whole."""
+        from accel_core.checkpoint.layouts import Whole
+        from accel_core.checkpoint.optimizer_state import misfits
+
+        return misfits(optimizer, names, Whole(), saved)
+
+    @hookimpl
+    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+        """Parameters are whole."""
+        from accel_core.checkpoint.layouts import Whole
+        from accel_core.checkpoint.optimizer_state import restore
+
+        restore(optimizer, names, Whole(), saved)
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)

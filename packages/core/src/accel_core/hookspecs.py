@@ -15,7 +15,7 @@ name, and leaving out the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
     from accel_core.prepare import PrepareRequest
@@ -68,6 +70,8 @@ class HookSpecs:
                 optimizer.step()                    # optimizer_step, once per window
                 scheduler.step()
                 optimizer.zero_grad()
+            accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
+            accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
         accelerator.end_training()                  # finish
 
         # or a whole window in one call, in which a pipeline can run:
@@ -232,4 +236,62 @@ class HookSpecs:
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached. Afterwards `.grad`
             holds the gradient of that mean, added to what was there before.
         Default: a loop over the window (`accel_core.window`).
+        """
+
+    @owner
+    def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
+        """Says what a checkpoint holds of a model, and how it lies on the ranks.
+
+        When: in `save_state`, `load_state` and `get_state_dict`, on every rank.
+        Usual owner: the strategy, if it lays out parameters in its own way. No collective.
+        Arguments: the user's model, and what the loop calls.
+        Returns: a mapping from names, those of the user's model's `state_dict()`, to entries of `accel_core.checkpoint.layouts`.
+            Of a parameter its most precise copy. They are live: `load_state` reads into the memory that they name.
+        Default: everything is whole on every rank, and buffers are those of rank 0. It serves strategies that declare
+            `replicates_parameters`; under another, saving raises.
+        """
+
+    @owner
+    def model_loaded(self, model: nn.Module, prepared: nn.Module) -> None:
+        """What `model_state` named has been read from a checkpoint.
+
+        When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
+        Usual owner: the strategy, to fill the copies that it computes with. Arguments: as for `model_state`.
+        Default: nothing happens.
+        """
+
+    @owner
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:  # type: ignore[empty-body]
+        """Says what a checkpoint holds of an optimizer, by the names of the user's parameters, and how it lies on the ranks.
+
+        When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No collective.
+        Arguments: the optimizer; the names of the parameters of all prepared models, by the `id` of each: the index of the
+            model, a dot, and the name in it.
+        Returns: its groups and values, and entries as for a model. `accel_core.checkpoint.optimizer_state.capture` makes it
+            for parameters laid out as a `Sharding` says.
+        Default: parameters are whole on every rank.
+        """
+
+    @owner
+    def optimizer_misfits(  # type: ignore[empty-body]
+        self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
+    ) -> list[str]:
+        """Says why an optimizer cannot be given the state that a checkpoint holds of it.
+
+        When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of `model_state`. No
+            collective.
+        Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of ranks.
+        Returns: a line for each thing that does not fit; none if all does. See `accel_core.checkpoint.optimizer_state.misfits`.
+        Default: parameters are whole on every rank.
+        """
+
+    @owner
+    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+        """Gives an optimizer the state that a checkpoint holds of it.
+
+        When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none. Usual owner: the owner of
+            `model_state`. No collective.
+        Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise` entry by the time that
+            `load_state` returns, and perhaps not before.
+        Default: parameters are whole on every rank. See `accel_core.checkpoint.optimizer_state.restore`.
         """

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_core import streams
 from accel_core.dressing import dressed_class
 from accel_core.feed import Feed, Passage
 from accel_core.fetching import draw_base_seed, fetches_plainly, plain_batches
@@ -87,10 +88,22 @@ class IndexBatches:
         self.opened: Opening | None = None
         self.delivered: Count | None = None
         self.bypassed = False
+        self._streams: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them.
+
+        What torch and samplers draw to begin an epoch was drawn in the run that is continued, before its streams were saved.
+        """
+        self.opened = None
+        self._streams = streams.capture(self.outlet.device) if getattr(self.source, "resumes", False) else None
 
     def open(self) -> Opening:
         """Begins an iteration of the source."""
-        return self.source.open(self.outlet.feed)
+        opening = self.source.open(self.outlet.feed)
+        if self._streams is not None:
+            opening.reads = _undisturbed(opening.reads, self._streams, self.outlet.device)
+        return opening
 
     def take(self) -> Opening | None:
         """The opening that torch asked for since the last call: it asks when its iterator is made."""
@@ -114,7 +127,7 @@ class IndexBatches:
         return getattr(self.original, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "opened": None, "delivered": None}
+        return {**self.__dict__, "opened": None, "delivered": None, "_streams": None}
 
 
 class Count:
@@ -178,11 +191,11 @@ class PreparedLoader(_Base):
 
     def __iter__(self) -> Any:
         indices, outlet = self._accel_indices, self._accel_outlet
+        indices.begin()
         if fetches_plainly(self):
             opening = indices.open()
             draw_base_seed(self.generator)
             return plain_batches(self.dataset, opening, outlet)
-        indices.opened = None
         inner: Any = super().__iter__()
         if isinstance(self.dataset, IterableDataset):  # its batches have no indices by which to leave them out
             inner = islice(inner, indices.source.skipped, None)
@@ -353,6 +366,14 @@ def unmatched(how: str) -> str:
         f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "
         f"leave the loader out of prepare()."
     )
+
+
+def _undisturbed(reads: Iterator[Read], before: dict[str, Any], device: torch.device | None) -> Iterator[Read]:
+    """The reads, with the random streams as they were `before` when the first of them is fetched."""
+    for number, read in enumerate(reads):
+        if number == 0:
+            streams.restore(before, device)
+        yield read
 
 
 def _batches_looked_ahead(

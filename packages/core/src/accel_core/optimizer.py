@@ -177,6 +177,16 @@ class OptimizerGate:
         if prepared is not None:
             prepared.unchecked = True
 
+    def recheck(self) -> None:
+        """Before the next step, what has to be done before the first one is done again."""
+        self._checked = False
+
+    def resume(self) -> None:
+        """The state of the optimizer was loaded: what happened here before is over."""
+        self._unscaled = self.was_skipped = False
+        self.settled = -1
+        self.seen_backwards = self.accumulation.total_backwards
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscales the gradients, once between two steps."""
         if not self._unscaled:
@@ -206,6 +216,7 @@ class OptimizerGate:
         prepared = self.owner()
         if prepared is not None:
             prepared.check_orphans()
+            prepared.await_copies()
         self._checked = True
 
     def _check_closure(self) -> None:

@@ -152,3 +152,12 @@ def _refuse_trackers(log_with: object) -> NoReturn:
         f"log_with={log_with!r} was given, but this version of accel-core runs no trackers yet. Leave log_with out, and log "
         f"from `if accelerator.is_main_process:`."
     )
+
+
+def refuse_keywords(call: str, given: Mapping[str, object]) -> None:
+    """Raises `TypeError` for keyword arguments that belong to a native format, where no component has one."""
+    if given:
+        raise TypeError(
+            f"{call} got {', '.join(sorted(given))}, which are options of a native format, and what is active here has none: the "
+            f"neutral checkpoint has no options. Leave them out."
+        )

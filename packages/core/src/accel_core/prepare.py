@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from accel_core.precision import remove_policy
 from accel_core.scheduler import is_scheduler, ungate_scheduler
 
 if TYPE_CHECKING:
+    from accel_core.optimizer import OptimizerGate
     from accel_core.precision import PrecisionPolicy
     from accel_core.world import World
 
@@ -72,6 +73,7 @@ class Prepared:
         self.loaders: list[DataLoader[Any]] = []
         self.unchecked = False  # whether optimizers came since the last check for orphans
         self.fused = False  # whether one of the optimizers updates parameters during the backward
+        self._copying: Callable[[], None] | None = None  # waits for what is being copied of the parameters
 
     def find_model(self, model: nn.Module) -> PreparedModel | None:
         """The record in which `model` stands, as the user's or as the prepared one."""
@@ -98,6 +100,26 @@ class Prepared:
         ):
             found.update((id(parameter), parameter) for parameter in holder)
         return list(found.values())
+
+    def gates(self) -> Iterator[OptimizerGate]:
+        """What holds the optimizers back."""
+        for optimizer in self.optimizers:
+            gate = gate_of(optimizer)
+            if gate is not None:
+                yield gate
+
+    def copy_behind(self, wait: Callable[[], None] | None) -> None:
+        """Optimizers call `wait` before they step again: until it returns, somebody copies what they change."""
+        self._copying = wait
+        if wait is not None:
+            for gate in self.gates():
+                gate.recheck()
+
+    def await_copies(self) -> None:
+        """Returns when nobody copies what an optimizer is about to change."""
+        wait, self._copying = self._copying, None
+        if wait is not None:
+            wait()
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients that are pending."""

@@ -27,7 +27,8 @@ class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):
     Args:
         dataset: as of a `DataLoader`.
         split_batches: a batch is the global batch, and each rank gets an equal piece. Otherwise each rank gets a batch.
-        skip_batches: how many batches each iteration leaves out at its beginning.
+        skip_batches: how many batches each epoch leaves out at its beginning; behind `load_state_dict`, the rest of one leaves
+            out nothing more.
         _drop_last: leaves out an incomplete last global batch; as does `drop_last=True` among `kwargs`.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts the part of one process out of a global
             batch; None: `slice_tensors`, also where batches hold lists with one object per row.

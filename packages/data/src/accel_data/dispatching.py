@@ -102,6 +102,7 @@ class DispatchSource:
 
     Attributes:
         skipped: batches of this rank that every iteration leaves out at its beginning.
+        restarts: whether they are counted from the beginning of the epoch also where a position inside it was loaded.
     """
 
     def __init__(self, local: DataLoaderShard, request: Request) -> None:
@@ -110,6 +111,7 @@ class DispatchSource:
         self.identity = local._accel_source.identity
         self.epochs = Epochs()
         self.skipped = 0
+        self.restarts = False
         self.sharing = Sharing(local, request)
         self._line = Line(request.group)
         # Tells the messages of loaders apart, for each counts its iterations by itself.
@@ -120,8 +122,9 @@ class DispatchSource:
 
     def iterate(self, outlet: Outlet) -> Iterator[Any]:
         """One iteration: a collective of the ranks among which batches are shared out."""
-        start = self.epochs.next()
-        return self._reported(start, self.epochs.open(start), outlet)
+        loaded = self.epochs.next()
+        opening = self.epochs.open(loaded.leaving_out(self.skipped, restarts=self.restarts))
+        return self._reported(loaded, opening, outlet)
 
     def tell_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset and the samplers, where they take it."""
@@ -174,17 +177,17 @@ class DispatchSource:
             return max(self.sharing.steps_of_samples(samples, index) - self.skipped, 0)
         return None if batches is None else max(self.sharing.steps_of_batches(batches) - self.skipped, 0)
 
-    def _reported(self, start: Start, opening: EpochOpening, outlet: Outlet) -> Iterator[Any]:
+    def _reported(self, loaded: Start, opening: EpochOpening, outlet: Outlet) -> Iterator[Any]:
         passage = outlet.feed.enter()
         opening.start()
         progress = opening.progress
         mailbox, serial = self._line.open()
-        before = None if self.skipped else start.samples
+        before = None if self.skipped else progress.samples
         if self._synchronise is not None:
             self._synchronise([])
         try:
             for arrived in (
-                self._posted(start, outlet.feed, mailbox, serial)
+                self._posted(loaded, outlet.feed, mailbox, serial)
                 if self.shard.index == 0
                 else self._received(mailbox, serial)
             ):
@@ -206,9 +209,9 @@ class DispatchSource:
             return None
         return Positions(before + self.shard.index * rows.rows, rows.rows)
 
-    def _posted(self, start: Start, feed: Feed, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
+    def _posted(self, loaded: Start, feed: Feed, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
         """Reads, and posts block by block; yields this rank's own."""
-        steps = Ahead(self._shared(start, feed), feed.lookahead)
+        steps = Ahead(self._shared(loaded, feed), feed.lookahead)
         limit, sequence, last = 1, 0, False
         while not last:
             try:
@@ -238,28 +241,29 @@ class DispatchSource:
                 yield _arrived(batch, numbers, {})
             sequence += 1
 
-    def _shared(self, start: Start, feed: Feed) -> Iterator[Shared]:
+    def _shared(self, loaded: Start, feed: Feed) -> Iterator[Shared]:
         """The steps of an iteration, shared out."""
         sharing = copy.copy(self.sharing)  # it keeps the first batches of one iteration
         even = sharing.even if feed.even_batches is None else feed.even_batches
-        for step, is_last in sharing.steps(self._read(start)):
+        for step, is_last in sharing.steps(self._read(loaded)):
             parts = sharing.shared(step, is_last, even)
             if parts:
                 yield Shared(parts, step.samples, step.extras)
 
-    def _read(self, start: Start) -> Iterator[tuple[Any, Rows | None, Start]]:
+    def _read(self, loaded: Start) -> Iterator[tuple[Any, Rows | None, Start]]:
         """The batches of the loader, whole: with their rows, and where it stands then."""
         source, feed = self.local._accel_source, self.local._accel_outlet.feed
         source.identity = self.identity
-        source.epochs.restore(start)
-        source.skipped = self.skipped * self.sharing.batches_per_step
+        source.epochs.restore(loaded)
+        source.skipped, source.restarts = self.skipped * self.sharing.batches_per_step, self.restarts
         progress: EpochProgress | None = None
-        before = start.samples
+        start = loaded.leaving_out(source.skipped, restarts=source.restarts)
+        before = None if start.skipped else start.samples
         for batch in self.local:
             # Of this iteration: another one over the same loader may begin before it ends.
             progress = progress or source.epochs.current
             assert progress is not None
-            rows, read = feed.current_rows(), progress.samples - before
+            rows, read = feed.current_rows(), 0 if before is None else progress.samples - before
             if rows is None and read and isinstance(source, EpochSource) and source.batched:
                 rows = Rows(read, read)  # of a loader class that iterates in its own way
             before = progress.samples

@@ -16,12 +16,12 @@ _NUMBERS = ("seed", "loader", "epoch", "samples")
 _IDENTITY = (*_NUMBERS, "version", "length", "order", "workers")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Identity:
-    """What tells the positions of one loader from those of another.
+    """What tells the positions of one loader from those of another. Copies that share its epochs share it too.
 
     Args:
-        seed: of the run.
+        seed: of the run; a state that is loaded may bring another.
         number: how many loaders were prepared before this one.
         length: of the dataset; None if it has none.
         order: what gives the order: the classes of the samplers, or of an iterable dataset.

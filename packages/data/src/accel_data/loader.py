@@ -35,7 +35,8 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         rng_types: which random streams are made equal to those of rank 0 when an iteration begins: "torch", "cuda", "xla",
             "generator"; None: "generator" if there is one. A collective of the world.
         synchronized_generator: a generator that is made equal to that of rank 0, beside those of the samplers.
-        skip_batches: how many batches each iteration leaves out at its beginning.
+        skip_batches: how many batches each epoch leaves out at its beginning; behind `load_state_dict`, the rest of one leaves
+            out nothing more.
         _drop_last: says that `drop_last` of the loader, or of its batch sampler, is True; an error otherwise.
         kwargs: of the `DataLoader`.
     """

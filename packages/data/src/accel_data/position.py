@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_core.reads import Opening, Progress, Read
@@ -37,11 +37,30 @@ class Start:
         epoch: which one.
         samples: how many of its samples are behind it.
         extras: what else was in the state that is continued; empty at an ordinary beginning.
+        skipped: how many batches of this rank are left out from there.
     """
 
     epoch: int
     samples: int = 0
     extras: Mapping[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+
+    def leaving_out(self, batches: int, *, restarts: bool) -> Start:
+        """Where an iteration begins of which the first batches are left out.
+
+        What was loaded inside an epoch has left them out already, unless they are counted anew.
+
+        Args:
+            batches: how many of this rank.
+            restarts: whether they are counted from the beginning of the epoch, wherever in it a loaded position lies. Of the
+                state, the generators are kept: the order of the epoch is drawn from them.
+        """
+        if not self.samples:
+            return replace(self, skipped=batches)
+        if not (restarts and batches):
+            return self
+        extras = {name: value for name, value in self.extras.items() if name == "generators"}
+        return Start(self.epoch, 0, extras, batches)
 
 
 class Epochs:
@@ -52,11 +71,13 @@ class Epochs:
         begins_from_a_state: whether the dataset stands at the end of an epoch because a state was loaded, and the next one has
             not begun.
         current: how far the iteration has come that was begun last; None if none was since an epoch or a state was set.
+        has_opened: whether there was an iteration at all, so that a dataset may have been read, or given a state.
     """
 
     def __init__(self) -> None:
         self.following = 0
         self.begins_from_a_state = False
+        self.has_opened = False
         self._pending: Start | None = None  # where the next iteration continues an epoch
         self.current: EpochProgress | None = None
         self._latest: weakref.ref[EpochOpening] | None = None
@@ -78,6 +99,11 @@ class Epochs:
         self.following = start.epoch
         self._pending = start
         self.current = self._latest = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration goes on inside an epoch: a position in it was loaded."""
+        return self._pending is not None and self._pending.samples > 0
 
     def position(self) -> Start:
         """Where the latest iteration stands; the beginning of the next epoch once it has ended."""
@@ -101,6 +127,7 @@ class Epochs:
 
     def open(self, start: Start, reads: Iterator[Read] | None = None) -> EpochOpening:
         """An iteration that begins there."""
+        self.has_opened = True
         opening = EpochOpening(self, start, iter(()) if reads is None else reads)
         self._latest = weakref.ref(opening)
         return opening

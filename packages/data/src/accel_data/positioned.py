@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.utils.data import DataLoader
@@ -27,6 +26,7 @@ class PositionedSource(Protocol):
     identity: Identity
     epochs: Epochs
     skipped: int
+    restarts: bool
 
     def position(self) -> Start:
         """Where the loader stands."""
@@ -106,7 +106,7 @@ class PositionedLoader(PreparedLoader):
         """
         source = self._accel_source
         checked = source.identity.check(state)
-        source.identity = replace(source.identity, seed=checked["seed"])
+        source.identity.seed = checked["seed"]
         source.restore(Start(checked["epoch"], checked["samples"], extras_of(checked)))
 
     def set_epoch(self, epoch: int) -> None:
@@ -121,8 +121,15 @@ class PositionedLoader(PreparedLoader):
         self._accel_source.tell_epoch(epoch)
 
     def behind(self, batches: int) -> PositionedLoader:
-        """A copy of which every iteration leaves out so many more batches of this rank. See `skip_first_batches`."""
+        """A copy of which every iteration leaves out so many more batches of this rank, from the beginning of the epoch.
+
+        See `skip_first_batches`. Without any, it goes on where a position was loaded.
+
+        Raises:
+            ValueError: if the number is negative, or no whole number.
+        """
         source = source_behind(self._accel_source, batches)
+        source.restarts = source.restarts or batches > 0
         twin = copy.copy(self)
         indexed = "_accel_indices" in self.__dict__
         twin.__dict__.update(self._reading_from(cast(Source, source)) if indexed else {}, _accel_source=source)

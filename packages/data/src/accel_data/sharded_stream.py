@@ -174,13 +174,13 @@ class SharedStreamSource(StreamSource):
         self.stream.begin(skip=0 if self.presharded else start.samples)
         single = [start.samples // self._streams if self.presharded else 0]
         behind = start.extras.get("lanes", single) if start.samples else None
-        return islice(self._delivered(fetched(), behind, stateful), self.skipped, None)
+        return islice(self._delivered(fetched(), behind, stateful), start.skipped, None)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
     ) -> Iterator[Fetched]:
         self.stream.begin(read=start.samples // self._streams)
-        return islice(self._delivered(fetched(), None, stateful), self.skipped, None)
+        return islice(self._delivered(fetched(), None, stateful), start.skipped, None)
 
     def _delivered(
         self, batches: Iterable[Any], behind: list[int] | None, stateful: Stateful | None

@@ -44,6 +44,7 @@ class EpochSource:
 
     Attributes:
         skipped: batches of this rank that every iteration leaves out at its beginning.
+        restarts: whether they are counted from the beginning of the epoch also where a position inside it was loaded.
         synchronised: a generator that is made equal to that of rank 0, beside those of the samplers.
     """
 
@@ -72,6 +73,7 @@ class EpochSource:
         self.identity = identity
         self.epochs = Epochs()
         self.skipped = 0
+        self.restarts = False
         self.synchronised: torch.Generator | None = None
         self._torch_generator = loader.generator
         self._draws_base_once = loader.persistent_workers and worker_generator is None
@@ -91,7 +93,7 @@ class EpochSource:
 
         Taking its first read is a collective if streams of the ranks are made equal.
         """
-        start = self.epochs.next()
+        start = self.epochs.next().leaving_out(self.skipped, restarts=self.restarts)
         self.tell_epoch(start.epoch)
         if self._worker_generator is not None:
             self._worker_generator.manual_seed(derive_seed(self.identity.seed, start.epoch, self.shard.index))
@@ -100,6 +102,11 @@ class EpochSource:
         self._has_drawn_base = True
         opening.reads = self._reads(start, feed, opening.progress)
         return opening
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration goes on inside an epoch, or by hand from its beginning, after a position was loaded."""
+        return self.epochs.resumes
 
     def tell_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, the batch sampler and the sampler, where they take it."""
@@ -172,19 +179,19 @@ class EpochSource:
         parts = self.batches(even_batches=even).parts(start.samples) if self.batched else None
         order = None if parts is None else _known_order(self.sampler.sampler, key)
         if parts is not None and order is not None:
-            parts = parts.behind(self.skipped)
+            parts = parts.behind(start.skipped)
             progress.samples = min(parts.start, parts.total)
             yield from parts.reads(order)
         else:
-            yield from self._asked(key, start.samples, even, feed.lookahead)
+            yield from self._asked(key, start, even, feed.lookahead)
 
-    def _asked(self, key: int, start: int, even: bool, ahead: int) -> Iterator[Read]:
-        """What the user's sampler yields, behind `start` samples."""
+    def _asked(self, key: int, start: Start, even: bool, ahead: int) -> Iterator[Read]:
+        """What the user's sampler yields, from `start` on."""
         sampler = with_inner(self.sampler, lambda inner: seeded(inner, key, self.identity.seed))
         shard = self.batches(sampler, even)
         drawn = partial(drawn_apart, seed=key) if draws_globally(sampler) else None
-        total = None if start or self.skipped else length_of(shard)
-        parts = islice(shard.rows(start, drawn), self.skipped, None)
+        total = None if start.samples or start.skipped else length_of(shard)
+        parts = islice(shard.rows(start.samples, drawn), start.skipped, None)
         for (indices, rows, read), remaining in looked_ahead(parts, ahead, total):
             if self.batched:
                 yield indices, remaining, rows, read

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -65,6 +66,7 @@ class StreamSource:
     Attributes:
         inherits_state: whether a loader class that keeps a position of its own is asked for it.
         skipped: batches that every iteration leaves out at its beginning.
+        restarts: whether they are counted from the beginning of the epoch also where a position inside it was loaded.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
         delivered: what torch's latest iterator has delivered, where samples are counted; else None.
     """
@@ -87,6 +89,7 @@ class StreamSource:
         self.identity = identity
         self.epochs = Epochs()
         self.skipped = 0
+        self.restarts = False
         self.synchronised: torch.Generator | None = None
         self.delivered: deque[Collated] | None = None
         self._synchronise = synchronise
@@ -100,12 +103,20 @@ class StreamSource:
             fetched: begins a pass over the batches.
             outlet: where they go.
             stateful: what keeps a position of its own, the dataset or the loader. None: batches are counted.
+
+        Raises:
+            ValueError: if what is left out ends before a loaded position to which the dataset has gone on by itself.
         """
-        start = self.epochs.next()
+        start = self._beginning(stateful)
         self.tell_epoch(start.epoch)
         opening = self.epochs.open(start)
         settle(given_generators(self.dataset), start, opening.progress, self._synchronise, self.synchronised)
         return self._reported(opening, self._arriving(start, fetched, stateful), outlet)
+
+    @property
+    def step(self) -> int:
+        """The samples that all ranks read in a step."""
+        return self.batch_size or 1
 
     def tell_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, if it takes it."""
@@ -172,6 +183,27 @@ class StreamSource:
             )
         return steps
 
+    def _beginning(self, stateful: Stateful | None) -> Start:
+        """Where an iteration begins that is opened now."""
+        loaded = self.epochs.next()
+        start = loaded.leaving_out(self.skipped, restarts=self.restarts)
+        if stateful is None or start.samples == loaded.samples or "stream" not in loaded.extras:
+            return start
+        further, inside_a_step = divmod(self.skipped * self.step - loaded.samples, self.step)
+        if further >= 0 and loaded.extras["stream"]["standing"] == "end":
+            return loaded
+        if further >= 0 and not inside_a_step:  # the dataset goes on by itself, and then what is missing is left out
+            return replace(loaded, skipped=further)
+        # A dataset that is not told the epoch may know from its state only which one it is.
+        if self.epochs.has_opened or (loaded.epoch and not callable(getattr(self.dataset, "set_epoch", None))):
+            raise ValueError(
+                f"skip_first_batches(num_batches={self.skipped}) counts from the beginning of the epoch, but "
+                f"{type(self.dataset).__name__} cannot be read from there: a state was loaded behind {loaded.samples} samples "
+                f"of epoch {loaded.epoch}, and the dataset goes on by itself. Leave the skip out: iterate over the loader, "
+                f"which continues where the state was taken."
+            )
+        return start
+
     def _reported(self, opening: EpochOpening, batches: Iterator[Fetched], outlet: Outlet) -> Iterator[Any]:
         """The batches, placed and reported."""
         progress = opening.progress
@@ -216,13 +248,13 @@ class StreamSource:
     ) -> Iterator[Fetched]:
         """The batches behind `start` of a pass that begins at the beginning of the epoch."""
         behind = self._batches_behind(start.samples)
-        return self._counted(islice(self._told(fetched()), behind, None), start.samples, stateful)
+        return self._counted(islice(self._told(fetched()), behind, None), start, stateful)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
     ) -> Iterator[Fetched]:
         """The same of a pass that begins at `start`."""
-        return self._counted(self._told(fetched()), start.samples, stateful)
+        return self._counted(self._told(fetched()), start, stateful)
 
     def _told(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int | None]]:
         """The batches, each with the samples that it was made of, where these are counted."""
@@ -233,11 +265,11 @@ class StreamSource:
             yield batch, taken(delivered, batch)
 
     def _counted(
-        self, batches: Iterable[tuple[Any, int | None]], samples: int, stateful: Stateful | None
+        self, batches: Iterable[tuple[Any, int | None]], start: Start, stateful: Stateful | None
     ) -> Iterator[Fetched]:
         size = self.batch_size or 1
-        samples += size * self.skipped
-        for batch, count in islice(batches, self.skipped, None):
+        samples = start.samples + size * start.skipped
+        for batch, count in islice(batches, start.skipped, None):
             samples += size
             rows = None if count is None else Rows(count, count)
             positions = Positions(samples - size, size if count is None else count)

@@ -164,9 +164,16 @@ def stage(path: Path, write: Write) -> Path:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        text = f"cannot be written: {error.strerror or error}. What was saved there is untouched. Make room, or save elsewhere"
-        raise OSError(error.errno, text, str(path)) from error
+        raise cannot_be_written(error, path) from error
     return temporary
+
+
+def cannot_be_written(error: OSError, path: Path) -> OSError:
+    """What to raise from `error`, which came while `path` was written."""
+    text = (
+        f"cannot be written: {error.strerror or error}. What was saved there is untouched. Make room, or save elsewhere"
+    )
+    return OSError(error.errno, text, str(path))
 
 
 @contextlib.contextmanager

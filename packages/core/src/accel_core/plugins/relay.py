@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
     from accel_core.plugins.selection import Selected
@@ -41,7 +43,12 @@ class Relay:
         "finish",
         "forward_backward",
         "layout",
+        "load_optimizer_state",
+        "model_loaded",
+        "model_state",
         "no_sync",
+        "optimizer_misfits",
+        "optimizer_state",
         "optimizer_step",
         "prepare_loader",
         "prepare_model",
@@ -84,6 +91,12 @@ class Relay:
         ],
         torch.Tensor,
     ]
+
+    model_state: Callable[[nn.Module, nn.Module], State]
+    model_loaded: Callable[[nn.Module, nn.Module], None]
+    optimizer_state: Callable[[Optimizer, Mapping[int, str]], OptimizerState]
+    optimizer_misfits: Callable[[Optimizer, Mapping[int, str], SavedOptimizer], list[str]]
+    load_optimizer_state: Callable[[Optimizer, Mapping[int, str], SavedOptimizer], None]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

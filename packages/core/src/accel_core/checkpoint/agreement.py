@@ -1,0 +1,86 @@
+"""Steps that all ranks take together, and that fail on all of them or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from accel_core.collectives import broadcast_object, gather_objects
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.world import World
+
+T = TypeVar("T")
+
+
+def everywhere(world: World, work: Callable[[], T]) -> list[T]:
+    """Does some work on every rank and gives each the results of all, in rank order. A collective.
+
+    Args:
+        world: the processes.
+        work: is called here, and what it returns is pickled for the others.
+
+    Raises:
+        Exception: on every rank, if `work` raised on one: the error of the lowest such rank, which is named.
+    """
+    if world.size == 1:
+        return [work()]
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
+        failure = error
+    outcomes = gather_objects([(portable(failure), result)], world)
+    for rank, (reason, _) in enumerate(outcomes):
+        if reason is not None:
+            raise located(reason, rank) from failure
+    return [found for _, found in outcomes]
+
+
+def here(world: World, work: Callable[[], T]) -> T:
+    """Does some work on every rank and gives each what it returned there, which need not be picklable. A collective.
+
+    Raises:
+        Exception: on every rank, if `work` raised on one.
+    """
+    kept: list[T] = []
+    everywhere(world, lambda: kept.append(work()))
+    return kept[0]
+
+
+def on_main(world: World, work: Callable[[], T]) -> T:
+    """Does some work on the main process and gives every rank its result. A collective.
+
+    Raises:
+        Exception: on every rank, what `work` raised.
+    """
+    if world.size == 1:
+        return work()
+    result: T | None = None
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
+            failure = error
+    reason, found = broadcast_object((portable(failure), result), world)
+    if reason is not None:
+        raise located(reason, 0) from failure
+    return found  # type: ignore[no-any-return]
+
+
+def portable(error: Exception | None) -> Exception | None:
+    """An error that can be unpickled anywhere: others may have constructors that their pickles do not call rightly."""
+    if error is None or type(error).__module__ == "builtins" or type(error) is CheckpointError:
+        return error
+    return CheckpointError(f"{type(error).__qualname__}: {error}")
+
+
+def located(error: Exception, rank: int) -> Exception:
+    """The error, with the rank on which it occurred in its text."""
+    place = f" (on rank {rank})"
+    if isinstance(error, OSError) and error.errno is not None:
+        return type(error)(error.errno, f"{error.strerror}{place}", error.filename)
+    return type(error)(f"{error}{place}") if len(error.args) == 1 else error

@@ -1,0 +1,81 @@
+"""Whole tensors out of what the ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.checkpoint.boxes import Box
+from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, State
+from accel_core.collectives import gather, gather_objects
+
+if TYPE_CHECKING:
+    from accel_core.world import World
+
+
+class Weights(Mapping[str, Any]):
+    """The state of a model, of which a value is only gathered when it is read.
+
+    Where a rank does not have all of a tensor, reading it is a collective: every rank reads the same names in the same order.
+    """
+
+    def __init__(self, state: State, world: World) -> None:
+        self._state = state
+        self._world = world
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self._state[name]
+        return whole(self._state[entry.of] if isinstance(entry, Alias) else entry, self._world)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def whole(entry: Entry, world: World) -> Any:
+    """The value of an entry: live memory where this rank has all of it, else gathered on every rank.
+
+    A collective where ranks have parts, which is the same on all ranks: it depends on what any of them has.
+    """
+    assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
+    if isinstance(entry, Opaque):
+        return entry.value
+    if not isinstance(entry, Elementwise):
+        return entry.data
+    everything = Box.whole(entry.shape)
+    for piece in entry.pieces:
+        if piece.box == everything:
+            return piece.data
+    return _gathered(entry, world)
+
+
+def _gathered(entry: Elementwise, world: World) -> torch.Tensor:
+    boxes = [piece.box for piece in entry.pieces]
+    everyone = gather_objects([boxes], world)
+    parts = [piece.data.detach().reshape(-1) for piece in entry.pieces]
+    empty = torch.empty(0, dtype=entry.dtype, device=parts[0].device if parts else world.device)
+    flat = gather(torch.cat([empty, *parts]), world)
+    result = torch.empty(entry.shape, dtype=entry.dtype, device=flat.device)
+    start = 0
+    for box in (box for boxes in everyone for box in boxes):
+        result[box.slices] = flat[start : start + box.numel].view(box.sizes)
+        start += box.numel
+    return result
+
+
+def gathered(state: State, world: World) -> dict[str, Any]:
+    """All of a state in the CPU memory of the main process, and nothing on the others. A collective.
+
+    One tensor after another is put together, on every rank.
+    """
+    weights = Weights(state, world)
+    found: dict[str, Any] = {}
+    for name in weights:
+        value = weights[name]
+        if world.is_main:
+            found[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    return found

@@ -1,0 +1,219 @@
+"""What of a run is saved: all that `prepare` was given, and all else that the next step depends on.
+
+model.<i>/<name>             entries of the i-th prepared model
+optimizer.<i>/<parameter>/<key>      entries of the i-th optimizer; the object optimizer.<i> has its groups
+gradient/<parameter>         of a window of accumulation that is open
+scheduler.<i>, loader.<i>, object.<i>    what their state_dict() gave; object: in the order of register_for_checkpointing
+precision, strategy, plugin.<i>      of components that have a state
+accumulation                 where the window stands
+random                       the random streams of each rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import streams
+from accel_core.checkpoint.layouts import Alias, Entry, Partial, State
+from accel_core.checkpoint.model_state import names_of
+from accel_core.collectives import gather_objects
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.accumulation import Accumulation
+    from accel_core.checkpoint.optimizer_state import OptimizerState
+    from accel_core.plugins.relay import Relay
+    from accel_core.prepare import Prepared, PreparedModel
+    from accel_core.strategies.strategy import Strategy
+    from accel_core.world import World
+
+MODEL, OPTIMIZER, SCHEDULER, LOADER, OBJECT = "model", "optimizer", "scheduler", "loader", "object"
+GRADIENT, ACCUMULATION, RANDOM = "gradient", "accumulation", "random"
+LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
+VALUES = "values"  # of an optimizer: what is no tensor in the state of its parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of an Accelerator whose state is saved.
+
+    Args:
+        components: the precision, the strategy and the plugins, by the name under which their state is saved; those without
+            `state_dict` and `load_state_dict` have none.
+        registered: what the user registered, in order.
+        declares_layout: whether the strategy has all of `LAYOUT_HOOKS`.
+        seed: of the run, as far as it is known by now; None: no loader was prepared.
+    """
+
+    world: World
+    relay: Relay
+    prepared: Prepared
+    accumulation: Accumulation
+    strategy: Strategy
+    components: Mapping[str, object]
+    registered: Sequence[Any]
+    declares_layout: bool
+    seed: Callable[[], int | None]
+
+    def models(self) -> list[PreparedModel]:
+        """The prepared models, in order."""
+        return self.prepared.models
+
+    def names(self) -> dict[int, str]:
+        """The parameters of all models by `id`: the index of the model, a dot, and the name."""
+        return names_of({number: record.original for number, record in enumerate(self.models())})
+
+    def model_state(self, number: int) -> State:
+        """The live entries of one model, under the names that they have in it."""
+        record = self.models()[number]
+        self._check_layout()
+        return self.relay.model_state(record.original, record.prepared)
+
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        """The live state of one optimizer."""
+        self._check_layout()
+        return self.relay.optimizer_state(optimizer, self.names())
+
+    def stateful(self) -> dict[str, Any]:
+        """Everything whose state is an object, by the name under which it is saved."""
+        numbered = ((LOADER, self.prepared.loaders), (SCHEDULER, self.prepared.schedulers), (OBJECT, self.registered))
+        found = {f"{kind}.{number}": each for kind, several in numbered for number, each in enumerate(several)}
+        return found | {name: each for name, each in self.components.items() if has_state(each)}
+
+    def _check_layout(self) -> None:
+        if not (self.declares_layout or self.strategy.replicates_parameters):
+            raise CheckpointError(
+                f"The strategy {type(self.strategy).__name__} does not say how it lays out models and optimizers, so their "
+                f"state cannot be saved or loaded. It has to implement the hooks {', '.join(LAYOUT_HOOKS)}; or to declare "
+                f"replicates_parameters = True, if every rank holds all of it."
+            )
+
+
+@dataclass
+class Content:
+    """What one rank has of a checkpoint that is to be written.
+
+    Args:
+        state: entries by name.
+        objects: what is encoded, by unit.
+    """
+
+    state: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
+    """What this rank has. No collective.
+
+    Args:
+        run: what is saved.
+        leave_out: the models that a hook of the user's saves.
+
+    Raises:
+        CheckpointError: for what has no state that could be saved, naming it.
+    """
+    content = Content()
+    for number in range(len(run.models())):
+        if number not in leave_out:
+            content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))
+    for number, optimizer in enumerate(run.prepared.optimizers):
+        _add_optimizer(content, f"{OPTIMIZER}.{number}", run.optimizer_state(optimizer))
+    for unit, each in run.stateful().items():
+        content.objects[unit] = _state_of(unit, each)
+    content.objects[ACCUMULATION] = run.accumulation.state_dict()
+    content.objects[RANDOM] = streams.capture(run.world.device)
+    return content
+
+
+def check_moment(run: Run) -> None:
+    """Raises `CheckpointError` where a loop that is resumed could not go on: in the middle of a micro-batch. No collective."""
+    accumulation = run.accumulation
+    if not accumulation.inside:
+        return
+    if not accumulation.micro_backwards:
+        raise CheckpointError(
+            "save_state() was called inside accumulate() before accelerator.backward(loss): the batch at hand is behind the "
+            "loader already, and a run that resumes would never train on it. Call it after the backward, or behind the block."
+        )
+    gates = list(run.prepared.gates())
+    if gates and not accumulation.open and not any(gate.settled == accumulation.serial for gate in gates):
+        raise CheckpointError(
+            "save_state() was called between the backward that closes a window of accumulation and optimizer.step(): a run "
+            "that resumes would never take that step. Call it after the step, or behind the accumulate() block."
+        )
+
+
+def pending_gradients(run: Run) -> dict[str, Entry]:
+    """The gradients of a window that is open; empty when none is.
+
+    A collective, if one is: a parameter may have a gradient on some ranks only.
+
+    Raises:
+        CheckpointError: on every rank, under a strategy that keeps gradients in its own way.
+    """
+    accumulation = run.accumulation
+    if not (accumulation.open and accumulation.backwards):
+        return {}
+    if not run.strategy.replicates_parameters:
+        raise CheckpointError(
+            f"A checkpoint was asked for inside a window of accumulation, after {accumulation.position} of "
+            f"{accumulation.size} micro-batches, and the strategy {type(run.strategy).__name__} cannot save the gradients "
+            f"that are pending. Save when accelerator.sync_gradients is True."
+        )
+    named = dict(named_parameters(run))
+    here = [name for name, parameter in named.items() if parameter.grad is not None]
+    wanted = sorted(set(gather_objects(here, run.world)))
+    return {f"{GRADIENT}/{name}": Partial(_gradient(named[name])) for name in wanted}
+
+
+def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter that a backward may give a gradient, under the name that its gradient is saved by."""
+    names = run.names()
+    for position, parameter in enumerate(run.prepared.learned()):
+        yield names.get(id(parameter), f"loose.{position}"), parameter
+
+
+def has_state(obj: object) -> bool:
+    """Whether an object gives its state, and takes it back."""
+    return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+
+
+def _add_optimizer(content: Content, unit: str, state: OptimizerState) -> None:
+    content.state.update(within(unit, state.entries))
+    content.objects[unit] = {"kind": state.kind, "groups": state.groups, "whole": state.whole}
+    content.objects[f"{unit}.{VALUES}"] = state.values
+
+
+def within(unit: str, state: State) -> dict[str, Entry]:
+    """A state under the names that it has in a checkpoint."""
+    return {
+        f"{unit}/{name}": Alias(f"{unit}/{entry.of}") if isinstance(entry, Alias) else entry
+        for name, entry in state.items()
+    }
+
+
+def _state_of(unit: str, each: Any) -> Any:
+    if not has_state(each):
+        raise CheckpointError(
+            f"{unit} is a {type(each).__name__} without state_dict() and load_state_dict(), so where it stands cannot be "
+            f"saved. {_HINTS.get(unit.partition('.')[0], 'Give it these two methods.')}"
+        )
+    return each.state_dict()
+
+
+_HINTS = {
+    LOADER: "Install a loader component whose loaders have a position (pip install accel-data), or leave the loader out of "
+    "prepare().",
+    SCHEDULER: "Give it these two methods, or leave it out of prepare().",
+}

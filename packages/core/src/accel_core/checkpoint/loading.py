@@ -1,0 +1,319 @@
+"""Loading a checkpoint: everything is compared first, and then restored whole.
+
+open       every rank reads manifest and index, and verifies them
+hooks      the user's own files are read, and models may be left to them
+compare    every rank lists what does not fit; if any rank has a line, all raise, and nothing was changed
+positions  of the loaders, which may refuse them
+models, optimizers     read from the disk into the memory that training uses, verified block by block
+objects    schedulers, what the user registered, the window of accumulation; the random streams last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import streams
+from accel_core.checkpoint.agreement import everywhere, here
+from accel_core.checkpoint.content import (
+    ACCUMULATION,
+    GRADIENT,
+    LOADER,
+    MODEL,
+    OBJECT,
+    OPTIMIZER,
+    RANDOM,
+    SCHEDULER,
+    Run,
+    has_state,
+    named_parameters,
+    within,
+)
+from accel_core.checkpoint.disk import read_all
+from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
+from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
+from accel_core.errors import CheckpointError
+from accel_core.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LoadHook = Callable[["list[nn.Module]", str], None]
+
+_SHOWN = 20
+_RESUMED = int.from_bytes(b"rng", "big")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What is asked of one load.
+
+    Args:
+        folder: of the checkpoint, as this rank sees it.
+        hooks: what the user has registered.
+    """
+
+    folder: Path
+    hooks: Sequence[LoadHook]
+
+
+def load(run: Run, request: LoadRequest) -> dict[str, Any]:
+    """Restores all of a run, and returns the record of the checkpoint. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing what does not.
+        OSError: on every rank, if a rank cannot read it.
+    """
+    world = run.world
+    checkpoint = here(world, lambda: Checkpoint(request.folder))
+    with checkpoint:
+        _check_same(everywhere(world, lambda: checkpoint.manifest.id))
+        left = here(world, lambda: _run_hooks(run, request))
+        restoring = _Restoring(run, checkpoint, left)
+        misfits = everywhere(world, lambda: list(restoring.misfits()))
+        _raise_misfits(checkpoint.folder, misfits)
+        restoring.restore()
+        return dict(checkpoint.manifest.record)
+
+
+def _check_same(identities: Sequence[str]) -> None:
+    if len(set(identities)) > 1:
+        raise CheckpointError(
+            f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a "
+            f"save replaced it meanwhile. Load from a folder that all ranks see, when no save is running."
+        )
+
+
+def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
+    lines = list(dict.fromkeys(line for lines in by_rank for line in lines))
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        listed = "\n".join([*(f"  {line}" for line in lines[:_SHOWN]), *more])
+        raise CheckpointError(
+            f"{folder} does not fit what is prepared here, so nothing was loaded:\n{listed}\nPrepare and register the same "
+            f"objects as in the run that saved it, in the same order, before load_state(). For weights alone there is "
+            f"load_checkpoint_in_model(model, folder)."
+        )
+
+
+def _run_hooks(run: Run, request: LoadRequest) -> list[int]:
+    """Lets the user's hooks read, and says which models they have taken."""
+    given = [record.original for record in run.models()]
+    models = list(given)
+    for hook in request.hooks:
+        hook(models, str(request.folder))
+    strangers = [each for each in models if not any(each is known for known in given)]
+    if strangers:
+        raise CheckpointError(
+            f"A hook of register_load_state_pre_hook() put a {type(strangers[0]).__name__} into `models`, which was not "
+            f"prepared. It may take models out (models.pop()), and then loads these itself."
+        )
+    return [number for number, model in enumerate(given) if not any(model is each for each in models)]
+
+
+class _Restoring:
+    """One load into one run.
+
+    Args:
+        left: the models that a hook has loaded.
+    """
+
+    def __init__(self, run: Run, checkpoint: Checkpoint, left: Sequence[int]) -> None:
+        self._run = run
+        self._checkpoint = checkpoint
+        self._left = left
+        self._place = run.world.rank, run.world.size
+        self._states: dict[int, dict[str, Entry]] = {}
+        self._optimizers: list[SavedState] = []
+        self._objects: dict[str, Any] = {}
+
+    def misfits(self) -> Iterator[str]:
+        """What does not fit, a line each. Changes nothing."""
+        yield from self._misfits_in_number()
+        for number in range(len(self._run.models())):
+            if number not in self._left:
+                yield from self._misfits_of_model(number)
+        for number, optimizer in enumerate(self._run.prepared.optimizers):
+            unit = f"{OPTIMIZER}.{number}"
+            if unit in self._checkpoint.index.objects:
+                saved = SavedState(self._checkpoint, unit, *self._place)
+                self._optimizers.append(saved)
+                found = self._run.relay.optimizer_misfits(optimizer, self._run.names(), saved)
+                yield from (f"{unit}: {line}" for line in found)
+        yield from self._misfits_of_objects()
+        yield from self._misfits_of_window()
+
+    def restore(self) -> None:
+        """Restores everything, step by step on all ranks."""
+        run = self._run
+        here(run.world, self._restore_positions)  # first, for a loader may refuse: of another dataset, say
+        here(run.world, self._restore_models)
+        for number, record in enumerate(run.models()):
+            if number not in self._left:
+                run.relay.model_loaded(record.original, record.prepared)
+        here(run.world, self._restore_optimizers)
+        here(run.world, self._restore_gradients)
+        here(run.world, self._restore_objects)
+
+    def _misfits_in_number(self) -> Iterator[str]:
+        prepared, saved = self._run.prepared, self._checkpoint
+        left = saved.manifest.record["left_to_hooks"]
+        models = {*saved.units(MODEL), *left}
+        for kind, here_are, there in (
+            (MODEL, len(prepared.models), len(models)),
+            (OPTIMIZER, len(prepared.optimizers), len(saved.units(OPTIMIZER))),
+            (SCHEDULER, len(prepared.schedulers), len(saved.units(SCHEDULER))),
+            (LOADER, len(prepared.loaders), len(saved.units(LOADER))),
+            (OBJECT, len(self._run.registered), len(saved.units(OBJECT))),
+        ):
+            if here_are != there:
+                what = "registered objects" if kind == OBJECT else f"{kind}s"
+                yield f"there are {here_are} {what} here, and {there} in the checkpoint"
+        for name, component in self._run.components.items():
+            if has_state(component) != (name in saved.index.objects):
+                has, has_not = ("here", "in the checkpoint") if has_state(component) else ("in the checkpoint", "here")
+                yield f"the {name} has a state {has}, and none {has_not}"
+        for unit in left:
+            if int(unit.rpartition(".")[2]) not in self._left:
+                yield f"{unit} was left to a hook of register_save_state_pre_hook(), and no hook here has taken it"
+
+    def _misfits_of_model(self, number: int) -> Iterator[str]:
+        unit = f"{MODEL}.{number}"
+        state = self._run.model_state(number)
+        self._states[number] = within(unit, state)
+        names = self._checkpoint.names(unit)
+        if not names:
+            return  # there are more models here, which is said already; or a hook saved it, which is said too
+        missing, unknown = (
+            [name for name in state if name not in set(names)],
+            [name for name in names if name not in state],
+        )
+        if missing:
+            yield f"{unit}: the checkpoint has no {_listed(missing)}"
+        if unknown:
+            yield f"{unit}: the model has no {_listed(unknown)}"
+        for name, entry in state.items():
+            line = self._misfit_of_entry(f"{unit}/{name}", entry)
+            if line is not None:
+                yield f"{unit}: {name!r} {line}"
+
+    def _misfit_of_entry(self, name: str, entry: Entry) -> str | None:
+        index = self._checkpoint.index
+        record = index.tensors.get(index.aliases.get(name, name))
+        if record is None or isinstance(entry, Alias):
+            return None
+        kind = _kind(entry)
+        if (record["kind"] == "opaque") != (kind == "opaque"):
+            return f"is {kind} here, and {record['kind']} in the checkpoint"
+        if isinstance(entry, Opaque):
+            found = {part["part"]: part["signature"] for part in record["parts"]}.get(entry.part)
+            return None if found == entry.signature else f"is {entry.signature} ({entry.part}) here, and {found} there"
+        shape, dtype = _form(entry)
+        if list(shape) != record["shape"] or dtype != index.dtype(index.aliases.get(name, name)):
+            there = f"{record['dtype']} {record['shape']}"
+            return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
+        return None
+
+    def _misfits_of_objects(self) -> Iterator[str]:
+        for unit in self._run.stateful():
+            if unit not in self._checkpoint.index.objects:
+                continue
+            try:
+                self._objects[unit] = self._object(unit)
+            except CheckpointError as error:
+                yield str(error)
+
+    def _misfits_of_window(self) -> Iterator[str]:
+        state = self._checkpoint.object(ACCUMULATION, *self._place)
+        steps = self._run.accumulation.steps
+        if state["open"] and state["steps"] != steps:
+            yield (
+                f"the checkpoint was saved after {state['position']} of {state['steps']} micro-batches of a window, and here "
+                f"gradient_accumulation_steps={steps}"
+            )
+        known = {f"{GRADIENT}/{name}" for name, _ in named_parameters(self._run)}
+        gradients = [f"{GRADIENT}/{name}" for name in self._checkpoint.names(GRADIENT)]
+        unknown = [name for name in gradients if name not in known]
+        if unknown:
+            yield f"no parameter here has the pending gradients {_listed(unknown)}"
+        if gradients and not self._run.strategy.replicates_parameters:
+            yield f"it was saved inside a window, and {type(self._run.strategy).__name__} cannot take pending gradients over"
+
+    def _object(self, unit: str) -> Any:
+        # Where a loader stands is the same for all; where it is not, the loader itself says so.
+        if unit.startswith(LOADER) and self._run.world.size != self._checkpoint.world_size:
+            return self._checkpoint.object_of(unit, 0)
+        return self._checkpoint.object(unit, *self._place)
+
+    def _restore_models(self) -> None:
+        jobs: list[Job] = []
+        for entries in self._states.values():
+            for name, entry in entries.items():
+                stored = self._checkpoint.index.aliases.get(name, name)
+                if isinstance(entry, Opaque):
+                    assert entry.assign is not None, name
+                    entry.assign(self._checkpoint.opaque(stored, entry.part))
+                elif not isinstance(entry, Alias):
+                    jobs += self._checkpoint.jobs(stored, entry, *self._place)
+        read_all(jobs)
+
+    def _restore_optimizers(self) -> None:
+        names = self._run.names()
+        for optimizer, saved in zip(self._run.prepared.optimizers, self._optimizers, strict=True):
+            self._run.relay.load_optimizer_state(optimizer, names, saved)
+        read_all([job for saved in self._optimizers for job in saved.pending])
+
+    def _restore_gradients(self) -> None:
+        saved = set(self._checkpoint.names(GRADIENT))
+        jobs: list[Job] = []
+        for name, parameter in named_parameters(self._run):
+            parameter.grad = None
+            if name in saved:
+                parameter.grad = torch.empty_like(parameter)
+                jobs += self._checkpoint.jobs(f"{GRADIENT}/{name}", Partial(parameter.grad), *self._place)
+        read_all(jobs)
+
+    def _restore_positions(self) -> None:
+        for number, loader in enumerate(self._run.prepared.loaders):
+            loader.load_state_dict(self._objects[f"{LOADER}.{number}"])  # type: ignore[attr-defined]
+
+    def _restore_objects(self) -> None:
+        for unit, each in self._run.stateful().items():
+            if not unit.startswith(f"{LOADER}."):
+                each.load_state_dict(self._objects[unit])
+        state = self._checkpoint.object(ACCUMULATION, *self._place)
+        self._run.accumulation.load_state_dict(state)
+        for gate in self._run.prepared.gates():
+            gate.resume()
+        self._restore_streams(state["total_backwards"])
+        self._checkpoint.verify_objects(*self._place)
+
+    def _restore_streams(self, step: int) -> None:
+        rank, _ = self._place
+        if rank < self._checkpoint.world_size:
+            streams.restore(self._checkpoint.object_of(RANDOM, rank), self._run.world.device)
+        else:
+            first = self._checkpoint.object_of(RANDOM, 0)
+            seed = self._run.seed()
+            if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
+                seed = derive_seed(_RESUMED, *first[streams.TORCH][:16].tolist())
+            streams.begin(seed, rank, step, self._run.world.device)
+
+
+def _kind(entry: Entry) -> str:
+    return type(entry).__name__.lower()
+
+
+def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(entry, Elementwise):
+        return entry.shape, entry.dtype
+    return tuple(entry.data.shape), entry.data.dtype
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(map(repr, names[:8])) + more

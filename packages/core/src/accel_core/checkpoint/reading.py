@@ -1,0 +1,217 @@
+"""A checkpoint that is open for reading: entries are filled in place, objects are decoded, everything is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from accel_core.checkpoint.codec import decode
+from accel_core.checkpoint.content import VALUES
+from accel_core.checkpoint.index import Index
+from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
+from accel_core.checkpoint.manifest import Manifest, read_manifest
+from accel_core.checkpoint.parameter_state import SavedEntry
+from accel_core.checkpoint.part_file import PartReader
+from accel_core.checkpoint.plan import StoredBoxes
+from accel_core.errors import CheckpointError
+
+Job = Callable[[], None]
+
+
+class Checkpoint:
+    """A complete checkpoint. A context manager: it holds files open.
+
+    Args:
+        folder: that holds its manifest.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+        OSError: if it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: Manifest = read_manifest(folder)
+        self.index = Index.read(folder, self.manifest)
+        self._readers: dict[str, PartReader] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+        self._readers.clear()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        size: int = self.manifest.record["world"]["size"]
+        return size
+
+    def reader(self, file: str) -> PartReader:
+        """The reader of a file, which is opened, and its header verified, once."""
+        if file not in self._readers:
+            path = self.folder / self.manifest.data / file
+            self._readers[file] = self._open.enter_context(PartReader(path, self.index.files[file]))
+        return self._readers[file]
+
+    def names(self, unit: str) -> list[str]:
+        """The names of the tensors of a unit, without it; aliases too."""
+        prefix = f"{unit}/"
+        return [
+            name.removeprefix(prefix) for name in (*self.index.tensors, *self.index.aliases) if name.startswith(prefix)
+        ]
+
+    def units(self, kind: str) -> list[str]:
+        """The units of a kind that have tensors or objects, without what belongs to another unit: "model.0", "model.1"."""
+        every = {name.partition("/")[0] for name in self.index.tensors} | self.index.objects.keys()
+        own = {unit for unit in every if unit.partition(".")[0] == kind and unit.rpartition(".")[2] != VALUES}
+        return sorted(own, key=lambda unit: (len(unit), unit))
+
+    def jobs(self, name: str, entry: Entry, rank: int, ranks: int) -> Iterator[Job]:
+        """What is to be done so that the tensors of an entry hold what the checkpoint has under `name`.
+
+        Args:
+            rank, ranks: for terms: a term of its own, if as many ranks as here saved them, else the mean of all.
+        """
+        if isinstance(entry, Elementwise):
+            yield from self._boxes(name, entry)
+        elif isinstance(entry, Partial):
+            yield partial(self._read_terms, name, entry.data, rank, ranks)
+        elif not isinstance(entry, (Alias, Opaque)):
+            (part,) = self.index.tensors[name]["parts"]
+            yield partial(self.reader(part["file"]).read, part["key"], entry.data)
+
+    def opaque(self, name: str, part: str) -> Any:
+        """The value of a part of an opaque entry. Raises `CheckpointError` if the checkpoint has no such part."""
+        parts: list[Mapping[str, Any]] = self.index.tensors[name]["parts"]
+        for each in parts:
+            if each["part"] == part:
+                return self._decoded(each, name)
+        raise CheckpointError(
+            f"{self.folder}: {part!r} of {name!r} was to be loaded, but the checkpoint has {[each['part'] for each in parts]}: it "
+            f"cannot be cut in another way. Load it on as many ranks, under the same strategy, as saved it."
+        )
+
+    def object(self, unit: str, rank: int, ranks: int) -> Any:
+        """The object of a unit as it was on a rank, for a world of `ranks`.
+
+        Raises:
+            CheckpointError: if it was another one on each rank, and there were more ranks, or fewer, than now.
+        """
+        entries = self.index.objects[unit]
+        if entries[0]["ranks"] == "all":
+            return self._decoded(entries[0], unit)
+        if ranks != self.world_size:
+            raise CheckpointError(
+                f"{unit} was not the same on all of the {self.world_size} ranks that saved it, so {ranks} cannot be given "
+                f"theirs. Load it on {self.world_size} ranks, or let its state_dict() be the same on every rank."
+            )
+        return self.object_of(unit, rank)
+
+    def object_of(self, unit: str, rank: int) -> Any:
+        """The object of a unit as a rank of the world that saved it had it."""
+        for entry in self.index.objects[unit]:
+            if entry["ranks"] == "all" or rank in entry["ranks"]:
+                return self._decoded(entry, unit)
+        raise CheckpointError(f"{self.folder}: the checkpoint has no {unit} of rank {rank}. Load another checkpoint.")
+
+    def objects(self, unit: str) -> list[Any]:
+        """The different objects of a unit."""
+        return [self._decoded(entry, unit) for entry in self.index.objects[unit]]
+
+    def described(self, unit: str) -> dict[str, SavedEntry]:
+        """Every entry of a unit, without its data; aliases left out."""
+        found = {}
+        prefix = f"{unit}/"
+        for name, record in self.index.tensors.items():
+            if name.startswith(prefix):
+                opaque = record["kind"] == "opaque"
+                signatures = {part["part"]: part["signature"] for part in record["parts"]} if opaque else {}
+                shape, dtype = ((), None) if opaque else (tuple(record["shape"]), self.index.dtype(name))
+                found[name.removeprefix(prefix)] = SavedEntry(record["kind"], shape, dtype, signatures)
+        return found
+
+    def verify_objects(self, share: int, shares: int) -> None:
+        """Reads those objects of which the first rank is in a share of the ranks that saved: a load may have no use for them."""
+        for entries in self.index.objects.values():
+            for entry in entries:
+                first = 0 if entry["ranks"] == "all" else entry["ranks"][0]
+                if first % shares == share:
+                    self._tensors(entry)
+
+    def _boxes(self, name: str, entry: Elementwise) -> Iterator[Job]:
+        stored = StoredBoxes(name, self.index.boxes(name))
+        for piece in entry.pieces:
+            for copy in stored.copies(piece.box):
+                out = piece.data[copy.target.slices] if piece.box.sizes else piece.data
+                yield partial(self.reader(copy.stored.file).read_box, copy.stored.key, copy.source, out)
+
+    def _read_terms(self, name: str, out: torch.Tensor, rank: int, ranks: int) -> None:
+        parts: Sequence[Mapping[str, Any]] = self.index.tensors[name]["parts"]
+        if len(parts) == ranks:
+            (own,) = (part for part in parts if part["rank"] == rank)
+            self.reader(own["file"]).read(own["key"], out)
+            return
+        total = torch.zeros_like(out)
+        for part in parts:
+            total += self.reader(part["file"]).tensor(part["key"]).to(out.device)
+        out.copy_(total / len(parts))
+
+    def _decoded(self, entry: Mapping[str, Any], name: str) -> Any:
+        return decode(entry["skeleton"], self._tensors(entry), name)
+
+    def _tensors(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {path: self.reader(place["file"]).tensor(place["key"]) for path, place in entry["tensors"].items()}
+
+
+class SavedState:
+    """An optimizer in a checkpoint, as `accel_core.checkpoint.optimizer_state.SavedOptimizer` asks for it.
+
+    Args:
+        checkpoint: is open.
+        unit: such as "optimizer.0".
+        rank, ranks: who loads it.
+
+    Attributes:
+        pending: what fills the tensors that `read` was given.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, unit: str, rank: int, ranks: int) -> None:
+        self._checkpoint = checkpoint
+        self._unit = unit
+        self._place = rank, ranks
+        state = checkpoint.object(unit, rank, ranks)
+        self.kind: str = state["kind"]
+        self.groups: list[dict[str, Any]] = state["groups"]
+        self.whole: Any = state["whole"]
+        self.values: dict[str, dict[str, Any]] = {}
+        for values in checkpoint.objects(f"{unit}.{VALUES}"):  # a rank has those of the parameters that it owns
+            self.values.update(values)
+        self.pending: list[Job] = []
+
+    def described(self) -> Mapping[str, SavedEntry]:
+        """Every entry."""
+        return self._checkpoint.described(self._unit)
+
+    def read(self, name: str, entry: Entry) -> Any:
+        """Fills the tensors of an entry; for an `Opaque`, returns the value of its part."""
+        full = f"{self._unit}/{name}"
+        if isinstance(entry, Opaque):
+            return self._checkpoint.opaque(full, entry.part)
+        jobs = self._checkpoint.jobs(full, entry, *self._place)
+        if isinstance(entry, Elementwise):
+            self.pending.extend(jobs)  # moments are large: several threads read them
+            return None
+        for job in jobs:
+            job()
+        return None

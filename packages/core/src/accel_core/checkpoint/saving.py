@@ -1,0 +1,211 @@
+"""Saving a checkpoint: all ranks agree on who writes what, write, and the main process publishes.
+
+The order of things, each of which fails on all ranks or on none:
+
+    begin      the main process makes the data folder; a place that is taken is refused before anything is written
+    hooks      the user's own files go into the folder, and models may be left to them
+    portray    every rank says what it has; from that each knows who writes what
+    write      every rank writes its file, or copies it to be written behind
+    publish    the main process writes index and manifest, and only then removes what was there before
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_core.checkpoint.agreement import everywhere, here, on_main
+from accel_core.checkpoint.assembling import Weights
+from accel_core.checkpoint.content import MODEL, Content, Run, check_moment, collect, pending_gradients
+from accel_core.checkpoint.folder import Draft
+from accel_core.checkpoint.manifest import Manifest
+from accel_core.checkpoint.plan import plan
+from accel_core.checkpoint.writing import Portrait, Work, Written, encode_objects, file_name, firsts, index_of, portray
+from accel_core.collectives import broadcast_object, gather_objects
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.checkpoint.background import Background, Mode
+    from accel_core.checkpoint.codec import Encoded
+
+SaveHook = Callable[["list[nn.Module]", "list[Mapping[str, Any]]", str], None]
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is asked of one save.
+
+    Args:
+        folder: where to.
+        each_node: whether every node writes a full set, into its own file system.
+        mode: how it is written behind; None: it is not.
+        record: what the manifest says of the run, as JSON.
+        hooks: what the user has registered.
+        published: is called on the process that publishes, afterwards.
+    """
+
+    folder: Path
+    each_node: bool
+    mode: Mode | None
+    record: Mapping[str, Any]
+    hooks: Sequence[SaveHook]
+    published: Callable[[], None]
+
+
+def save(run: Run, request: SaveRequest, background: Background) -> None:
+    """Saves a checkpoint, or begins to. A collective; the last asynchronous save has ended.
+
+    Raises:
+        CheckpointError: on every rank, for what cannot be saved; for a place that is taken.
+        OSError: on every rank, if a rank cannot write.
+    """
+    members = _members(run, request.each_node)
+    draft = _begin(run, request, members)
+    publishes = run.world.rank == members[0]
+    try:
+        left = _run_hooks(run, request)
+        work, portraits = _agree(run, draft, members, left)
+        record = {**request.record, "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
+        publication = _Publication(draft, record, portraits, request.published)
+        if request.mode is not None:
+            everywhere(run.world, lambda: background.start(work, draft.data, publication if publishes else None, members, request.mode))  # type: ignore[arg-type]  # fmt: skip
+            return
+        written = everywhere(run.world, lambda: work.write(draft.data))
+        everywhere(run.world, lambda: publication.publish([written[rank] for rank in members]) if publishes else None)
+    except BaseException:
+        if publishes:
+            draft.discard()
+        raise
+
+
+@dataclass(frozen=True)
+class _Publication:
+    """A draft that becomes a checkpoint."""
+
+    draft: Draft
+    record: Mapping[str, Any]
+    portraits: Sequence[Portrait]
+    published: Callable[[], None]
+
+    def publish(self, written: list[Written]) -> None:
+        index = index_of(self.portraits, written)
+        record = index.write(self.draft.data)
+        sizes = {name: stored.nbytes for name, stored in index.files.items()}
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
+        self.published()
+
+    def discard(self) -> None:
+        self.draft.discard()
+
+
+def _members(run: Run, each_node: bool) -> list[int]:
+    """The ranks that write into the same folder as this one."""
+    world = run.world
+    if not each_node:
+        return list(range(world.size))
+    places = gather_objects([(socket.gethostname(), world.local_rank)], world)
+    # Two launches on one host are two nodes: the n-th rank with a local rank belongs to the n-th of them.
+    nodes = [(host, places[:rank].count((host, local))) for rank, (host, local) in enumerate(places)]
+    return [rank for rank, node in enumerate(nodes) if node == nodes[world.rank]]
+
+
+def _begin(run: Run, request: SaveRequest, members: Sequence[int]) -> Draft:
+    world = run.world
+    if not request.each_node:
+        identity = on_main(world, lambda: Draft.begin(request.folder).id)
+        return Draft(request.folder, identity)
+    identity = broadcast_object(secrets.token_hex(8), world)
+    draft = Draft(request.folder, identity)
+    everywhere(world, lambda: _begin_here(draft) if world.rank == members[0] else None)
+    return draft
+
+
+def _begin_here(draft: Draft) -> None:
+    Draft.begin(draft.folder, draft.id)
+
+
+def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
+    """Lets the user's hooks write, and says which models they have taken: those that they took on the main process."""
+    if not request.hooks:
+        return []
+    numbers = range(len(run.models()))
+    states = here(run.world, lambda: [run.model_state(number) for number in numbers])
+    weights: list[Mapping[str, Any]] = [Weights(state, run.world) for state in states]
+    given = list(weights)
+    models = [record.original for record in run.models()]
+    everywhere(run.world, lambda: _call_hooks(request, models, weights))
+    left = [number for number in numbers if not any(each is given[number] for each in weights)]
+    return broadcast_object(left, run.world)  # type: ignore[no-any-return]
+
+
+def _call_hooks(request: SaveRequest, models: list[nn.Module], weights: list[Mapping[str, Any]]) -> None:
+    given = list(weights)
+    for hook in request.hooks:
+        hook(models, weights, str(request.folder))
+    strangers = [each for each in weights if not any(each is known for known in given)]
+    if strangers:
+        raise CheckpointError(
+            f"A hook of register_save_state_pre_hook() put a {type(strangers[0]).__name__} into `weights`. It may take entries "
+            f"out (weights.pop()), and then saves these models itself into {request.folder}; the others are saved as they are."
+        )
+
+
+def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait]]:
+    """What this rank writes, and what every rank has."""
+    found: list[tuple[Content, dict[str, Encoded]]] = []
+    windows = everywhere(run.world, lambda: _window(run))
+    if len(set(windows)) > 1:
+        raise CheckpointError(
+            f"save_state() was called at different places of the loop: of their windows of accumulation the ranks have done "
+            f"{windows} micro-batches. Call it after the same batch on every rank."
+        )
+    gradients = pending_gradients(run)
+
+    def portrait() -> Portrait:
+        _check_visible(draft, run.world.rank)
+        content = collect(run, left)
+        content.state.update(gradients)
+        encoded = encode_objects(content)
+        found.append((content, encoded))
+        return portray(content, encoded, windows[0])
+
+    portraits = everywhere(run.world, portrait)
+    content, encoded = found[0]
+    everyone = len(members) == run.world.size
+    tasks = plan([each.claims for each in portraits], None if everyone else members)[run.world.rank]
+    encodings = {run.world.rank: encoded} if everyone else dict(enumerate(gather_objects([encoded], run.world)))
+
+    def work() -> Work:
+        mine = Work(file_name(run.world.rank))
+        for task in tasks:
+            mine.add_task(task, content)
+        for unit, groups in firsts(portraits, range(run.world.size)).items():
+            for first, ranks in groups.items():
+                holders = range(run.world.size) if ranks == "all" else ranks
+                writer = next((rank for rank in members if rank in holders), members[0])
+                if writer == run.world.rank:
+                    mine.add_object(unit, ranks, encodings.get(writer if writer in holders else first, encoded)[unit])
+        return mine
+
+    return here(run.world, work), portraits
+
+
+def _window(run: Run) -> int:
+    check_moment(run)
+    return run.accumulation.position if run.accumulation.open else 0
+
+
+def _check_visible(draft: Draft, rank: int) -> None:
+    if not draft.data.is_dir():
+        raise CheckpointError(
+            f"{draft.data} was made by the main process, and rank {rank} does not see it: the ranks do not share this folder. "
+            f"Save into one that they share, or let every node save a full set: ProjectConfiguration(save_on_each_node=True)."
+        )

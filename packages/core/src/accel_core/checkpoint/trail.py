@@ -1,0 +1,81 @@
+"""Where in a structure one is, and what is wrong there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+DEPTH = 100
+"""How deep a structure may be: far above what states are, far below what Python's stack takes."""
+
+_SHOWN = 200
+"""The most characters of a path in a message, and about the most of a tensor's name."""
+
+ITEM, FIELD, KEY, PART = "[{}]", ".{}", " (its key {})", "{:.0}"
+"""How the steps into a list or dict, an attribute, a key, and a part that users do not see are written."""
+
+
+class Unfit(Exception):  # noqa: N818  (it ends as a CheckpointError)
+    """Why a value cannot be encoded, or an entry cannot be decoded: continues a sentence that begins with its path."""
+
+    def __init__(self, found: str, advice: str = "") -> None:
+        super().__init__(found)
+        self.found, self.advice = found, advice
+
+
+class Trail:
+    """Where in a structure one is. It stays there when an exception passes."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, Any]] = []
+
+    def push(self, style: str, step: Any) -> None:
+        """Goes a step deeper.
+
+        Args:
+            style: one of the four above.
+            step: an index, a key or a name.
+
+        Raises:
+            Unfit: if that is deeper than `DEPTH`.
+        """
+        self.steps.append((style, step))
+        if len(self.steps) > DEPTH:
+            raise Unfit(f"is nested deeper than {DEPTH} levels")
+
+    def pop(self) -> None:
+        """Goes a step back."""
+        self.steps.pop()
+
+    def upto(self, depth: int) -> str:
+        """The place that many steps deep, as `state['a'][3].b`."""
+        text = "state" + "".join(
+            style.format(step if style in {FIELD, PART} else shown(step)) for style, step in self.steps[:depth]
+        )
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 2 :]}"
+
+    def __str__(self) -> str:
+        return self.upto(len(self.steps))
+
+    def name(self) -> str:
+        """A name for what is there, of characters that any file format takes."""
+        steps = [step if type(step) is str else shown(step) for style, step in self.steps if style != PART]
+        return "/".join(re.sub(r"[^A-Za-z0-9_.-]", "_", step[:_SHOWN]) or "_" for step in steps)[-_SHOWN:] or "value"
+
+
+def step_into(field: str) -> tuple[str, str]:
+    """The style of, and the step into, a field of a tagged object."""
+    return (PART if field in {"items", "value", "data"} else FIELD), field
+
+
+def shown(value: Any) -> str:
+    """The beginning of its `repr`, for messages; of what has none, as integers of thousands of digits, its type."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # noqa: BLE001  (it may be the user's; the message is about something else)
+        return f"<{type_name(type(value))}>"
+
+
+def type_name(kind: type) -> str:
+    """Its module and name; of a built-in type only the name."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

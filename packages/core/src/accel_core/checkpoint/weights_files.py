@@ -1,0 +1,264 @@
+"""What files of weights hold, one tensor at a time: safetensors, and what `torch.save` writes if it is nothing but tensors.
+
+Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data is read from here, because
+a mapping of the file would take memory beside the model's, and is killed where the file becomes shorter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_core.checkpoint.tensor_files import SAFETENSORS_DTYPES
+from accel_core.errors import CheckpointError
+
+CALL = "load_checkpoint_in_model()"
+"""For whom the files are read, in messages."""
+
+SHOWN = 8
+"""How many names a message lists of each kind."""
+
+_INDEX = ".index.json"
+_ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        file, key: where it is; tied weights are in one place.
+        dtype: None where torch has none such.
+        shape: of the tensor.
+        read_into: fills a tensor of this shape, of any dtype and on any device.
+        obstacle: why it cannot be read, if so.
+    """
+
+    file: Path
+    key: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    read_into: Callable[[torch.Tensor], None]
+    obstacle: str | None = None
+
+    @property
+    def words(self) -> str:
+        """What it is, in a message."""
+        return self.obstacle or words_for(self.dtype, self.shape)
+
+
+def stored_in(checkpoint: Path, files: ExitStack) -> dict[str, Stored]:
+    """By name what the weights at a path hold: a file, an index or a directory. The files stay open as long as `files`.
+
+    Raises:
+        CheckpointError: for a file that is damaged, or holds no weights.
+        FileNotFoundError: if there is none.
+        ValueError: if the path leads to something else.
+    """
+    path = _entry(checkpoint)
+    if path.name.endswith(_INDEX):
+        return _stored_in_parts(path, files)
+    return _open(path, files)
+
+
+def _entry(checkpoint: Path) -> Path:
+    """The file through which the weights are entered."""
+    if checkpoint.is_file():
+        return checkpoint
+    if not checkpoint.is_dir():
+        text = (
+            f"is neither a file nor a directory. Give {CALL} the directory that save_model wrote into, or a file of it"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, str(checkpoint))
+    if (checkpoint / "manifest.json").is_file():
+        raise ValueError(
+            f"{CALL} reads plain weights, but {checkpoint} has a manifest.json: it is a checkpoint of the whole training. "
+            f"Restore it with accelerator.load_state(folder), or name the file of weights in it that is to be read."
+        )
+    named = next((checkpoint / name for name in _ENTRIES if (checkpoint / name).is_file()), None)
+    if named is not None:
+        return named
+    single = sorted(checkpoint.glob("*.safetensors"))
+    if len(single) == 1:
+        return single[0]
+    found = f"several files, {listed([path.name for path in single])}, and no index" if single else "none"
+    text = f"should hold weights ({', '.join(_ENTRIES)}, or one .safetensors file), but there are {found}. Pass the file itself"
+    raise FileNotFoundError(errno.ENOENT, text.replace("are none", "is none of these"), str(checkpoint))
+
+
+def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:
+    weight_map = _weight_map(index)
+    stored: dict[str, Stored] = {}
+    for part in sorted({*weight_map.values()}):
+        path = index.parent / part
+        if not path.is_file():
+            text = f"is named by {index.name}, but it is not there. Copy the whole directory, or save the weights again"
+            raise FileNotFoundError(errno.ENOENT, text, str(path))
+        held = _open(path, files)
+        absent = [name for name, of in weight_map.items() if of == part and name not in held]
+        if absent:
+            raise CheckpointError(
+                f"{index} names tensors of {part} that it does not hold: {listed(absent)}. The files are of different "
+                f"models, or damaged; save or download them again."
+            )
+        stored.update({name: each for name, each in held.items() if weight_map.get(name, part) == part})
+    return stored
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        parts = [Path(part) for part in weight_map.values()]
+        sound = all(isinstance(part, str) for part in weight_map.values()) and bool(parts)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound or any(part.is_absolute() or ".." in part.parts for part in parts):
+        raise CheckpointError(
+            f"{index} should be an index of weights, a JSON object whose weight_map names files beside it, but it is not. "
+            f"Save or download it again, or pass a file of weights."
+        )
+    result: dict[str, str] = weight_map
+    return result
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, Stored]:
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path, files)
+    if path.suffix == ".bin":
+        return _open_bin(path)
+    raise ValueError(
+        f"{CALL} was given {path}, which is neither a .safetensors, nor a .bin, nor an {_INDEX} file. Pass one of these; "
+        f"rename a file that torch.save wrote, if it holds a state dict and nothing else."
+    )
+
+
+def _open_safetensors(path: Path, files: ExitStack) -> dict[str, Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as checked:  # that no tensor lies outside of the file, or in another one
+            metadata = checked.metadata() or {}
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} should hold weights as safetensors, but it does not: {error}. It is damaged or cut short; save or "
+            f"download it again."
+        ) from error
+    file = files.enter_context(FileIO(path))
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    stored = {}
+    for key, entry in header.items():
+        dtype, shape, position = (
+            _DTYPES.get(entry["dtype"]),
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
+        )
+        obstacle = f"of dtype {entry['dtype']}, which torch lacks," if dtype is None else None
+        read_into = partial(_read_into, file, position, dtype)
+        stored[key] = Stored(path, key, dtype, shape, read_into, obstacle)
+    return {**stored, **{alias: stored[kept] for alias, kept in _aliases(path, metadata, stored).items()}}
+
+
+def _aliases(path: Path, metadata: Mapping[str, str], stored: Mapping[str, Stored]) -> dict[str, str]:
+    """The further names of tied weights, as `save_model` writes them into the metadata."""
+    try:
+        aliases: dict[str, str] = json.loads(metadata.get("aliases", "{}"))
+        sound = all(kept in stored for kept in aliases.values()) and not aliases.keys() & stored.keys()
+    except (ValueError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{path} should name tied weights in its metadata, as JSON from further names to names of its tensors, but has "
+            f"{metadata['aliases']!r:.80}. It is damaged; save or download it again."
+        )
+    return aliases
+
+
+def _read_into(file: FileIO, position: int, dtype: torch.dtype | None, target: torch.Tensor) -> None:
+    """Fills a tensor with what lies at a position: its own memory if it can be, else by way of a copy."""
+    plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    direct = plain and target.dtype == dtype
+    memory = target if direct else torch.empty(target.shape, dtype=dtype)
+    file.seek(position)
+    if memory.numel():
+        view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise CheckpointError(
+                    f"{file.name} has become shorter while it was read. Read it again when it is complete."
+                )
+            view = view[count:]
+    if direct:
+        torch.autograd.graph.increment_version(target)  # it has not seen the change
+    else:
+        target.copy_(memory)
+
+
+def _open_bin(path: Path) -> dict[str, Stored]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever a damaged or hostile file brings about)
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"its pickle asks for {wanted[1]}" if wanted else f"torch cannot read it ({type(error).__name__})"
+        raise CheckpointError(
+            f"{path} should hold weights and nothing else, but {reason}. Nothing of it was run, and nothing was loaded. "
+            f"Save or download the weights again, best as safetensors."
+        ) from None  # torch's own message advises to run whatever is in the file
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise CheckpointError(
+            f"{path} should hold a state dict, a mapping from names to tensors, but it holds a {type(content).__name__}. "
+            f"Save model.state_dict() alone."
+        )
+    return dict(_stored_in_bin(path, content))
+
+
+def _stored_in_bin(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Stored]]:
+    first: dict[Any, str] = {}
+    for name, value in content.items():
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+            yield name, Stored(path, name, None, (), _never, f"a {type(value).__name__}, no plain tensor,")
+            continue
+        key = first.setdefault(memory_of(value), name)
+        yield name, Stored(path, key, value.dtype, tuple(value.shape), partial(_copy_into, value.detach()))
+
+
+def _never(target: torch.Tensor) -> None:  # noqa: ARG001  (it stands where one is taken)
+    raise AssertionError("what has an obstacle is not read")
+
+
+def _copy_into(value: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(value)
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """What is equal for plain tensors that are the same memory."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def words_for(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
+    """A tensor in a message: float32[3, 4]."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Names in a message, not too many."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return separator.join(names[:SHOWN]) + more

@@ -1,0 +1,75 @@
+"""The random streams of a process: python's, numpy's, torch's, and that of the device."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from typing import Any, TypeGuard
+
+import torch
+
+from accel_core.errors import CheckpointError
+from accel_core.seeding import derive_seed
+
+PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
+_BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
+
+
+def capture(device: torch.device | None) -> dict[str, Any]:
+    """The states of all streams, as tensors and plain data. numpy's only if the process has imported it.
+
+    Args:
+        device: whose stream is among them, unless it is the CPU, or None.
+    """
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        TORCH: torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states[NUMPY] = numpy.random.get_state()
+    if _has_stream(device):
+        states[device.type] = torch.get_device_module(device.type).get_rng_state(device)
+    return states
+
+
+def restore(states: dict[str, Any], device: torch.device | None) -> None:
+    """Sets the streams to states that `capture` gave. Those of devices of another kind are left out.
+
+    Raises:
+        CheckpointError: if numpy's stream was saved, and numpy is not installed.
+    """
+    python = states[PYTHON]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    torch.set_rng_state(states[TORCH])
+    if NUMPY in states:
+        _numpy().random.set_state(states[NUMPY])
+    if _has_stream(device) and device.type in states:
+        torch.get_device_module(device.type).set_rng_state(states[device.type], device)
+
+
+def begin(seed: int, rank: int, step: int, device: torch.device) -> None:
+    """Gives a rank that the saved world did not have streams of its own: a function of seed, rank and step."""
+    seeds = [derive_seed(_BEGUN, seed, rank, step, stream) for stream in range(4)]
+    random.seed(seeds[0])
+    if sys.modules.get("numpy") is not None:
+        _numpy().random.seed(seeds[1] % 2**32)
+    torch.default_generator.manual_seed(seeds[2])
+    if _has_stream(device):
+        torch.get_device_module(device.type).manual_seed(seeds[3])
+
+
+def _has_stream(device: torch.device | None) -> TypeGuard[torch.device]:
+    return device is not None and device.type != "cpu"
+
+
+def _numpy() -> Any:
+    try:
+        return importlib.import_module("numpy")
+    except ImportError as error:
+        raise CheckpointError(
+            "The checkpoint holds the state of numpy's random stream, and numpy cannot be imported here. Type `pip install "
+            "numpy`, as in the environment that saved it."
+        ) from error

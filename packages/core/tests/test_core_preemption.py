@@ -1,0 +1,326 @@
+"""Being told to stop: a signal on one rank is known to all at the same step, and the process is left as it was."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_core.collectives import broadcast_object, gather
+from accel_core.preemption import Preemption
+from accel_core.testing import assert_dies, run_ranks
+from accel_core.world import World
+
+LIMIT = 90
+
+
+@pytest.fixture
+def alone():
+    return World.current(cpu=True)
+
+
+@pytest.fixture
+def handlers():
+    """Puts back the handlers that a test changes on purpose."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# One process
+
+
+def test_alone_a_signal_is_noted_and_stays_so(alone):
+    preemption = Preemption(alone)
+    preemption.watch()
+    assert (preemption.received, preemption.check()) == (None, False)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (preemption.received, preemption.check(), preemption.check()) == ("SIGTERM", True, True)
+    preemption.close()
+    assert (preemption.received, preemption.check()) == ("SIGTERM", True)
+
+
+@pytest.mark.parametrize("given", ["SIGUSR2", signal.SIGUSR2, int(signal.SIGUSR2)], ids=repr)
+def test_a_signal_is_named_in_any_way(alone, given):
+    preemption = Preemption(alone)
+    preemption.watch(given)
+    signal.raise_signal(signal.SIGUSR2)
+    assert preemption.received == "SIGUSR2"
+
+
+def test_several_signals_can_be_watched_and_the_first_one_is_named(alone):
+    preemption = Preemption(alone)
+    preemption.watch("SIGUSR1", "SIGUSR2")
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR1)
+    assert preemption.received == "SIGUSR2"
+
+
+def test_other_signals_are_left_alone(alone):
+    before = {number: signal.getsignal(number) for number in signal.Signals}
+    preemption = Preemption(alone)
+    preemption.watch()
+    after = {number: signal.getsignal(number) for number in signal.Signals}
+    preemption.close()
+    assert [number.name for number in before if before[number] != after[number]] == ["SIGTERM"]
+
+
+def test_the_first_arrival_is_noted_and_the_second_does_what_it_did_before(alone, handlers):
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
+    preemption = Preemption(alone)
+    preemption.watch("SIGUSR2")
+    signal.raise_signal(signal.SIGUSR2)
+    assert (preemption.received, seen) == ("SIGUSR2", [])
+    preemption.watch("SIGUSR2")  # is watched already, and has arrived
+    signal.raise_signal(signal.SIGUSR2)
+    assert seen == ["theirs"]
+
+
+def test_closing_puts_back_what_was_there(alone, handlers):
+    before = {number: signal.getsignal(number) for number in signal.Signals}
+    preemption = Preemption(alone)
+    preemption.watch("SIGTERM", "SIGUSR1")
+    preemption.close()
+    preemption.close()
+    assert {number: signal.getsignal(number) for number in signal.Signals} == before
+    preemption.watch("SIGUSR1")  # may begin again
+    signal.raise_signal(signal.SIGUSR1)
+    assert preemption.received == "SIGUSR1"
+
+
+def test_closing_leaves_a_handler_that_replaced_ours(alone, handlers):
+    preemption = Preemption(alone)
+    preemption.watch("SIGUSR2")
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    preemption.close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+
+
+def watching(world):
+    preemption = Preemption(world)
+    preemption.watch("SIGUSR2")
+    return preemption
+
+
+def test_the_last_reference_takes_everything_along(alone, handlers):
+    assert_dies(lambda: watching(alone))
+    assert signal.getsignal(signal.SIGUSR2) == handlers[signal.SIGUSR2]
+
+
+def test_one_that_dies_in_another_thread_leaves_a_handler_that_does_what_was_done_before(alone, handlers):
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
+    owners = [watching(alone)]
+    thread = threading.Thread(target=owners.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    signal.raise_signal(signal.SIGUSR2)
+    assert seen == ["theirs"]
+
+
+def test_all_that_watch_a_signal_are_told_and_the_second_arrival_is_for_those_before(alone, handlers):
+    """Two Accelerators live in one process."""
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
+    first, second = watching(alone), watching(alone)
+    signal.raise_signal(signal.SIGUSR2)
+    assert (first.received, second.received, seen) == ("SIGUSR2", "SIGUSR2", [])
+    signal.raise_signal(signal.SIGUSR2)
+    assert seen == ["theirs"]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_they_may_close_in_any_order(alone, handlers, order):
+    both = [watching(alone), watching(alone)]
+    both[order[0]].close()
+    signal.raise_signal(signal.SIGUSR2)
+    assert [each.received for each in both] == [None if i == order[0] else "SIGUSR2" for i in range(2)]
+    both[order[1]].close()
+    assert signal.getsignal(signal.SIGUSR2) == handlers[signal.SIGUSR2]
+
+
+def test_signals_that_do_not_exist_are_refused_with_those_that_do(alone):
+    for given in ("SIGNAL", "TERM", 1000, -1):
+        with pytest.raises(
+            ValueError, match=r"stop_on_signal\(.*no such signal\. Pass one of these: SIGABRT, .*SIGTERM"
+        ) as e:
+            Preemption(alone).watch("SIGUSR2", given)
+        assert repr(given) in str(e.value)
+        assert "SIGKILL" not in str(e.value)
+    with pytest.raises(ValueError, match="no process can catch SIGKILL. Pass the signal that is sent before it"):
+        Preemption(alone).watch("SIGUSR2", "SIGKILL")
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+def test_outside_of_the_main_thread_watching_is_refused(alone):
+    caught = []
+
+    def watch():
+        try:
+            Preemption(alone).watch()
+        except ValueError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=watch, name="trainer")
+    thread.start()
+    thread.join()
+    assert "stop_on_signal() was called in the thread 'trainer'" in caught[0]
+    assert "Call it there; should_stop() may then be called anywhere." in caught[0]
+
+
+# Real endings
+
+TWICE = """
+import os, signal
+from accel_core.preemption import Preemption
+from accel_core.world import World
+
+preemption = Preemption(World.current(cpu=True))
+preemption.watch()
+os.kill(os.getpid(), signal.SIGTERM)
+print(preemption.received, preemption.check(), flush=True)
+while True:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_second_signal_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "SIGTERM True\n", "")
+
+
+TORCHRUN = """
+import os, signal
+from accel_core.preemption import Preemption
+from accel_core.world import World
+
+preemption = Preemption(World.current(cpu=True))
+preemption.watch()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+step = 0
+while not preemption.check():
+    if step == 3:
+        os.write(1, b"running\\n")
+    step += 1
+os.write(1, f"stopped at {step}, told by {preemption.received}\\n".encode())
+"""
+
+
+def test_torchrun_that_is_told_to_stop_tells_its_ranks_which_end_at_the_same_step(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TORCHRUN))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as launcher:
+        try:
+            assert [launcher.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+            launcher.send_signal(signal.SIGTERM)
+            output, errors = launcher.communicate(timeout=LIMIT)
+        finally:
+            launcher.kill()
+    first, second = output.splitlines()
+    assert first == second, errors
+    assert first.startswith("stopped at ")
+    assert first.endswith(", told by SIGTERM")
+
+
+# Ranks
+
+
+def step_of_each(told, step):
+    """At which step this rank sees that `told` was told at `step`, what it received itself, and what a check costs then."""
+    world = World.current(cpu=True)
+    preemption = Preemption(world)
+    if world.rank == told:  # the other one watches nothing
+        preemption.watch()
+    channel, calls = world.channel(), []
+    exchange = channel.exchange
+    channel.exchange = lambda *arguments: calls.append(1) or exchange(*arguments)
+    for now in range(10):
+        if (world.rank, now) == (told, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if preemption.check():
+            break
+    before = len(calls)
+    again = [preemption.check() for _ in range(3)]
+    del channel.exchange
+    return now, preemption.received, again, (before, len(calls) - before)
+
+
+def mismatched():
+    world = World.current(cpu=True)
+    try:
+        Preemption(world).check() if world.rank == 0 else gather(torch.tensor(1), world)
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+def signalled_in_a_collective(folder):
+    """Rank 1 signals rank 0 once that one waits in a collective for it."""
+    world = World.current(cpu=True)
+    preemption = Preemption(world)
+    preemption.watch()
+    pid = broadcast_object(os.getpid(), world)
+    entering = Path(folder, "entering")
+    if world.rank == 0:
+        entering.touch()
+    else:
+        while not (entering.exists() and asleep(pid)):
+            pass
+        os.kill(pid, signal.SIGTERM)
+    values = gather(torch.tensor([world.rank]), world).tolist()
+    return values, preemption.received, preemption.check()
+
+
+def asleep(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def child_that_is_terminated():
+    """How a forked child ends that inherits the handler, as a worker of a pool does, and what its parent has noted."""
+    preemption = Preemption(World.current(cpu=True))
+    preemption.watch()
+    context = multiprocessing.get_context("fork")
+    ready, report = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: (report.send("ready"), signal.pause(), signal.pause()))
+    child.start()
+    ready.recv()
+    child.terminate()
+    child.join()
+    return child.exitcode, preemption.received
+
+
+def on_two_ranks(folder):
+    return (
+        step_of_each(0, 4),
+        step_of_each(1, 0),
+        mismatched(),
+        signalled_in_a_collective(folder),
+        child_that_is_terminated(),
+    )
+
+
+def test_ranks(tmp_path):
+    first, second = run_ranks(on_two_ranks, 2, str(tmp_path))
+    told_first, told_second, said, interrupted, child = zip(first, second, strict=True)
+    assert told_first == ((4, "SIGTERM", [True] * 3, (5, 0)), (4, None, [True] * 3, (5, 0)))
+    assert told_second == ((0, None, [True] * 3, (1, 0)), (0, "SIGTERM", [True] * 3, (1, 0)))
+    assert said[0] == said[1]
+    assert "rank 0: should_stop" in said[0]
+    assert interrupted == (([0, 1], "SIGTERM", True), ([0, 1], None, True))
+    assert child == ((-signal.SIGTERM, None),) * 2
