@@ -118,9 +118,19 @@ GROUPS = {
         "profile",
     ),
     "Collectives": ("wait_for_everyone", "gather", "reduce", "gather_for_metrics", "pad_across_processes"),
-    "Saving and ending": (
+    "Checkpoints": (
+        "save_state",
+        "load_state",
+        "wait_for_checkpoint",
+        "register_for_checkpointing",
+        "register_save_state_pre_hook",
+        "register_load_state_pre_hook",
+        "stop_on_signal",
+        "should_stop",
         "project_configuration",
         "project_dir",
+    ),
+    "Weights, and ending": (
         "logging_dir",
         "get_state_dict",
         "save",

@@ -198,7 +198,7 @@ OLDER_NAMES: dict[tuple[str, str], tuple[str, ...]] = {
         "accel_launch.debug_launcher(function, args, num_processes)",
         "accel_launch.notebook_launcher(function, args, num_processes, mixed_precision, use_port)",
     ),
-    ("I", "Big models"): ("accel_big_model.load_checkpoint_in_model(model, checkpoint, device_map)",),
+    ("I", "Big models"): ("accel_core.load_checkpoint_in_model(model, checkpoint, device_map)",),
 }
 
 OLDER_ARGUMENTS = (
@@ -212,11 +212,6 @@ OLDER_ARGUMENTS = (
 """Arguments of the constructor that its signature does not have, and that it takes all the same."""
 
 COMES_WITH: dict[str, str] = {
-    "Accelerator.load_state": "whole checkpoints",
-    "Accelerator.register_for_checkpointing": "whole checkpoints",
-    "Accelerator.register_load_state_pre_hook": "whole checkpoints",
-    "Accelerator.register_save_state_pre_hook": "whole checkpoints",
-    "Accelerator.save_state": "whole checkpoints",
     "Accelerator.get_tracker": "accel-trackers",
     "Accelerator.init_trackers": "accel-trackers",
     "Accelerator.log": "accel-trackers",
@@ -224,6 +219,5 @@ COMES_WITH: dict[str, str] = {
     "accel_core.GeneralTracker": "accel-trackers",
     "accel_launch.debug_launcher": "accel-launch",
     "accel_launch.notebook_launcher": "accel-launch",
-    "accel_big_model.load_checkpoint_in_model": "accel-big-model",
 }
 """What is not there yet, and the part of the library that brings it."""

@@ -39,8 +39,10 @@ STANDS_FOR = {
     "passage": accel_core.Passage,
     "loss": torch.Tensor,
     "model": torch.nn.Module,
+    "models": list,
     "optimizer": torch.optim.Optimizer,
     "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "weights": list,
     "y": torch.Tensor,
 }
 
@@ -55,6 +57,7 @@ ALLOWED = {
     ".__iter__",  # the method that a subclass of DataLoader brings
     "broadcast_object",  # accel_core.collectives, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
+    "hook",  # what the user registers
     "loss_fn",  # an argument of `forward_backward`
     "os._exit",  # how a process may have ended
     "timedelta",  # datetime's

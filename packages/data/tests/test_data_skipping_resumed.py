@@ -380,6 +380,26 @@ def test_streams_with_a_state_are_exact_or_refused_on_every_rank():
                 assert rest == expected
 
 
+def as_they_are(samples):
+    return samples
+
+
+def lists_on_ranks():
+    """Lists of samples, each of which has as many numbers as samples were read with the first batch that is not left out."""
+    accelerator = Accelerator(cpu=True, dispatch_batches=True)
+    samples = [torch.full((6 * DONE + 3,), float(number)) for number in range(N)]
+    loader = accelerator.prepare(Own(samples, batch_size=3, collate_fn=as_they_are))
+    twin = accelerator.skip_first_batches(loader, DONE)
+    return [[[int(sample[0]) for sample in batch] for batch in each] for each in (loader, twin)]
+
+
+def test_what_was_left_out_is_no_row_of_the_batch_behind_it():
+    """What fills up the last batch is what was read first."""
+    for whole, rest in run_ranks(lists_on_ranks, 2):
+        assert rest[:-1] == whole[DONE:-1]
+        assert len(rest[-1]) == len(whole[-1]) == 1
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_class_with_a_state_goes_on_to_the_batch_that_is_asked_for(workers):
     def make():

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel_core.accelerator import Accelerator
-from accel_core.errors import CollectiveMismatchError, NotInstalledError, PluginError, WorldError
+from accel_core.errors import CheckpointError, CollectiveMismatchError, NotInstalledError, PluginError, WorldError
 from accel_core.feed import Feed, Passage, Rows
 from accel_core.handlers import (
     AutocastKwargs,
@@ -35,6 +35,7 @@ from accel_core.world import World
 
 if TYPE_CHECKING:
     from accel_core.accelerated import AcceleratedOptimizer, AcceleratedScheduler
+    from accel_core.checkpoint.weights_reading import load_checkpoint_in_model
     from accel_core.compilation import TorchDynamoPlugin
     from accel_core.local_sgd import LocalSGD
     from accel_core.memory import clear_device_cache, find_executable_batch_size, release_memory
@@ -61,6 +62,7 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "CheckpointError",
     "CollectiveMismatchError",
     "DistributedDataParallelKwargs",
     "DistributedType",
@@ -100,6 +102,7 @@ __all__ = [
     "gather_object",
     "get_logger",
     "hookimpl",
+    "load_checkpoint_in_model",
     "pad_across_processes",
     "pad_input_tensors",
     "place_model",
@@ -128,6 +131,7 @@ _MODULES = {
     "find_executable_batch_size": "memory",
     "gather": "operations",
     "gather_object": "operations",
+    "load_checkpoint_in_model": "checkpoint.weights_reading",
     "pad_across_processes": "operations",
     "pad_input_tensors": "operations",
     "reduce": "operations",

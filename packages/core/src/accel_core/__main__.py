@@ -1,10 +1,11 @@
-"""`python -m accel_core plugins`: what is installed, and whether it works."""
+"""`python -m accel_core`: `plugins`, what is installed and whether it works; `checkpoint`, what a checkpoint holds."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from accel_core.checkpoint import inspection
 from accel_core.plugins.explain import state, table
 from accel_core.plugins.offers import list_offers
 
@@ -12,12 +13,19 @@ from accel_core.plugins.offers import list_offers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. A command that does not exist exits with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m accel_core", description="Looks into an installation of accel-core."
+        prog="python -m accel_core", description="Looks into an installation of accel-core, and into checkpoints."
     )
     commands = parser.add_subparsers(dest="command", title="commands")
     help_text = "list every installed plugin, importing each to see whether it works"
     commands.add_parser("plugins", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    if parser.parse_args(arguments).command is None:
+    help_text = "show, verify or compare what save_state() wrote"
+    inspection.add_arguments(
+        commands.add_parser("checkpoint", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    )
+    given = parser.parse_args(arguments)
+    if given.command == "checkpoint":
+        return inspection.run(given)
+    if given.command is None:
         parser.print_help()
     else:
         print(_plugins())  # noqa: T201

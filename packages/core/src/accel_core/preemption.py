@@ -9,9 +9,11 @@
 
 **The first arrival** of a signal is noted, and nothing else happens: what the signal did before is not done.
 
-**The second arrival** does what the signal did before `watch`; the handler stands aside after the first. So a second SIGTERM
-ends a process that runs on although it was told to stop. This holds however soon it comes: let a scheduler that signals every
-process of a job signal the launcher alone where the launcher passes signals on, as torchrun does.
+**Arrivals within `GRACE`** after the first count as the same one. A rank is often told twice at once: Slurm's scancel and
+systemd signal every process of a job, the launcher among them, and torchrun passes on to its ranks what it is sent.
+
+**A later arrival** does what the signal did before `watch`; the handler stands aside from then on. So a SIGTERM that is sent
+again ends a process that runs on although it was told to stop.
 
 Python runs handlers between two of its instructions. While a process waits in a call outside of Python, in a collective for
 instance, it notes a signal only when that call returns, and a second one before that is not told from the first. A process
@@ -26,22 +28,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from accel_core.channel import Letter
-from accel_core.collectives import channel_of
-from accel_core.mismatch import describe
+from accel_core.trigger import anywhere
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from accel_core.world import World
 
-_CALL = "should_stop"
+GRACE = 5.0
+"""Seconds after the first arrival of a signal in which further ones count as the same: more than launchers take to pass it on."""
+
 _NEVER_CAUGHT = ("SIGKILL", "SIGSTOP")
 
 
@@ -50,10 +51,12 @@ class Preemption:
 
     Args:
         world: the processes that stop together.
+        grace: seconds after the first arrival of a signal, in which further ones count as the same.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, grace: float = GRACE) -> None:
         self._world = world
+        self._grace = grace
         self._known = False  # to all ranks
         self._arrived: list[str] = []
         self._handlers: dict[signal.Signals, _Handler] = {}
@@ -75,7 +78,7 @@ class Preemption:
         _check_thread()
         for number in numbers:
             if number not in self._handlers:
-                self._handlers[number] = _Handler(number, self._arrived)
+                self._handlers[number] = _Handler(number, self._arrived, self._grace)
 
     @property
     def received(self) -> str | None:
@@ -88,7 +91,7 @@ class Preemption:
         A collective, except in a world of one; and none any more once it was true, which it stays.
         """
         if not self._known:
-            self._known = self._anywhere(bool(self._arrived))
+            self._known = anywhere(self._world, "should_stop", bool(self._arrived))
         return self._known
 
     def close(self) -> None:
@@ -99,42 +102,56 @@ class Preemption:
         """
         _release(self._handlers)
 
-    def _anywhere(self, here: bool) -> bool:
-        channel = channel_of(self._world, None)
-        if channel is None:
-            return here
-        letter = channel.letters.get(_CALL)
-        if letter is None:
-            spec = (torch.bool, ())
-            letter = channel.letters[_CALL] = Letter(describe(_CALL), [spec], [1], channel.device, stacked=True)
-        ((flags,),) = channel.exchange(letter, [torch.tensor(here)])
-        return bool(flags.any())
-
 
 class _Handler:
-    """Notes the first arrival of a signal in this process, and stands aside. Holds on to nothing but that note.
+    """Notes the first arrival of a signal in this process, and stands aside at a later one. Holds on to nothing but that note.
 
     Args:
         number: the signal; its handler is this object from now on.
         arrived: gets the name of the signal.
+        grace: seconds after the first arrival, in which further ones count as the same.
     """
 
-    def __init__(self, number: signal.Signals, arrived: list[str]) -> None:
+    def __init__(self, number: signal.Signals, arrived: list[str], grace: float) -> None:
         self._number = number
         self._arrived = arrived
+        self._grace = grace
+        self._first: float | None = None  # when it arrived, by the monotonic clock
         self._process = os.getpid()
         self._active = True
         self._before: Any = signal.getsignal(number)
         signal.signal(number, self)  # from here on a signal may come, and needs all of the above
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (Python passes it)
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        handlers = list(self._stacked())
+        taken = [handler._takes(now) for handler in handlers]  # all are to know
+        if not any(taken):
+            for handler in handlers:
+                handler.stand_aside()
+            self._do_as_before(number, frame)
+
+    def _takes(self, now: float) -> bool:
+        """Whether an arrival is for the owner: the first one, which is noted, or one that counts as the same."""
         # A forked child inherits the handler, but not the owner who asks for notes: there it must end whom it ended before.
-        noted = self._active and os.getpid() == self._process
-        if noted:
+        if not self._active or os.getpid() != self._process:
+            return False
+        if self._first is None:
+            self._first = now
             self._arrived.append(self._number.name)
-        self.stand_aside()
-        if not noted or isinstance(self._previous(), _Handler):  # that of another Accelerator, which is to know as well
+            return True
+        return now - self._first < self._grace
+
+    def _do_as_before(self, number: int, frame: FrameType | None) -> None:
+        before = self._previous()
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            in_force = signal.signal(
+                number, signal.SIG_DFL
+            )  # of somebody who calls ours, perhaps: raised to that, it would recur
             signal.raise_signal(number)
+            signal.signal(number, in_force)
 
     def stand_aside(self) -> None:
         """Notes nothing more, and puts the previous handler back if this is the one in force."""
@@ -143,6 +160,13 @@ class _Handler:
         in_force: object = signal.getsignal(self._number)
         if in_main_thread and in_force is self:
             signal.signal(self._number, self._previous())
+
+    def _stacked(self) -> Iterator[_Handler]:
+        """This one, and those of other Accelerators that it took the place of."""
+        handler: Any = self
+        while isinstance(handler, _Handler):
+            yield handler
+            handler = handler._before
 
     def _previous(self) -> Any:
         """The handler before this one that still has something to do."""

@@ -13,8 +13,6 @@ from accel_core.mismatch import describe
 if TYPE_CHECKING:
     from accel_core.world import World
 
-_CALL = "check_trigger"
-
 
 class Trigger:
     """Lets one rank tell all that something happened there: that a loss is NaN, say, and all had better stop.
@@ -38,15 +36,26 @@ class Trigger:
         True resets the trigger on every rank.
         """
         sets = self._sets
-        found = sets > self._seen
-        channel = channel_of(self._world, None)
-        if channel is not None:
-            letter = channel.letters.get(_CALL)
-            if letter is None:
-                spec = (torch.bool, ())
-                letter = channel.letters[_CALL] = Letter(describe(_CALL), [spec], [1], channel.device, stacked=True)
-            ((flags,),) = channel.exchange(letter, [torch.tensor(found)])
-            found = bool(flags.any())
+        found = anywhere(self._world, "check_trigger", sets > self._seen)
         if found:
             self._seen = sets  # a `set` that came after the flag had left is for the next call
         return found
+
+
+def anywhere(world: World, call: str, here: bool) -> bool:
+    """Whether a flag is set on any rank. A collective, except in a world of one.
+
+    Args:
+        world: the processes that are asked.
+        call: the method that asks, without parentheses; ranks that make different calls are told by it.
+        here: the flag of this rank.
+    """
+    channel = channel_of(world, None)
+    if channel is None:
+        return here
+    letter = channel.letters.get(call)
+    if letter is None:
+        letter = Letter(describe(call), [(torch.bool, ())], [1], channel.device, stacked=True)
+        channel.letters[call] = letter
+    ((flags,),) = channel.exchange(letter, [torch.tensor(here)])
+    return bool(flags.any())
