@@ -5,6 +5,9 @@
 
 The loop is PyTorch's. The five lines that any script needs are marked 1 to 5: every process then reads its own part of
 each batch, gradients are averaged, and each sequence of the validation set is counted exactly once.
+
+    python examples/quickstart.py --save run                                       # saves as it goes, and on SIGTERM
+    torchrun --nproc-per-node 2 examples/quickstart.py --save run --resume         # goes on, in as many processes as you like
 """
 
 import argparse
@@ -23,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accel_core import Accelerator  # 1
+from accel_core import Accelerator, ProjectConfiguration  # 1
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 128, 4, 5  # about a million parameters
 BATCH, ACCUMULATION = 4, 2  # sequences in a batch of one process, and batches in an optimizer step
@@ -90,6 +93,25 @@ def learning_rate(used):
     return 0.02 + 0.49 * (1 + math.cos(math.pi * (used - WARM_UP) / (1 - WARM_UP)))
 
 
+class Progress:
+    """What the run has done so far, the same in all processes: a checkpoint holds it beside what is prepared."""
+
+    def __init__(self, options):
+        self.options = options
+        self.seconds, self.train, self.valid = 0.0, [], []  # two curves: the loss of each step, and (step, loss) pairs
+
+    @property
+    def used(self):
+        """The part of the budget that is used up."""
+        return min(1.0, max(self.seconds / self.options.seconds, len(self.train) / self.options.steps))
+
+    def state_dict(self):
+        return {"seconds": self.seconds, "train": self.train, "valid": self.valid}
+
+    def load_state_dict(self, state):
+        self.seconds, self.train, self.valid = state["seconds"], state["train"], state["valid"]
+
+
 def main():
     options = arguments()
     torch.manual_seed(1)
@@ -100,21 +122,28 @@ def main():
     valid_loader = DataLoader(valid_set[:: len(valid_set) // VALIDATED][:VALIDATED], BATCH)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    used, train_curve, valid_curve = 0.0, [], []  # used: the part of the budget, the same in all processes
-    scheduler = LambdaLR(optimizer, lambda _: learning_rate(used))
+    progress = Progress(options)
+    scheduler = LambdaLR(optimizer, lambda _: learning_rate(progress.used))
 
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)  # 2
+    project = options.save and ProjectConfiguration(options.save, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, project_config=project)  # 2
     model, optimizer, scheduler, train_loader, valid_loader = accelerator.prepare(  # 3
         model, optimizer, scheduler, train_loader, valid_loader
     )
+    accelerator.register_for_checkpointing(progress)
+    if options.save:
+        accelerator.stop_on_signal()  # SIGTERM, which schedulers send before they take a machine away
+    if options.resume:
+        accelerator.load_state()  # the newest; the loader then goes on where it was, inside its epoch
+        say(accelerator, f"resumed at step {len(progress.train)}")
 
     bar = tqdm(total=100, bar_format="{l_bar}{bar:40}|{postfix}", disable=not accelerator.is_main_process)
-    start = time.perf_counter()
+    first, before, start, stopped = len(progress.train), progress.seconds, time.perf_counter(), False
     for tokens in chain.from_iterable(repeat(train_loader)):
-        if len(valid_curve) <= used * EVALUATIONS:
+        if len(progress.valid) <= progress.used * EVALUATIONS:
             bits, counted = evaluate(accelerator, model, valid_loader)
-            valid_curve.append((len(train_curve), bits))
-        if used == 1:
+            progress.valid.append((len(progress.train), bits))
+        if progress.used == 1:
             break
         with accelerator.accumulate(model):
             loss = losses(model, tokens).mean()
@@ -124,28 +153,41 @@ def main():
             scheduler.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:  # that was a step
-            spent = torch.tensor(time.perf_counter() - start)
+            spent = torch.tensor(before + time.perf_counter() - start)
             loss, spent = accelerator.reduce((loss.detach(), spent), "mean")
-            train_curve.append(loss.item() / math.log(2))
-            used = min(1.0, max(spent.item() / options.seconds, len(train_curve) / options.steps))
-            bar.n = 100 * used
-            bar.set_postfix_str(f"step {len(train_curve)}, {train_curve[-1]:.2f} bits per byte", refresh=True)
+            progress.train.append(loss.item() / math.log(2))
+            progress.seconds = spent.item()
+            bar.n = 100 * progress.used
+            step = len(progress.train)
+            bar.set_postfix_str(f"step {step}, {progress.train[-1]:.2f} bits per byte", refresh=True)
+            stopped = options.save and accelerator.should_stop()
+            if stopped or (options.save and step % options.every == 0):
+                say(accelerator, f"saved step {step} in {accelerator.save_state()}")
+            if stopped:
+                break
     bar.close()
 
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not stopped:
         world = accelerator.num_processes
         effective = BATCH * ACCUMULATION * world
+        steps = len(progress.train)
         result = {
             "processes": world,
             "effective batch": effective,
-            "steps": len(train_curve),
-            "samples per second": round(effective * len(train_curve) / (time.perf_counter() - start), 1),
+            "steps": steps,
+            "samples per second": round(effective * (steps - first) / (time.perf_counter() - start), 1),
             "samples validated": counted,
             "bits per byte": round(bits, 3),
         }
         print("\n".join(f"{name:>20}  {value}" for name, value in result.items()))
-        report(options.out, result | {"train": train_curve, "valid": valid_curve})
+        report(options.out, result | {"train": progress.train, "valid": progress.valid})
     accelerator.end_training()
+
+
+def say(accelerator, text):
+    """Prints a line once, above the bar."""
+    if accelerator.is_main_process:
+        tqdm.write(text)
 
 
 def report(out, result):
@@ -179,7 +221,13 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=25, help="the budget of time, evaluation included")
     parser.add_argument("--steps", type=float, default=math.inf, help="the budget of steps, if it is used up earlier")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the curves")
-    return parser.parse_args()
+    parser.add_argument("--save", type=Path, metavar="DIR", help="folder of checkpoints; the newest two are kept")
+    parser.add_argument("--every", type=int, default=50, metavar="STEPS", help="how often one is saved")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    options = parser.parse_args()
+    if options.resume and not options.save:
+        parser.error("--resume needs --save DIR, the folder of the run that is to go on")
+    return options
 
 
 if __name__ == "__main__":

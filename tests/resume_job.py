@@ -386,6 +386,11 @@ def die_together() -> NoReturn:
     processes = Accelerator(cpu=True).gather(torch.tensor([os.getpid()])).tolist()
     while os.getpid() != processes[0]:
         signal.pause()
+    shoot(processes)
+    raise AssertionError("a killed process does not go on")
+
+
+def shoot(processes: Sequence[int]) -> None:
+    """Kills the processes, which lead groups of their own, and their workers; this one, which is the first, comes last."""
     for process in reversed(processes):
         os.killpg(process, signal.SIGKILL)
-    raise AssertionError("a killed process does not go on")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -75,16 +76,85 @@ def test_other_signals_are_left_alone(alone):
     assert [number.name for number in before if before[number] != after[number]] == ["SIGTERM"]
 
 
-def test_the_first_arrival_is_noted_and_the_second_does_what_it_did_before(alone, handlers):
+def test_the_first_arrival_is_noted_and_one_after_the_grace_does_what_it_did_before(alone, handlers):
     seen = []
     signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
-    preemption = Preemption(alone)
+    preemption = Preemption(alone, grace=0)
     preemption.watch("SIGUSR2")
     signal.raise_signal(signal.SIGUSR2)
     assert (preemption.received, seen) == ("SIGUSR2", [])
     preemption.watch("SIGUSR2")  # is watched already, and has arrived
     signal.raise_signal(signal.SIGUSR2)
     assert seen == ["theirs"]
+
+
+def test_arrivals_within_the_grace_count_as_the_first(alone, handlers):
+    """A scheduler that signals every process of a job tells a rank twice: itself, and by way of the launcher."""
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
+    preemption = Preemption(alone)
+    preemption.watch("SIGUSR2")
+    for _ in range(3):
+        signal.raise_signal(signal.SIGUSR2)
+    assert (preemption.received, seen) == ("SIGUSR2", [])
+    preemption.close()
+    signal.raise_signal(signal.SIGUSR2)
+    assert seen == ["theirs"]
+
+
+def test_the_grace_begins_at_the_first_arrival_and_lasts_as_long_as_it_says(alone, handlers):
+    ends = []
+    signal.signal(signal.SIGUSR2, lambda *_: ends.append(time.monotonic()))
+    preemption = Preemption(alone, grace=0.2)
+    preemption.watch("SIGUSR2")
+    start = time.monotonic()
+    while not ends and time.monotonic() < start + LIMIT:
+        signal.raise_signal(signal.SIGUSR2)
+    assert ends[0] - start >= 0.2
+
+
+def test_each_signal_has_a_grace_of_its_own(alone, handlers):
+    preemption = Preemption(alone)
+    preemption.watch("SIGUSR1", "SIGUSR2")
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR2)  # would end this process
+    assert preemption.received == "SIGUSR1"
+
+
+def test_a_handler_in_front_of_ours_is_called_once_for_each_arrival(alone, handlers):
+    """As libraries do it that note a signal and hand it on."""
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda *_: seen.append("behind"))
+    preemption = Preemption(alone, grace=0)
+    preemption.watch("SIGUSR2")
+    ours = signal.getsignal(signal.SIGUSR2)
+
+    def in_front(number, frame):
+        seen.append("in front")
+        ours(number, frame)
+
+    signal.signal(signal.SIGUSR2, in_front)
+    signal.raise_signal(signal.SIGUSR2)
+    assert (preemption.received, seen) == ("SIGUSR2", ["in front"])
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR2)
+    assert seen == ["in front", *["in front", "behind"] * 2]
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
+def test_what_was_done_before_may_be_nothing(alone, handlers, before):
+    """By default SIGCONT does nothing. Whoever is in front of ours stays there."""
+    seen = []
+    former = signal.signal(signal.SIGCONT, before)
+    preemption = Preemption(alone, grace=0)
+    preemption.watch("SIGCONT")
+    ours = signal.getsignal(signal.SIGCONT)
+    signal.signal(signal.SIGCONT, lambda number, frame: (seen.append("in front"), ours(number, frame)))
+    for _ in range(3):
+        signal.raise_signal(signal.SIGCONT)
+    signal.signal(signal.SIGCONT, former)
+    assert (preemption.received, seen) == ("SIGCONT", ["in front"] * 3)
 
 
 def test_closing_puts_back_what_was_there(alone, handlers):
@@ -107,8 +177,8 @@ def test_closing_leaves_a_handler_that_replaced_ours(alone, handlers):
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
 
 
-def watching(world):
-    preemption = Preemption(world)
+def watching(world, **options):
+    preemption = Preemption(world, **options)
     preemption.watch("SIGUSR2")
     return preemption
 
@@ -130,15 +200,27 @@ def test_one_that_dies_in_another_thread_leaves_a_handler_that_does_what_was_don
     assert seen == ["theirs"]
 
 
-def test_all_that_watch_a_signal_are_told_and_the_second_arrival_is_for_those_before(alone, handlers):
+def test_all_that_watch_a_signal_are_told_and_a_later_arrival_is_for_those_before(alone, handlers):
     """Two Accelerators live in one process."""
     seen = []
     signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
-    first, second = watching(alone), watching(alone)
+    first, second = watching(alone, grace=0), watching(alone, grace=0)
     signal.raise_signal(signal.SIGUSR2)
     assert (first.received, second.received, seen) == ("SIGUSR2", "SIGUSR2", [])
     signal.raise_signal(signal.SIGUSR2)
     assert seen == ["theirs"]
+
+
+@pytest.mark.parametrize("graces", [(0, 3600), (3600, 0)], ids=str)
+def test_what_one_of_them_counts_as_its_first_is_kept_from_those_before(alone, handlers, graces):
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda *_: seen.append("theirs"))
+    first = watching(alone, grace=graces[0])
+    signal.raise_signal(signal.SIGUSR2)
+    second = watching(alone, grace=graces[1])
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR2)
+    assert (first.received, second.received, seen) == ("SIGUSR2", "SIGUSR2", [])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -182,12 +264,12 @@ def test_outside_of_the_main_thread_watching_is_refused(alone):
 
 # Real endings
 
-TWICE = """
+AGAIN_AND_AGAIN = """
 import os, signal
 from accel_core.preemption import Preemption
 from accel_core.world import World
 
-preemption = Preemption(World.current(cpu=True))
+preemption = Preemption(World.current(cpu=True), grace=0.2)
 preemption.watch()
 os.kill(os.getpid(), signal.SIGTERM)
 print(preemption.received, preemption.check(), flush=True)
@@ -196,8 +278,9 @@ while True:
 """
 
 
-def test_a_second_signal_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=LIMIT, check=False)
+def test_a_signal_after_the_grace_ends_the_process():
+    command = [sys.executable, "-c", AGAIN_AND_AGAIN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "SIGTERM True\n", "")
 
 
@@ -206,19 +289,27 @@ import os, signal
 from accel_core.preemption import Preemption
 from accel_core.world import World
 
-preemption = Preemption(World.current(cpu=True))
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)  # gets a byte per arrival
+preemption = Preemption(World.current(cpu=True), grace=3600)
 preemption.watch()
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 step = 0
 while not preemption.check():
     if step == 3:
-        os.write(1, b"running\\n")
+        os.write(1, f"{os.getpid()} is running\\n".encode())
     step += 1
-os.write(1, f"stopped at {step}, told by {preemption.received}\\n".encode())
+os.write(1, b"saving\\n")
+arrived = b""
+while len(arrived) < 2:
+    arrived += os.read(reader, 9)
+os.write(1, f"saved at {step}, told by {preemption.received}\\n".encode())
 """
 
 
-def test_torchrun_that_is_told_to_stop_tells_its_ranks_which_end_at_the_same_step(tmp_path):
+def test_ranks_that_a_scheduler_and_torchrun_tell_to_stop_end_at_the_same_step_and_can_save(tmp_path):
+    """Slurm's scancel and systemd signal every process of a job, and torchrun passes on what it is sent."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TORCHRUN))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -227,14 +318,17 @@ def test_torchrun_that_is_told_to_stop_tells_its_ranks_which_end_at_the_same_ste
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as launcher:
         try:
-            assert [launcher.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+            ranks = [int(launcher.stdout.readline().split()[0]) for _ in range(2)]
+            for rank in ranks:
+                os.kill(rank, signal.SIGTERM)
+            assert [launcher.stdout.readline() for _ in range(2)] == ["saving\n"] * 2
             launcher.send_signal(signal.SIGTERM)
             output, errors = launcher.communicate(timeout=LIMIT)
         finally:
             launcher.kill()
     first, second = output.splitlines()
     assert first == second, errors
-    assert first.startswith("stopped at ")
+    assert first.startswith("saved at ")
     assert first.endswith(", told by SIGTERM")
 
 

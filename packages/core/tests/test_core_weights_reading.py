@@ -12,11 +12,15 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 
+from accel_core import Accelerator
+from accel_core.checkpoint.reading import Checkpoint
 from accel_core.checkpoint.weights import write_weights
 from accel_core.checkpoint.weights_reading import load_checkpoint_in_model
 from accel_core.errors import CheckpointError, NotInstalledError
+from accel_core.testing import run_ranks
 
 EVERY_FORM = {
     "one file": {},
@@ -65,6 +69,14 @@ def bits(model):
     }
 
 
+def save_checkpoint(folder, *models):
+    """What `save_state` writes of some models."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*models)
+    accelerator.save_state(folder)
+    accelerator.free_memory()
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A model, and the directory in which its weights are."""
@@ -76,12 +88,15 @@ def saved(tmp_path):
 # What is read
 
 
-@pytest.mark.parametrize("form", EVERY_FORM)
+@pytest.mark.parametrize("form", [*EVERY_FORM, "checkpoint"])
 @pytest.mark.parametrize("kind", [Tied, Mixed])
-def test_what_save_model_writes_comes_back_bit_for_bit(tmp_path, form, kind):
+def test_what_save_model_and_save_state_write_comes_back_bit_for_bit(tmp_path, form, kind):
     """R8: ties survive, `data_ptr` equal."""
     model, other = kind(), kind()
-    write_weights(model.state_dict(), tmp_path, **EVERY_FORM[form])
+    if form == "checkpoint":
+        save_checkpoint(tmp_path, model)
+    else:
+        write_weights(model.state_dict(), tmp_path, **EVERY_FORM[form])
     held = {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
     load_checkpoint_in_model(other, tmp_path)
     assert bits(other) == bits(model)
@@ -163,10 +178,14 @@ def test_an_optimizer_trains_on_what_was_read(saved):
     assert torch.equal(other.body.bias, model.body.bias.double() - 1)
 
 
-def test_reading_takes_no_memory_beside_the_model(tmp_path):
+@pytest.mark.parametrize("form", ["files", "checkpoint"])
+def test_reading_takes_no_memory_beside_the_model(tmp_path, form):
     """R7: at most one shard plus a buffer. Here the peak of the whole process, with what it maps."""
     model = nn.Sequential(*[nn.Linear(1 << 10, 1 << 11, bias=False) for _ in range(16)])  # 8 MiB each
-    write_weights(model.state_dict(), tmp_path, "20MB")
+    if form == "checkpoint":
+        save_checkpoint(tmp_path, model)
+    else:
+        write_weights(model.state_dict(), tmp_path, "20MB")
     load_checkpoint_in_model(model, tmp_path)  # imports what it needs
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmHWM")
@@ -184,8 +203,11 @@ def memory(name):
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) << 10
 
 
-def test_a_change_is_seen_by_autograd(saved):
+@pytest.mark.parametrize("form", ["files", "checkpoint"])
+def test_a_change_is_seen_by_autograd(saved, form):
     model, folder = saved
+    if form == "checkpoint":
+        save_checkpoint(folder, model)
     versions = [parameter._version for parameter in model.parameters()]
     load_checkpoint_in_model(model, folder)
     assert all(after._version > before for after, before in zip(model.parameters(), versions, strict=True))
@@ -230,6 +252,181 @@ def test_two_values_for_a_tied_weight_are_refused_and_equal_ones_are_not(tmp_pat
     ):
         load_checkpoint_in_model(model, tmp_path)
     assert bits(model) == before
+
+
+# Checkpoints
+
+
+def seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Tied()
+
+
+SHARDING = {"rows": Rows, "uneven": Uneven, "flat": Flat}
+
+
+def saved_in_shards(folder):
+    for name, strategy in SHARDING.items():
+        accelerator = Accelerator(cpu=True, strategy=strategy())
+        model = seeded(0)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        accelerator.save_state(f"{folder}/{name}")
+        accelerator.free_memory()
+
+
+def test_what_a_strategy_cut_into_shards_is_put_together(tmp_path):
+    """R7: any strategy, any number of ranks."""
+    run_ranks(saved_in_shards, 3, str(tmp_path))
+    model = seeded(0)
+    for name in SHARDING:
+        with Checkpoint(tmp_path / name) as checkpoint:
+            assert max(len(record["parts"]) for record in checkpoint.index.tensors.values()) >= 2, name
+        other, cast = seeded(1), seeded(1)
+        load_checkpoint_in_model(other, tmp_path / name)
+        assert bits(other) == bits(model), name
+        load_checkpoint_in_model(cast, tmp_path / name, dtype="bfloat16", keep_in_fp32_modules=["norm"])
+        assert torch.equal(cast.body.weight, model.body.weight.bfloat16())
+        assert torch.equal(cast.norm.weight, model.norm.weight)
+        assert cast.head.weight is cast.embedding.weight
+
+
+def test_what_else_a_checkpoint_holds_is_left_alone(tmp_path):
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.body(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer)
+    other, stream = Tied(), torch.get_rng_state()
+    load_checkpoint_in_model(other, tmp_path)
+    assert bits(other) == bits(model)
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path):
+    save_checkpoint(tmp_path, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    model = nn.Sequential(nn.Linear(3, 1), nn.PReLU())
+    before = bits(model)
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint_in_model(model, tmp_path)
+    assert str(error.value).splitlines()[1:-1] == [
+        "  not in the model (1): 1.bias",
+        "  different (3): 0.weight: float32[2, 3] in the file, float32[1, 3] in the model; "
+        "0.bias: float32[2] in the file, float32[1] in the model; 1.weight: float32[2, 2] in the file, float32[1] in the model",
+    ]
+    assert bits(model) == before
+
+
+class Remembering(nn.Module):
+    """Has what is no tensor in its state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}scale": [1.0]}))
+
+
+def test_what_a_checkpoint_keeps_whole_is_refused_by_name(tmp_path):
+    save_checkpoint(tmp_path, Remembering())
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1))
+    model.register_buffer("scale", torch.zeros(1))
+    with pytest.raises(
+        CheckpointError, match=r"scale: opaque \(list\), no plain tensor, in the file, float32\[1\] in the model"
+    ):
+        load_checkpoint_in_model(model, tmp_path)
+
+
+def test_a_checkpoint_of_several_models_is_refused_with_their_sizes(tmp_path):
+    save_checkpoint(tmp_path, nn.Linear(3, 2), nn.Linear(3, 2, bias=False))
+    with pytest.raises(
+        ValueError, match=r"this checkpoint has 2: model.0 \(2 tensors\), model.1 \(1 tensors\)\. Restore all with"
+    ):
+        load_checkpoint_in_model(nn.Linear(3, 2), tmp_path)
+
+
+def saved_with_a_hook(folder, models, taken):
+    """A checkpoint from which a hook of the user's has taken the last models."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*models)
+    accelerator.register_save_state_pre_hook(lambda _, weights, __: [weights.pop() for _ in range(taken)])
+    accelerator.save_state(folder)
+    accelerator.free_memory()
+
+
+def test_a_model_that_was_left_to_a_hook_is_read_from_what_lies_beside(tmp_path):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved_with_a_hook(tmp_path / "all", [nn.Linear(3, 2)], 1)
+    with pytest.raises(
+        FileNotFoundError, match="a checkpoint, but it has none of the models: all were left to hooks; or"
+    ):
+        load_checkpoint_in_model(other, tmp_path / "all")
+    write_weights(model.state_dict(), tmp_path / "all")
+    load_checkpoint_in_model(other, tmp_path / "all")
+    assert bits(other) == bits(model)
+    saved_with_a_hook(tmp_path / "one", [nn.Linear(3, 2), nn.Linear(3, 2)], 1)
+    with pytest.raises(ValueError, match=r"has 2: model.0 \(2 tensors\), model.1 \(left to a hook\)"):
+        load_checkpoint_in_model(other, tmp_path / "one")
+
+
+def test_a_checkpoint_goes_before_the_weights_beside_it_unless_their_file_is_named(saved):
+    model, folder = saved
+    later, other = Tied(), Tied()
+    save_checkpoint(folder, later)
+    load_checkpoint_in_model(other, folder)
+    assert bits(other) == bits(later)
+    load_checkpoint_in_model(other, folder / "model.safetensors")
+    assert bits(other) == bits(model)
+
+
+def test_a_manifest_of_another_kind_is_not_in_the_way_of_weights(saved):
+    model, folder = saved
+    for content in (b"", b"{}", b"[]", b"\xff", b'{"format": "webpack"}'):
+        (folder / "manifest.json").write_bytes(content)
+        other = Tied()
+        load_checkpoint_in_model(other, folder)
+        assert bits(other) == bits(model)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match='it holds a manifest of another kind: its "format" is .webpack.*; or weights'
+    ):
+        load_checkpoint_in_model(Tied(), folder)
+
+
+def test_an_unfinished_or_newer_checkpoint_is_refused(tmp_path):
+    save_checkpoint(tmp_path, nn.Linear(1, 1))
+    path = tmp_path / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(CheckpointError, match="was written by a newer accel-core: its format has version 2"):
+        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint: a save into it was not finished; or weights"):
+        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
+
+
+def test_a_flipped_byte_is_found_and_what_it_left_of_the_model_is_said(tmp_path):
+    """R4: by hashes, before anything is changed or in the values themselves."""
+    model = nn.Linear(30, 20)
+    save_checkpoint(tmp_path, model)
+    part_seen = False
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for at in range(0, len(content), 1 + len(content) // 40):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            other = nn.Linear(30, 20)
+            before = bits(other)
+            try:
+                load_checkpoint_in_model(other, tmp_path)
+            except (CheckpointError, FileNotFoundError) as error:
+                partly = "Linear is filled in part: fill it anew before it is used." in str(error)
+                part_seen |= partly
+                assert partly or bits(other) == before
+            else:
+                assert path.suffix == ".safetensors"  # in what is no model
+                assert bits(other) == bits(model)
+        path.write_bytes(content)
+    assert part_seen
 
 
 # What does not fit
@@ -418,7 +615,8 @@ def test_paths_that_lead_nowhere_are_refused(tmp_path):
     ):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "missing")
     with pytest.raises(
-        FileNotFoundError, match=r"should hold weights \(model.safetensors, .*, but there is none of these\. Pass"
+        FileNotFoundError,
+        match=r"a checkpoint, but it has no manifest.json, .*; or weights \(.*, but there is none of these\. Pass",
     ):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
     for name in ("b.safetensors", "a.safetensors", "c.pt"):
@@ -431,16 +629,6 @@ def test_paths_that_lead_nowhere_are_refused(tmp_path):
         ValueError, match="c.pt, which is neither a .safetensors, nor a .bin, nor an .index.json file. Pass one"
     ):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "c.pt")
-
-
-def test_a_checkpoint_of_the_whole_training_is_refused_with_what_restores_it(saved):
-    _, folder = saved
-    (folder / "manifest.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"has a manifest.json: .* Restore it with accelerator.load_state\(folder\), or name"
-    ):
-        load_checkpoint_in_model(Tied(), folder)
-    load_checkpoint_in_model(Tied(), folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("content", [

@@ -448,6 +448,9 @@ class Accelerator(ProcessControl):
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
 
+        They are counted from the beginning of the epoch, also where `load_state` has put the loader inside it: a script that
+        skips by hand lands in the same place. 0 leaves out nothing, and goes on where `load_state` has put it.
+
         It shares the epochs of the prepared loader: loop over it for the rest of an epoch, and over the loader itself from
         then on. Samples that have indices are not read.
 

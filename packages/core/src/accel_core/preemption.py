@@ -16,9 +16,9 @@ systemd signal every process of a job, the launcher among them, and torchrun pas
 again ends a process that runs on although it was told to stop.
 
 Python runs handlers between two of its instructions. While a process waits in a call outside of Python, in a collective for
-instance, it notes a signal only when that call returns, and a second one before that is not told from the first. A process
-that is stuck there is ended by SIGKILL, which schedulers and launchers send when their patience is over (torchrun after
-`--shutdown-timeout`, 30 seconds, which is also how long a checkpoint may take).
+instance, it notes a signal only when that call returns, and a second one before that is not told from the first: the grace
+begins there. A process that is stuck is ended by SIGKILL, which schedulers and launchers send when their patience is over
+(torchrun after `--shutdown-timeout`, 30 seconds, which is also how long a checkpoint may take).
 
 torchrun passes on SIGTERM, SIGINT, SIGHUP and SIGQUIT, and others that `--signals-to-handle` names.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +18,24 @@ if TYPE_CHECKING:
 class Weights(Mapping[str, Any]):
     """The state of a model, of which a value is only gathered when it is read.
 
-    Where a rank does not have all of a tensor, reading it is a collective: every rank reads the same names in the same order.
+    Unless they are replicated, reading a parameter is a collective: every rank reads the same names in the same order.
+
+    Args:
+        state: of the model.
+        world: the processes.
+        replicated: whether every rank has all of everything.
     """
 
-    def __init__(self, state: State, world: World) -> None:
+    def __init__(self, state: State, world: World, *, replicated: bool) -> None:
         self._state = state
         self._world = world
+        self._replicated = replicated
 
     def __getitem__(self, name: str) -> Any:
         entry = self._state[name]
-        return whole(self._state[entry.of] if isinstance(entry, Alias) else entry, self._world)
+        entry = self._state[entry.of] if isinstance(entry, Alias) else entry
+        own = _own(entry)
+        return own if own is not None and self._replicated else whole(entry, self._world)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -37,25 +45,29 @@ class Weights(Mapping[str, Any]):
 
 
 def whole(entry: Entry, world: World) -> Any:
-    """The value of an entry: live memory where this rank has all of it, else gathered on every rank.
+    """The value of an entry: live memory where every rank has all of it, else gathered on every rank.
 
-    A collective where ranks have parts, which is the same on all ranks: it depends on what any of them has.
+    A collective for an `Elementwise` entry.
     """
     assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
     if isinstance(entry, Opaque):
         return entry.value
     if not isinstance(entry, Elementwise):
         return entry.data
-    everything = Box.whole(entry.shape)
-    for piece in entry.pieces:
-        if piece.box == everything:
-            return piece.data
-    return _gathered(entry, world)
+    everyone = gather_objects([[piece.box for piece in entry.pieces]], world)
+    if all(Box.whole(entry.shape) in boxes for boxes in everyone):
+        return _own(entry)
+    return _gathered(entry, everyone, world)
 
 
-def _gathered(entry: Elementwise, world: World) -> torch.Tensor:
-    boxes = [piece.box for piece in entry.pieces]
-    everyone = gather_objects([boxes], world)
+def _own(entry: Entry) -> Any:
+    """The value of an entry that this rank has all of; None if it has not."""
+    if not isinstance(entry, Elementwise):
+        return entry.value if isinstance(entry, Opaque) else getattr(entry, "data", None)
+    return next((piece.data for piece in entry.pieces if piece.box == Box.whole(entry.shape)), None)
+
+
+def _gathered(entry: Elementwise, everyone: Sequence[Sequence[Box]], world: World) -> torch.Tensor:
     parts = [piece.data.detach().reshape(-1) for piece in entry.pieces]
     empty = torch.empty(0, dtype=entry.dtype, device=parts[0].device if parts else world.device)
     flat = gather(torch.cat([empty, *parts]), world)
@@ -72,7 +84,7 @@ def gathered(state: State, world: World) -> dict[str, Any]:
 
     One tensor after another is put together, on every rank.
     """
-    weights = Weights(state, world)
+    weights = Weights(state, world, replicated=False)
     found: dict[str, Any] = {}
     for name in weights:
         value = weights[name]

@@ -37,7 +37,7 @@ ALIGNMENT = 64
 """Bytes: copies begin at multiples of it, as vector instructions like it."""
 
 ORPHANED = 15.0
-"""Seconds for which a process that is ending waits for the files of the other ranks."""
+"""Seconds for which a process that is ending waits for the files of the other ranks, while none of them grows."""
 
 _POLL = 0.02
 
@@ -95,8 +95,9 @@ class Background:
             mode: what is copied before this returns.
         """
         assert self._save is None, "wait() was called"
-        self._save = _Save(work, data, publisher, (self._world.rank, tuple(members)))
-        self._save.begin(self._staging.room(work.tensors), mode)
+        save = _Save(work, data, publisher, (self._world.rank, tuple(members)))
+        save.begin(self._staging.room(work.tensors), mode)
+        self._save = save
 
     @property
     def copying(self) -> Callable[[], None] | None:
@@ -110,13 +111,22 @@ class Background:
         Raises:
             Exception: on every rank, what made it fail on any of them.
         """
-        save, self._save = self._save, None
-        if save is not None:
+        save = self._save
+        if save is None:
+            return
+        try:
+            everywhere(self._world, save.join_part)  # nobody waits for the part of a rank that failed, or is gone
             everywhere(self._world, save.join)
-
-    def discard(self) -> None:
-        """Forgets a save whose outcome nobody can ask for any more; the thread goes on. No collective."""
+        except Exception:
+            self.abandon()
+            raise
         self._save = None
+
+    def abandon(self) -> None:
+        """Ends a save that has failed somewhere else, and forgets it. No collective."""
+        if self._save is not None:
+            self._save.abandon()
+            self._save = None
 
 
 class _Save:
@@ -132,12 +142,15 @@ class _Save:
         self.copied = threading.Event()
         self._work, self._data, self._publisher = work, data, publisher
         self._rank, self._members = place
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # of the part of this rank
+        self._unpublished: Exception | None = None  # why the whole is not there
+        self._told = threading.Event()
+        self._abandoned = False
         self._thread: threading.Thread | None = None
 
     def begin(self, room: dict[str, torch.Tensor], mode: Mode) -> None:
         """Copies what cannot wait, and starts the thread."""
-        lasting = self._work.lasting if mode == "lazy" else set()
+        lasting = {key for key in self._work.lasting if mode == "lazy" and not self._work.tensors[key].is_inference()}
         versions = {key: self._work.tensors[key]._version for key in lasting}
         with torch.no_grad():
             for key, place in room.items():
@@ -154,42 +167,74 @@ class _Save:
         """Returns when training may change what is saved."""
         self.copied.wait()
 
+    def join_part(self) -> None:
+        """Waits until this rank has written its part, and raises what kept it from that."""
+        self._told.wait()
+        if self._failure is not None:
+            raise self._failure
+
     def join(self) -> None:
-        """Waits for the thread and raises what made it fail."""
+        """Waits for the thread and raises what kept it from publishing."""
         assert self._thread is not None, "it was begun"
         self._thread.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._unpublished is not None:
+            raise self._unpublished
+
+    def abandon(self) -> None:
+        """Waits for the thread, which waits for nobody any more. Whoever calls this tells the user why."""
+        assert self._thread is not None, "it was begun"
+        self._abandoned = True
+        self._thread.join()
+        self._failure = self._unpublished = None
 
     def report(self) -> None:
         """Says on stderr what nobody has asked for."""
-        failure, self._failure = self._failure, None
+        failure = self._failure or self._unpublished
+        self._failure = self._unpublished = None
         if failure is not None:
             print(f"The checkpoint in {self._data.parent} was not saved: {failure}", file=sys.stderr)  # noqa: T201
+
+    def __del__(self) -> None:
+        self.report()  # of an Accelerator that has died, nobody can ask
 
     def _let_go(self) -> None:
         self._work.tensors = {}
         self.copied.set()
 
     def _run(self, room: dict[str, torch.Tensor], versions: Mapping[str, int]) -> None:
+        written: Written | None = None
         try:
-            try:
-                self._copy(room, versions)
-            finally:
-                self._let_go()
-            self._work.tensors = room
-            written = self._work.write(self._data)
-            self._tell(written)
-            if self._publisher is not None:
-                self._publisher.publish(self._collect(written))
+            written = self._write(room, versions)
         except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
             self._failure = error
             self._tell_failure(error)
-            if self._publisher is not None:
-                self._publisher.discard()
         finally:
-            self._work.tensors, self._publisher = {}, None
+            self._work.tensors = {}
+            self._told.set()
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            self._finish(publisher, written)
+
+    def _write(self, room: dict[str, torch.Tensor], versions: Mapping[str, int]) -> Written:
+        try:
+            self._copy(room, versions)
+        finally:
+            self._let_go()
+        self._work.tensors = room
+        written = self._work.write(self._data)
+        if len(self._members) > 1:
+            write_new(self._message(self._rank, "done"), json.dumps(written.to_json()).encode())
+        return written
+
+    def _finish(self, publisher: Publisher, written: Written | None) -> None:
+        """Publishes what all have written, or removes it."""
+        try:
+            if written is not None:
+                publisher.publish(self._collect(written))
+                return
+        except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
+            self._unpublished = error
+        publisher.discard()
 
     def _copy(self, room: Mapping[str, torch.Tensor], versions: Mapping[str, int]) -> None:
         changed = []
@@ -206,32 +251,26 @@ class _Save:
                 f"asynchronous='eager'."
             )
 
-    def _tell(self, written: Written) -> None:
-        if len(self._members) > 1:
-            write_new(self._message(self._rank, "done"), json.dumps(written.to_json()).encode())
-
     def _tell_failure(self, error: Exception) -> None:
         if len(self._members) > 1:
-            with contextlib.suppress(OSError):  # a full disk, perhaps: then the others wait until this rank has ended
+            with contextlib.suppress(OSError):  # a full disk, perhaps: then the others hear of it when they wait
                 write_new(self._message(self._rank, "failed"), str(error).encode())
 
     def _collect(self, own: Written) -> list[Written]:
         if len(self._members) == 1:
             return [own]
         found = {self._rank: own}
-        deadline: float | None = None
+        patience = _Patience(self._data)
         while len(found) < len(self._members):
             for rank in self._members:
                 if rank not in found and (answer := self._answer(rank)) is not None:
                     found[rank] = answer
-            if not threading.main_thread().is_alive():
-                deadline = deadline or time.monotonic() + ORPHANED
-                if time.monotonic() > deadline:
-                    missing = sorted(set(self._members) - found.keys())
-                    raise CheckpointError(
-                        f"The training ended, and the parts of ranks {missing} were not written within {ORPHANED:.0f} s. The "
-                        f"checkpoint before it is untouched."
-                    )
+            if self._abandoned or patience.is_over():
+                missing = sorted(set(self._members) - found.keys())
+                raise CheckpointError(
+                    f"The training ended, and the parts of ranks {missing} were not written: for {ORPHANED:.0f} s none of "
+                    f"their files grew. The checkpoint before it is untouched: load that one."
+                )
             time.sleep(_POLL)
         for rank in self._members:
             os.unlink(self._message(rank, "done"))
@@ -247,6 +286,29 @@ class _Save:
 
     def _message(self, rank: int, word: str) -> Path:
         return self._data / f"rank-{rank:05d}.{word}.json"
+
+
+class _Patience:
+    """How long a process that is ending waits for others: as long as they go on writing, and a little longer.
+
+    Args:
+        folder: that they write into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._deadline = 0.0
+
+    def is_over(self) -> bool:
+        """Whether the training has ended, and nothing was written for `ORPHANED` seconds."""
+        if threading.main_thread().is_alive():
+            return False
+        with os.scandir(self._folder) as entries:
+            found = {entry.name: ((stat := entry.stat()).st_size, stat.st_mtime_ns) for entry in entries}
+        if found != self._seen:
+            self._seen, self._deadline = found, time.monotonic() + ORPHANED
+        return time.monotonic() > self._deadline
 
 
 def _report_at_exit(save: _Save) -> None:

@@ -11,8 +11,11 @@ The order of things, each of which fails on all ranks or on none:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.background import Background, Mode
     from accel_core.checkpoint.codec import Encoded
+
+VISIBLE = 5.0
+"""Seconds after which every rank sees the folder that the main process made, if they share it."""
 
 SaveHook = Callable[["list[nn.Module]", "list[Mapping[str, Any]]", str], None]
 
@@ -80,6 +86,7 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
         written = everywhere(run.world, lambda: work.write(draft.data))
         everywhere(run.world, lambda: publication.publish([written[rank] for rank in members]) if publishes else None)
     except BaseException:
+        background.abandon()  # it has begun on other ranks, perhaps
         if publishes:
             draft.discard()
         raise
@@ -138,7 +145,9 @@ def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
         return []
     numbers = range(len(run.models()))
     states = here(run.world, lambda: [run.model_state(number) for number in numbers])
-    weights: list[Mapping[str, Any]] = [Weights(state, run.world) for state in states]
+    weights: list[Mapping[str, Any]] = [
+        Weights(state, run.world, replicated=run.strategy.replicates_parameters) for state in states
+    ]
     given = list(weights)
     models = [record.original for record in run.models()]
     everywhere(run.world, lambda: _call_hooks(request, models, weights))
@@ -204,7 +213,13 @@ def _window(run: Run) -> int:
 
 
 def _check_visible(draft: Draft, rank: int) -> None:
-    if not draft.data.is_dir():
+    deadline = time.monotonic() + VISIBLE
+    while not draft.data.is_dir():
+        if time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # a network file system may remember for a while that nothing was there
+                os.listdir(draft.folder)
+            time.sleep(0.1)
+            continue
         raise CheckpointError(
             f"{draft.data} was made by the main process, and rank {rank} does not see it: the ranks do not share this folder. "
             f"Save into one that they share, or let every node save a full set: ProjectConfiguration(save_on_each_node=True)."

@@ -1,4 +1,5 @@
-"""What files of weights hold, one tensor at a time: safetensors, and what `torch.save` writes if it is nothing but tensors.
+"""What files of weights hold, one tensor at a time: safetensors, what `torch.save` writes if it is nothing but tensors, and the
+model in a checkpoint of `save_state`, whose hashes are verified while it is read.
 
 Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data is read from here, because
 a mapping of the file would take memory beside the model's, and is killed where the file becomes shorter.
@@ -21,6 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from accel_core.checkpoint.boxes import Box
+from accel_core.checkpoint.content import MODEL
+from accel_core.checkpoint.manifest import Flaw, unseal
+from accel_core.checkpoint.plan import StoredBox, StoredBoxes
+from accel_core.checkpoint.reading import Checkpoint
 from accel_core.checkpoint.tensor_files import SAFETENSORS_DTYPES
 from accel_core.errors import CheckpointError
 
@@ -60,13 +66,16 @@ class Stored(NamedTuple):
 
 
 def stored_in(checkpoint: Path, files: ExitStack) -> dict[str, Stored]:
-    """By name what the weights at a path hold: a file, an index or a directory. The files stay open as long as `files`.
+    """By name what the weights at a path hold: a checkpoint, a file, an index or a directory. Files stay open as long as `files`.
 
     Raises:
-        CheckpointError: for a file that is damaged, or holds no weights.
+        CheckpointError: for a checkpoint or a file that is damaged, and a file that holds no weights.
         FileNotFoundError: if there is none.
-        ValueError: if the path leads to something else.
+        ValueError: if the path leads to something else, and for a checkpoint of several models.
     """
+    held = _stored_in_checkpoint(checkpoint, files)
+    if held is not None:
+        return held
     path = _entry(checkpoint)
     if path.name.endswith(_INDEX):
         return _stored_in_parts(path, files)
@@ -82,20 +91,71 @@ def _entry(checkpoint: Path) -> Path:
             f"is neither a file nor a directory. Give {CALL} the directory that save_model wrote into, or a file of it"
         )
         raise FileNotFoundError(errno.ENOENT, text, str(checkpoint))
-    if (checkpoint / "manifest.json").is_file():
-        raise ValueError(
-            f"{CALL} reads plain weights, but {checkpoint} has a manifest.json: it is a checkpoint of the whole training. "
-            f"Restore it with accelerator.load_state(folder), or name the file of weights in it that is to be read."
-        )
     named = next((checkpoint / name for name in _ENTRIES if (checkpoint / name).is_file()), None)
     if named is not None:
         return named
     single = sorted(checkpoint.glob("*.safetensors"))
     if len(single) == 1:
         return single[0]
-    found = f"several files, {listed([path.name for path in single])}, and no index" if single else "none"
-    text = f"should hold weights ({', '.join(_ENTRIES)}, or one .safetensors file), but there are {found}. Pass the file itself"
-    raise FileNotFoundError(errno.ENOENT, text.replace("are none", "is none of these"), str(checkpoint))
+    raise _nothing_in(checkpoint, [path.name for path in single])
+
+
+def _nothing_in(directory: Path, unnamed: Sequence[str]) -> FileNotFoundError:
+    """The error for a directory with none or several of the files that no index names."""
+    manifest = unseal(directory)
+    why = manifest.found if isinstance(manifest, Flaw) else "has none of the models: all were left to hooks"
+    found = f"are several files, {listed(unnamed)}, and no index" if unnamed else "is none of these"
+    text = (
+        f"should hold a checkpoint, but it {why}; or weights ({', '.join(_ENTRIES)}, or one .safetensors file), but there "
+        f"{found}. Pass the file itself"
+    )
+    return FileNotFoundError(errno.ENOENT, text, str(directory))
+
+
+def _stored_in_checkpoint(folder: Path, files: ExitStack) -> dict[str, Stored] | None:
+    """The weights of the one model in a checkpoint. None if there is no checkpoint, or if it has no model, but left it to hooks."""
+    found = unseal(folder)
+    if isinstance(found, Flaw) and found.kind not in ("newer", "damaged"):
+        return None
+    checkpoint = files.enter_context(Checkpoint(folder))
+    units = checkpoint.units(MODEL)
+    left = checkpoint.manifest.record["left_to_hooks"]
+    if not units:
+        return None
+    if len(units) + len(left) > 1:
+        models = [f"{unit} ({len(checkpoint.names(unit))} tensors)" for unit in units]
+        models += [f"{unit} (left to a hook)" for unit in left]
+        raise ValueError(
+            f"{CALL} was asked to fill a model from {folder}, but this checkpoint has {len(models)}: {listed(sorted(models))}. "
+            f"Restore all with accelerator.load_state(folder), or save each with accelerator.save_model(model, folder), and "
+            f"pass that folder."
+        )
+    return {name: _of_checkpoint(checkpoint, units[0], name) for name in checkpoint.names(units[0])}
+
+
+def _of_checkpoint(checkpoint: Checkpoint, unit: str, name: str) -> Stored:
+    index = checkpoint.index
+    full = index.aliases.get(f"{unit}/{name}", f"{unit}/{name}")
+    key, record = full.removeprefix(f"{unit}/"), index.tensors[full]
+    if record["kind"] not in ("elementwise", "replicated"):
+        forms = sorted({part["signature"] for part in record["parts"] if "signature" in part})
+        return Stored(checkpoint.folder, key, None, (), _never, f"{record['kind']} ({listed(forms)}), no plain tensor,")
+    whole = Box.whole(tuple(record["shape"]))
+    # What every rank had alike is there once, as one box.
+    boxes = [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
+    stored = StoredBoxes(full, index.boxes(full) if record["kind"] == "elementwise" else boxes)
+    reads = [  # every file is opened here, so that one which is not as it was is found before anything is changed
+        (copy.target, partial(checkpoint.reader(copy.stored.file).read_box, copy.stored.key, copy.source))
+        for copy in stored.copies(whole)
+    ]
+    return Stored(checkpoint.folder, key, index.dtype(full), whole.sizes, partial(_read_boxes, reads))
+
+
+def _read_boxes(reads: Sequence[tuple[Box, Callable[..., None]]], target: torch.Tensor) -> None:
+    data = target.detach().as_subclass(torch.Tensor)
+    for box, read in reads:
+        read(data[box.slices], cast=True)
+    torch.autograd.graph.increment_version(target)  # it has not seen what was read into its very memory
 
 
 def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:

@@ -1,4 +1,5 @@
-"""Reads plain weights into a model: what `save_model` and other libraries write, as safetensors or by `torch.save`.
+"""Reads weights into a model: those of a checkpoint, and what `save_model` and other libraries write, as safetensors or by
+`torch.save`.
 
 What is read and where it goes are compared before anything is changed, so weights that do not fit leave the model as it was.
 Then one tensor after another goes from its file into the parameter: into its very memory where dtype and layout are equal,
@@ -38,16 +39,17 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Reads weights into a model, whole or not at all. No collective: a rank that calls it reads by itself.
+    """Reads weights into a model: all of them, or it raises. No collective: a rank that calls it reads by itself.
 
     Parameters and buffers stay the same objects, so an optimizer that holds them trains the new values. Names that share
     memory in the model (tied weights) need one name in the files, and stay tied.
 
     Args:
         model: its parameters have memory. What is inside a compiled or data-parallel wrapper is filled.
-        checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a directory that holds
-            model.safetensors, pytorch_model.bin, an index of one of these names, or a single `.safetensors` file. Where
-            there is more than one, the first in this order, the index of a name behind its file.
+        checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a directory that holds a
+            checkpoint of one model, as `save_state` writes it under any strategy, model.safetensors, pytorch_model.bin, an
+            index of one of these names, or a single `.safetensors` file. Where there is more than one, the first in this
+            order, the index of a name behind its file.
         device_map: {"": device} moves the model there first.
         offload_folder: not offered by accel-core.
         dtype: which floating tensors that are read have afterwards. None: parameters keep theirs, and values are cast.
@@ -62,10 +64,11 @@ def load_checkpoint_in_model(
 
     Raises:
         CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the weights do not fit, listing
-            what is missing, unexpected or different. The model is as it was.
+            what is missing, unexpected or different. The model is as it was, unless the message says that it is filled in
+            part: whether the values in a checkpoint are undamaged is known when they have been read.
         FileNotFoundError: if there is no such file or directory, or no weights in it.
         NotInstalledError: for what accel-big-model offers: other device maps, and offloading.
-        ValueError: for arguments that cannot be followed, and for a model without memory.
+        ValueError: for arguments that cannot be followed, a checkpoint of several models, and a model without memory.
     """
     _refuse_offloading(offload_folder, offload_state_dict, offload_buffers, offload_8bit_bnb)
     _refuse_sharding(full_state_dict, broadcast_from_rank0)
@@ -86,7 +89,12 @@ def load_checkpoint_in_model(
             warnings.warn(f"{text}\nThe rest was read, because of strict=False.", stacklevel=2)
         if device is not None:
             slots = _moved(inner, slots, device)
-        _fill(slots, stored, misfits, casts)
+        try:
+            _fill(slots, stored, misfits, casts)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} {type(inner).__name__} is filled in part: fill it anew before it is used."
+            ) from error
 
 
 @dataclass
