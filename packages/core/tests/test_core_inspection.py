@@ -10,7 +10,8 @@ import torch
 
 from accel_core.checkpoint.folder import Draft
 from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.inspection import add_arguments, compare, describe, list_checkpoints, run, verify
+from accel_core.checkpoint.comparison import compare
+from accel_core.checkpoint.inspection import add_arguments, describe, list_checkpoints, run, verify
 from accel_core.checkpoint.manifest import Manifest
 from accel_core.checkpoint.part_file import write_part
 from accel_core.checkpoint.stored import DTYPES

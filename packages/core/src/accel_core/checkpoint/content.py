@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MODEL, OPTIMIZER, SCHEDULER, LOADER, OBJECT = "model", "optimizer", "scheduler", "loader", "object"
 GRADIENT, ACCUMULATION, RANDOM = "gradient", "accumulation", "random"
 LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
+COMPONENTS = ("precision", "strategy", "plugin")
 VALUES = "values"  # of an optimizer: what is no tensor in the state of its parameters
 
 

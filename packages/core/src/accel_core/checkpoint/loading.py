@@ -72,7 +72,7 @@ def load(run: Run, request: LoadRequest) -> dict[str, Any]:
     checkpoint = here(world, lambda: Checkpoint(request.folder))
     with checkpoint:
         _check_same(everywhere(world, lambda: checkpoint.manifest.id))
-        left = here(world, lambda: _run_hooks(run, request))
+        left = _run_hooks(run, request)
         restoring = _Restoring(run, checkpoint, left)
         misfits = everywhere(world, lambda: list(restoring.misfits()))
         _raise_misfits(checkpoint.folder, misfits)
@@ -101,7 +101,18 @@ def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
 
 
 def _run_hooks(run: Run, request: LoadRequest) -> list[int]:
-    """Lets the user's hooks read, and says which models they have taken."""
+    """Lets the user's hooks read, and says which models they have taken, which is the same on all ranks. A collective."""
+    taken = everywhere(run.world, lambda: _call_hooks(run, request))
+    if any(each != taken[0] for each in taken):
+        raise CheckpointError(
+            f"The hooks of register_load_state_pre_hook() took other models out of `models` on each rank (their numbers, by "
+            f"rank: {taken}), so some ranks would have them loaded, and others not. Take them out on every rank, also where "
+            f"the main process alone reads."
+        )
+    return taken[0]
+
+
+def _call_hooks(run: Run, request: LoadRequest) -> list[int]:
     given = [record.original for record in run.models()]
     models = list(given)
     for hook in request.hooks:
@@ -162,9 +173,8 @@ class _Restoring:
     def _misfits_in_number(self) -> Iterator[str]:
         prepared, saved = self._run.prepared, self._checkpoint
         left = saved.manifest.record["left_to_hooks"]
-        models = {*saved.units(MODEL), *left}
         for kind, here_are, there in (
-            (MODEL, len(prepared.models), len(models)),
+            (MODEL, len(prepared.models), saved.manifest.record["models"]),
             (OPTIMIZER, len(prepared.optimizers), len(saved.units(OPTIMIZER))),
             (SCHEDULER, len(prepared.schedulers), len(saved.units(SCHEDULER))),
             (LOADER, len(prepared.loaders), len(saved.units(LOADER))),
@@ -173,10 +183,10 @@ class _Restoring:
             if here_are != there:
                 what = "registered objects" if kind == OBJECT else f"{kind}s"
                 yield f"there are {here_are} {what} here, and {there} in the checkpoint"
-        for name, component in self._run.components.items():
-            if has_state(component) != (name in saved.index.objects):
-                has, has_not = ("here", "in the checkpoint") if has_state(component) else ("in the checkpoint", "here")
-                yield f"the {name} has a state {has}, and none {has_not}"
+        components = {name for name, component in self._run.components.items() if has_state(component)}
+        for name in sorted(components ^ saved.components()):
+            has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
+            yield f"the {name} has a state {has}, and none {has_not}"
         for unit in left:
             if int(unit.rpartition(".")[2]) not in self._left:
                 yield f"{unit} was left to a hook of register_save_state_pre_hook(), and no hook here has taken it"
@@ -186,8 +196,9 @@ class _Restoring:
         state = self._run.model_state(number)
         self._states[number] = within(unit, state)
         names = self._checkpoint.names(unit)
-        if not names:
-            return  # there are more models here, which is said already; or a hook saved it, which is said too
+        record = self._checkpoint.manifest.record
+        if number >= record["models"] or unit in record["left_to_hooks"]:
+            return  # which is said already
         missing, unknown = (
             [name for name in state if name not in set(names)],
             [name for name in names if name not in state],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.content import VALUES
+from accel_core.checkpoint.content import COMPONENTS, VALUES
 from accel_core.checkpoint.index import Index
 from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
 from accel_core.checkpoint.manifest import Manifest, read_manifest
@@ -76,6 +76,10 @@ class Checkpoint:
         every = {name.partition("/")[0] for name in self.index.tensors} | self.index.objects.keys()
         own = {unit for unit in every if unit.partition(".")[0] == kind and unit.rpartition(".")[2] != VALUES}
         return sorted(own, key=lambda unit: (len(unit), unit))
+
+    def components(self) -> set[str]:
+        """The units that are the states of components, such as "precision" and "plugin.0"."""
+        return {unit for unit in self.index.objects if unit.partition(".")[0] in COMPONENTS}
 
     def jobs(self, name: str, entry: Entry, rank: int, ranks: int) -> Iterator[Job]:
         """What is to be done so that the tensors of an entry hold what the checkpoint has under `name`.

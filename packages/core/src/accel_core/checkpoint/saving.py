@@ -78,7 +78,8 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
     try:
         left = _run_hooks(run, request)
         work, portraits = _agree(run, draft, members, left)
-        record = {**request.record, "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
+        models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
+        record = {**request.record, **models}
         publication = _Publication(draft, record, portraits, request.published)
         if request.mode is not None:
             everywhere(run.world, lambda: background.start(work, draft.data, publication if publishes else None, members, request.mode))  # type: ignore[arg-type]  # fmt: skip
