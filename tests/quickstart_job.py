@@ -89,7 +89,7 @@ class Death:
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self._last = draw.randint(2 * EVERY, 6 * EVERY)
+        self._last = draw.randint(3 * EVERY, 6 * EVERY)
         self._later = 4 * draw.random()
         self._processes: list[int] = []
         self._begun = 0.0

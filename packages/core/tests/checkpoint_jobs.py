@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -144,7 +146,8 @@ def forked(function, world_size, *args, limit=SOON):
     killed, and its code says so.
     """
     assert threading.active_count() == 1
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as holder:
+    folder = tempfile.mkdtemp()  # of which the children know no finalizer
+    with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
@@ -152,7 +155,9 @@ def forked(function, world_size, *args, limit=SOON):
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         children = [_fork(function, args, rank, world_size, port, file) for rank, file in enumerate(files)]
         ends = _reap(children, start, limit)
-        return [_ended(*end, file) for end, file in zip(ends, files, strict=True)]
+        found = [_ended(*end, file) for end, file in zip(ends, files, strict=True)]
+    shutil.rmtree(folder)
+    return found
 
 
 def value_of(function, *args):
@@ -175,11 +180,14 @@ def _fork(function, args, rank, world_size, port, file):
         os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         Path(f"{file}.value").write_bytes(pickle.dumps(function(*args)))
         code = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    # The end of a script, but for what would wait here for threads that a fork does not have.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _reap(children, start, limit):

@@ -6,7 +6,7 @@ It reads what real runs save, and finds what they had.
 from __future__ import annotations
 
 import base64
-import datetime
+import datetime as dt
 import json
 import math
 import re
@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum, Flag, auto
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-import numpy
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -106,11 +106,10 @@ class Reader:
                 state[parameter].update(values)
         names = {name for group in about["groups"] for name in group["names"]}
         for name, value in self.unit(unit).items():
-            if name in names:
-                state[name].update(value["whole"]["state"])
-            else:
-                parameter, _, key = name.rpartition("/")
-                state[parameter][key] = value
+            parameter, _, key = (name, "", "") if name in names else name.rpartition("/")
+            opaque = self.index["tensors"][f"{unit}/{name}"]["kind"] == "opaque"
+            if name != "(shared)":
+                state[parameter].update(value["whole"]["state"] if opaque else {key: value})
         return about, dict(state)
 
     def value(self, entry):
@@ -180,16 +179,16 @@ def with_attributes(kind):
 
 def array_of(dtype, data):
     if dtype[0] in "<>|":
-        return numpy.frombuffer(data.numpy().tobytes(), dtype).reshape(data.shape[:-1])
+        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(data.shape[:-1])
     return data.numpy()
 
 
 def datetime_of(value, fold, tz):
-    return datetime.datetime.fromisoformat(value).replace(fold=fold, tzinfo=tz)
+    return dt.datetime.fromisoformat(value).replace(fold=fold, tzinfo=tz)
 
 
 FACTORIES = {kind.__name__: kind for kind in (int, list, dict, set, float, str, OrderedDict, Counter, deque)}
-TRANSLATED = {"class": "kind"}
+TRANSLATED = {"class": "kind", "bytes": "content"}  # fields that are words of Python
 JOIN = {
     "int": lambda value: int(value, 16),
     "float": float_of,
@@ -208,18 +207,16 @@ JOIN = {
     "range": lambda start, stop, step: range(start, stop, step),
     "torch.dtype": lambda name: getattr(torch, name),
     "torch.device": lambda name: torch.device(name),
-    "Path": Path,
-    "PurePosixPath": PurePosixPath,
-    "PureWindowsPath": PureWindowsPath,
-    "date": datetime.date.fromisoformat,
+    "Path": lambda value: Path(value),
+    "PurePosixPath": lambda value: PurePosixPath(value),
+    "PureWindowsPath": lambda value: PureWindowsPath(value),
+    "date": lambda value: dt.date.fromisoformat(value),
     "datetime": datetime_of,
-    "timedelta": datetime.timedelta,
-    "timezone": lambda offset, name: datetime.timezone(offset, *([] if name is None else [name])),
+    "timedelta": dt.timedelta,
+    "timezone": lambda offset, name: dt.timezone(offset, *([] if name is None else [name])),
     "numpy.ndarray": array_of,
-    "numpy.scalar": lambda dtype, bytes: numpy.frombuffer(bytearray.fromhex(bytes), dtype)[0],
+    "numpy.scalar": lambda dtype, content: np.frombuffer(bytearray.fromhex(content), dtype)[0],
 }
-for _positional in ("Path", "PurePosixPath", "PureWindowsPath", "date"):
-    JOIN[_positional] = lambda value, join=JOIN[_positional]: join(value)
 
 
 def read_manifest(text):
@@ -269,16 +266,16 @@ def values():
         "torch": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])],
         "paths": [Path("a/b"), PurePosixPath("/c"), PureWindowsPath("d\\e")],
         "times": [
-            datetime.date(2024, 2, 29),
-            datetime.datetime(2024, 2, 29, 12, fold=1),
-            datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "here")),
-            datetime.timedelta(days=-1, microseconds=1),
+            dt.date(2024, 2, 29),
+            dt.datetime(2024, 2, 29, 12, fold=1),
+            dt.datetime(2024, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1), "here")),
+            dt.timedelta(days=-1, microseconds=1),
         ],
         "tensors": [shared, shared, torch.ones(2, 2).T.bfloat16(), torch.tensor(True), torch.empty(0, 3)],
         "rare": [torch.tensor([1 + 2j], dtype=torch.complex128), torch.ones(2).to(torch.float8_e5m2)],
         "leaves": [torch.ones(1, requires_grad=True), nn.Parameter(torch.ones(1))],
         "large": torch.arange((9 << 20) // 4 + 3, dtype=torch.int32),  # three blocks, the last of them short
-        "numpy": [numpy.arange(3.0), numpy.arange(2, dtype=">i2"), numpy.array(["ab", "c"]), numpy.float32(0.5)],
+        "numpy": [np.arange(3.0), np.arange(2, dtype=">i2"), np.array(["ab", "c"]), np.float32(0.5)],
     }
 
 
@@ -406,10 +403,9 @@ def assert_equal(found, expected):
     assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.detach().contiguous().view(-1).view(torch.uint8).equal(
-            expected.detach().contiguous().view(-1).view(torch.uint8)
-        )
-    elif isinstance(expected, numpy.ndarray):
+        one, other = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (found, expected))
+        assert torch.equal(one, other)
+    elif isinstance(expected, np.ndarray):
         assert found.dtype == expected.dtype
         assert found.tolist() == expected.tolist()
     elif isinstance(expected, dict):
@@ -450,6 +446,62 @@ def test_the_reader_assembles_tensors_that_were_cut_in_any_way(strategy, tmp_pat
     }
 
 
+class Extended(torch.optim.SGD):
+    """Keeps more than its class: a tensor that is in no table, a text, and something under a key that is no parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(codes=[torch.arange(2), 1], word="a word")
+        self.state["all"] = {"count": 1}
+
+
+class Unknown(torch.optim.Optimizer):
+    """Is in no table."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(mean=parameter.grad.clone(), word="a word")
+
+
+class Alone(torch.optim.SGD):
+    """Says itself what its state is."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "own": (1, 2)}
+
+
+def stepped(kind, folder):
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = kind(model.parameters(), lr=0.1)
+    trained, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(trained(torch.ones(1, 2)).sum())
+    optimizer.step()
+    accelerator.save_state(folder)
+    return model, optimizer, Reader(folder)
+
+
+@pytest.mark.parametrize("kind", [Extended, Unknown])
+def test_the_reader_finds_state_that_nobody_declared(kind, tmp_path):
+    model, optimizer, reader = stepped(kind, tmp_path)
+    _, state = reader.optimizer(0)
+    assert_equal(state, {"0.weight": dict(optimizer.state[model.weight])})
+    if kind is Extended:
+        assert reader.tensor("optimizer.0/(shared)")["whole"] == {"state": {"all": {"count": 1}}, "laid_out": []}
+
+
+def test_the_reader_finds_the_state_of_an_optimizer_that_tells_it_itself(tmp_path):
+    _, optimizer, reader = stepped(Alone, tmp_path)
+    about, state = reader.optimizer(0)
+    assert state == {}
+    assert about["groups"] == [{"names": ["0.weight"]}]
+    assert_equal(about["whole"], optimizer.state_dict())
+
+
 def test_one_flipped_bit_in_any_file_is_found(saved, tmp_path):
     folder, _ = saved
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -482,7 +534,13 @@ def test_the_seal_covers_every_byte_of_the_manifest(saved):
 def members_on_the_page(heading):
     """The first column of the table behind a heading."""
     section = re.split(r"^#+ ", PAGE.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
-    return [name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    return [name for row in rows for name in words(row)]
+
+
+def words(text):
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", text)
 
 
 def test_the_page_lists_every_member_of_the_files(saved):
@@ -504,6 +562,7 @@ def test_the_page_lists_every_member_of_the_files(saved):
 def test_the_page_has_every_tag_with_its_fields():
     from accel_core.checkpoint import decoder
 
-    rows = re.findall(r"^\| (`.*?`) \| ([^|]*) \|", PAGE.partition("\n## Values\n")[2].partition("\n## ")[0], re.MULTILINE)
-    found = {tag: set(re.findall(r"`(\w+)`", fields)) for tags, fields in rows for tag in re.findall(r"`([^`]+)`", tags)}
+    section = PAGE.partition("\n## Values\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| ([^|]*) \|", section, re.MULTILINE)
+    found = {tag: set(words(fields)) for tags, fields in rows for tag in words(tags)}
     assert found == {tag: set(fields) for tag, fields in decoder._FIELDS.items()}

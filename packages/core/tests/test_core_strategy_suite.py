@@ -174,7 +174,7 @@ def test_a_failure_says_how_far_off_a_gradient_is():
     with pytest.raises(
         AssertionError, match=r"it: backbone\.weight is off by 5\.0e-01, being 0\.5 times what it should be"
     ):
-        strategy_suite._compare(halved, right, "it", "Rule")
+        strategy_suite.compare(halved, right, "it", "Rule")
 
 
 def gradients_of_a_net():

@@ -352,7 +352,7 @@ class Accelerator(ProcessControl):
     def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
         """From now on a signal does not end this process, but makes `should_stop` true. No collective.
 
-        A second arrival of the same signal does what it did before. `end_training` gives signals back what they did before.
+        One that arrives 5 seconds after the first, or later, does what it did before. `end_training` gives signals back what they did before.
 
         Args:
             signals: such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a machine away.

@@ -89,20 +89,24 @@ class IndexBatches:
         self.delivered: Count | None = None
         self.bypassed = False
         self._streams: dict[str, Any] | None = None
+        self._undisturbed = streams.undisturbed
 
     def begin(self) -> None:
         """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them.
 
         What torch and samplers draw to begin an epoch was drawn in the run that is continued, before its streams were saved.
+        Between two epochs that is true of what torch draws to start workers that persist.
         """
         self.opened = None
-        self._streams = streams.capture(self.outlet.device) if getattr(self.source, "resumes", False) else None
+        resumes, restarts = getattr(self.source, "resumes", False), getattr(self.source, "restarts_workers", False)
+        self._streams = streams.capture(self.outlet.device) if resumes or restarts else None
+        self._undisturbed = streams.undisturbed if resumes else streams.set_back
 
     def open(self) -> Opening:
         """Begins an iteration of the source."""
         opening = self.source.open(self.outlet.feed)
         if self._streams is not None:
-            opening.reads = _undisturbed(opening.reads, self._streams, self.outlet.device)
+            opening.reads = self._undisturbed(opening.reads, self._streams, self.outlet.device)
         return opening
 
     def take(self) -> Opening | None:
@@ -366,14 +370,6 @@ def unmatched(how: str) -> str:
         f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "
         f"leave the loader out of prepare()."
     )
-
-
-def _undisturbed(reads: Iterator[Read], before: dict[str, Any], device: torch.device | None) -> Iterator[Read]:
-    """The reads, with the random streams as they were `before` when the first of them is fetched."""
-    for number, read in enumerate(reads):
-        if number == 0:
-            streams.restore(before, device)
-        yield read
 
 
 def _batches_looked_ahead(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from typing import Any, TypeGuard
+from collections.abc import Iterator
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
 from accel_core.errors import CheckpointError
 from accel_core.seeding import derive_seed
+
+T = TypeVar("T")
 
 PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
 _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
@@ -59,6 +62,22 @@ def begin(seed: int, rank: int, step: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seeds[2])
     if _has_stream(device):
         torch.get_device_module(device.type).manual_seed(seeds[3])
+
+
+def undisturbed(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+    """The items, with the streams set to `before` when the first of them has been fetched, or found to be missing."""
+    missing = object()
+    first = next(items, missing)
+    restore(before, device)
+    if first is not missing:
+        yield first  # type: ignore[misc]
+        yield from items
+
+
+def set_back(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+    """The items, with the streams set to `before` when the first of them is asked for."""
+    restore(before, device)
+    yield from items
 
 
 def _has_stream(device: torch.device | None) -> TypeGuard[torch.device]:

@@ -105,6 +105,12 @@ class Epochs:
         """Whether the next iteration goes on inside an epoch: a position in it was loaded."""
         return self._pending is not None and self._pending.samples > 0
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the next iteration is the first of this process, and not of the run: the end of an epoch was loaded."""
+        pending = self._pending
+        return pending is not None and not pending.samples and pending.epoch > 0 and not self.has_opened
+
     def position(self) -> Start:
         """Where the latest iteration stands; the beginning of the next epoch once it has ended."""
         current = self.current

@@ -108,6 +108,11 @@ class EpochSource:
         """Whether the next iteration goes on inside an epoch, or by hand from its beginning, after a position was loaded."""
         return self.epochs.resumes
 
+    @property
+    def restarts_workers(self) -> bool:
+        """Whether workers that persist are about to be started, which the run that is continued had already."""
+        return self._draws_base_once and self.epochs.restarts
+
     def tell_epoch(self, epoch: int) -> None:
         """Passes the epoch on to the dataset, the batch sampler and the sampler, where they take it."""
         tell_epoch(epoch, self.dataset, self.sampler, getattr(self.sampler, "sampler", None))

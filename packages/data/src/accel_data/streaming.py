@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
+from accel_core import streams
 from accel_core.feed import Rows
 from accel_core.reads import length_of, looked_ahead
 from accel_core.samples import Positions
@@ -95,6 +96,7 @@ class StreamSource:
         self._synchronise = synchronise
         # Only the last batch may be short. Workers end one after the other, and other classes may yield what they like.
         self._is_regular = type(loader) is DataLoader and not loader.num_workers and bool(loader.batch_size)
+        self._workers_persist = loader.persistent_workers
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
         """One iteration over what `fetched` gives.
@@ -107,11 +109,18 @@ class StreamSource:
         Raises:
             ValueError: if what is left out ends before a loaded position to which the dataset has gone on by itself.
         """
+        resumes, restarts = self.epochs.resumes, self._workers_persist and self.epochs.restarts
+        before = streams.capture(outlet.device) if resumes or restarts else {}
         start = self._beginning(stateful)
         self.tell_epoch(start.epoch)
         opening = self.epochs.open(start)
         settle(given_generators(self.dataset), start, opening.progress, self._synchronise, self.synchronised)
-        return self._reported(opening, self._arriving(start, fetched, stateful), outlet)
+        arriving = self._arriving(start, fetched, stateful)
+        if resumes:
+            arriving = streams.undisturbed(arriving, before, outlet.device)
+        elif restarts:
+            streams.restore(before, outlet.device)
+        return self._reported(opening, arriving, outlet)
 
     @property
     def step(self) -> int:
@@ -304,11 +313,14 @@ def _restarted(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -
     """A pass from a state at the end of an epoch.
 
     Some pipelines begin anew from there, others end once more first; where a loader and its dataset both have a state, each of
-    them may. `tell` tells the dataset the epoch, for a loader may have put it into its older state only now.
+    them may. `tell` tells the dataset the epoch, for a loader may have put it into its older state only now. What an empty pass
+    draws is drawn again by the next one.
     """
+    before = streams.capture(None)
     for number in range(3):
         empty = True
         if number:
+            streams.restore(before, None)
             tell()
         for batch in fetched():
             empty = False

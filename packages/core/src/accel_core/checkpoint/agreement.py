@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_core.collectives import broadcast_object, gather_objects
-from accel_core.errors import CheckpointError
+from accel_core.errors import CheckpointError, CollectiveMismatchError
 
 if TYPE_CHECKING:
     from accel_core.world import World
@@ -30,13 +30,32 @@ def everywhere(world: World, work: Callable[[], T]) -> list[T]:
     failure: Exception | None = None
     try:
         result = work()
+    except CollectiveMismatchError:
+        raise  # on every rank, so that nobody waits for the outcome
     except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
         failure = error
-    outcomes = gather_objects([(portable(failure), result)], world)
+    outcomes: list[tuple[Exception | None, Any]] = exchange(world, "to go on", (portable(failure), result))
     for rank, (reason, _) in enumerate(outcomes):
         if reason is not None:
             raise located(reason, rank) from failure
     return [found for _, found in outcomes]
+
+
+def exchange(world: World, purpose: str, value: T) -> list[T]:
+    """The values of all ranks, in rank order, if they came for the same purpose. A collective.
+
+    Raises:
+        CollectiveMismatchError: on every rank, if they did not.
+    """
+    found: list[tuple[str, T]] = gather_objects([(purpose, value)], world)
+    if any(other != purpose for other, _ in found):
+        purposes = "; ".join(f"rank {rank} {other}" for rank, (other, _) in enumerate(found))
+        raise CollectiveMismatchError(
+            f"The ranks wait for each other in the middle of a checkpoint, but not for the same: {purposes}. Weights that are "
+            f"spread over the ranks are put together when they are read: let hooks read the same names in the same order on "
+            f"every rank, also where the main process alone writes."
+        )
+    return [each for _, each in found]
 
 
 def here(world: World, work: Callable[[], T]) -> T:

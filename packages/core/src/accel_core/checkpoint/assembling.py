@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.checkpoint.boxes import Box
+from accel_core.checkpoint.agreement import exchange
+from accel_core.checkpoint.boxes import Box, uncovered
 from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, State
-from accel_core.collectives import gather, gather_objects
+from accel_core.collectives import gather
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.world import World
@@ -35,7 +37,7 @@ class Weights(Mapping[str, Any]):
         entry = self._state[name]
         entry = self._state[entry.of] if isinstance(entry, Alias) else entry
         own = _own(entry)
-        return own if own is not None and self._replicated else whole(entry, self._world)
+        return own if own is not None and self._replicated else whole(name, entry, self._world)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -44,17 +46,20 @@ class Weights(Mapping[str, Any]):
         return len(self._state)
 
 
-def whole(entry: Entry, world: World) -> Any:
+def whole(name: str, entry: Entry, world: World) -> Any:
     """The value of an entry: live memory where every rank has all of it, else gathered on every rank.
 
     A collective for an `Elementwise` entry.
+
+    Raises:
+        CollectiveMismatchError: on every rank, if another one reads something else, or nothing.
     """
     assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
     if isinstance(entry, Opaque):
         return entry.value
     if not isinstance(entry, Elementwise):
         return entry.data
-    everyone = gather_objects([[piece.box for piece in entry.pieces]], world)
+    everyone = exchange(world, f"to read {name!r}", [piece.box for piece in entry.pieces])
     if all(Box.whole(entry.shape) in boxes for boxes in everyone):
         return _own(entry)
     return _gathered(entry, everyone, world)
@@ -68,6 +73,12 @@ def _own(entry: Entry) -> Any:
 
 
 def _gathered(entry: Elementwise, everyone: Sequence[Sequence[Box]], world: World) -> torch.Tensor:
+    gap = uncovered(entry.shape, {box for boxes in everyone for box in boxes})
+    if gap is not None:
+        raise CheckpointError(
+            f"A tensor of the shape {list(entry.shape)} was to be put together, but of what the ranks have of it {gap}. Correct "
+            f"the model_state of the strategy."
+        )
     parts = [piece.data.detach().reshape(-1) for piece in entry.pieces]
     empty = torch.empty(0, dtype=entry.dtype, device=parts[0].device if parts else world.device)
     flat = gather(torch.cat([empty, *parts]), world)

@@ -105,7 +105,7 @@ class Checkpoints:
         self.wait()
         folder = self._folder_to_load(input_dir)
         record = load(self._run, LoadRequest(folder, tuple(self._load_hooks.values())))
-        if self._project.automatic_checkpoint_naming and folder.parent == self._root():
+        if self._project.automatic_checkpoint_naming and all(everywhere(world, lambda: self._is_managed(folder))):
             self._known = True
             self._project.iteration = self._next_number(record)
 
@@ -118,6 +118,9 @@ class Checkpoints:
         """Above all that are there, so that the newest is always that of the latest training."""
         highest = everywhere(self._run.world, lambda: max(retention.numbers(self._root()), default=-1))
         return max(*highest, record["iteration"] if record["iteration"] is not None else -1) + 1
+
+    def _is_managed(self, folder: Path) -> bool:
+        return folder.parent.resolve() == self._root().resolve()
 
     def _root(self) -> Path:
         assert self._project.project_dir is not None, "automatic names were asked for"
@@ -150,7 +153,8 @@ class Checkpoints:
                 "taken. Type load_state('my_checkpoint'), or the ProjectConfiguration of the run that saved it."
             )
         if self._each_node:
-            return min(everywhere(self._run.world, lambda: retention.newest(self._root())), key=_number)
+            number = min(everywhere(self._run.world, lambda: _number(retention.newest(self._root()))))
+            return self._root() / retention.name(number)  # which is another folder on each node, perhaps
         return on_main(self._run.world, lambda: retention.newest(self._root()))
 
     @property

@@ -22,6 +22,7 @@ from accel_core.checkpoint.layouts import Alias, Entry, Partial, State
 from accel_core.checkpoint.model_state import names_of
 from accel_core.collectives import gather_objects
 from accel_core.errors import CheckpointError
+from accel_core.prepare import held_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,6 +122,8 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
         CheckpointError: for what has no state that could be saved, naming it.
     """
     content = Content()
+    # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
+    content.objects[RANDOM] = streams.capture(run.world.device)
     for number in range(len(run.models())):
         if number not in leave_out:
             content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))
@@ -129,7 +132,6 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
     for unit, each in run.stateful().items():
         content.objects[unit] = _state_of(unit, each)
     content.objects[ACCUMULATION] = run.accumulation.state_dict()
-    content.objects[RANDOM] = streams.capture(run.world.device)
     return content
 
 
@@ -137,6 +139,7 @@ def check_moment(run: Run) -> None:
     """Raises `CheckpointError` where a loop that is resumed could not go on: in the middle of a micro-batch. No collective."""
     accumulation = run.accumulation
     if not accumulation.inside:
+        _check_stepped(run)
         return
     if not accumulation.micro_backwards:
         raise CheckpointError(
@@ -148,6 +151,21 @@ def check_moment(run: Run) -> None:
         raise CheckpointError(
             "save_state() was called between the backward that closes a window of accumulation and optimizer.step(): a run "
             "that resumes would never take that step. Call it after the step, or behind the accumulate() block."
+        )
+
+
+def _check_stepped(run: Run) -> None:
+    """The same for loops that never call `accumulate`, whose gradients nobody counts."""
+    prepared, accumulation = run.prepared, run.accumulation
+    if accumulation.serial or prepared.fused or not prepared.optimizers:
+        return
+    if any(gate.seen_backwards == accumulation.total_backwards for gate in prepared.gates()):
+        return
+    if any(parameter.grad is not None for optimizer in prepared.optimizers for parameter in held_by(optimizer)):
+        raise CheckpointError(
+            "save_state() was called between accelerator.backward(loss) and optimizer.step(): a run that resumes would never "
+            "take that step. Call it after the step; or after optimizer.zero_grad(), if the gradients are not wanted. In the "
+            "middle of a window it can be called where accelerator.accumulate(model) counts the micro-batches."
         )
 
 

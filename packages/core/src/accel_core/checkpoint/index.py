@@ -113,10 +113,14 @@ class Index:
                 raise ValueError(f"{name!r} needs {place['key']!r} for {path!r}, which is in no file")
 
     def boxes(self, name: str) -> list[StoredBox]:
-        """Where the boxes of an elementwise tensor are."""
+        """Where the boxes of a tensor are that is elementwise, or replicated, which is one box."""
+        record = self.tensors[name]
+        if record["kind"] == "replicated":
+            whole = Box.whole(tuple(record["shape"]))
+            return [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
         return [
             StoredBox(Box(tuple(part["offsets"]), tuple(part["sizes"])), part["file"], part["key"])
-            for part in self.tensors[name]["parts"]
+            for part in record["parts"]
         ]
 
     def dtype(self, name: str) -> torch.dtype:

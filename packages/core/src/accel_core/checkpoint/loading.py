@@ -199,10 +199,9 @@ class _Restoring:
         record = self._checkpoint.manifest.record
         if number >= record["models"] or unit in record["left_to_hooks"]:
             return  # which is said already
-        missing, unknown = (
-            [name for name in state if name not in set(names)],
-            [name for name in names if name not in state],
-        )
+        known = set(names)
+        missing = [name for name in state if name not in known]
+        unknown = [name for name in names if name not in state]
         if missing:
             yield f"{unit}: the checkpoint has no {_listed(missing)}"
         if unknown:
@@ -215,10 +214,14 @@ class _Restoring:
     def _misfit_of_entry(self, name: str, entry: Entry) -> str | None:
         index = self._checkpoint.index
         record = index.tensors.get(index.aliases.get(name, name))
-        if record is None or isinstance(entry, Alias):
+        if record is None:
             return None
+        if isinstance(entry, Alias):
+            other = f"{name.partition('/')[0]}/{entry.of}"
+            tied = index.aliases.get(name, name) == index.aliases.get(other, other)
+            return None if tied else f"is one tensor with {entry.of!r} here, and another one in the checkpoint"
         kind = _kind(entry)
-        if (record["kind"] == "opaque") != (kind == "opaque"):
+        if {record["kind"], kind} & {"opaque", "partial"} and record["kind"] != kind:
             return f"is {kind} here, and {record['kind']} in the checkpoint"
         if isinstance(entry, Opaque):
             found = {part["part"]: part["signature"] for part in record["parts"]}.get(entry.part)
@@ -227,6 +230,8 @@ class _Restoring:
         if list(shape) != record["shape"] or dtype != index.dtype(index.aliases.get(name, name)):
             there = f"{record['dtype']} {record['shape']}"
             return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
+        if any(map(_overlaps, _memory(entry))):
+            return "has several elements in one place of memory (expand()), which cannot be written: give it its clone()"
         return None
 
     def _misfits_of_objects(self) -> Iterator[str]:
@@ -323,6 +328,14 @@ def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(entry, Elementwise):
         return entry.shape, entry.dtype
     return tuple(entry.data.shape), entry.data.dtype
+
+
+def _memory(entry: Elementwise | Any) -> list[torch.Tensor]:
+    return [piece.data for piece in entry.pieces] if isinstance(entry, Elementwise) else [entry.data]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -277,10 +277,10 @@ def _misfits_groups(optimizer: Any, named: Mapping[int, str], saved: SavedOptimi
     for number, (group, options, names) in enumerate(
         zip(groups, saved.groups, _names_of(optimizer, named), strict=True)
     ):
-        theirs = options.get("names", [])
-        if lacking := [name for name in theirs if name not in set(names)]:
+        ours, theirs = dict.fromkeys(names), dict.fromkeys(options.get("names", []))
+        if lacking := [name for name in theirs if name not in ours]:
             yield f"group {number} of the checkpoint has {_listed(lacking)}, which this optimizer has not there"
-        if extra := [name for name in names if name not in set(theirs)]:
+        if extra := [name for name in ours if name not in theirs]:
             yield f"group {number} of this optimizer has {_listed(extra)}, which the checkpoint has not there"
         unknown = [key for key in options if key not in group and key != "names" and key not in OF_SCHEDULERS]
         if unknown:

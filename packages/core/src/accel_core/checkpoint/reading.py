@@ -14,7 +14,7 @@ import torch
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.content import COMPONENTS, VALUES
 from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
+from accel_core.checkpoint.layouts import Elementwise, Entry, Opaque, Partial, Replicated
 from accel_core.checkpoint.manifest import Manifest, read_manifest
 from accel_core.checkpoint.parameter_state import SavedEntry
 from accel_core.checkpoint.part_file import PartReader
@@ -91,9 +91,8 @@ class Checkpoint:
             yield from self._boxes(name, entry)
         elif isinstance(entry, Partial):
             yield partial(self._read_terms, name, entry.data, rank, ranks)
-        elif not isinstance(entry, (Alias, Opaque)):
-            (part,) = self.index.tensors[name]["parts"]
-            yield partial(self.reader(part["file"]).read, part["key"], entry.data)
+        elif isinstance(entry, Replicated):
+            yield from self._boxes(name, Elementwise.whole(entry.data))  # a buffer here may be a parameter there
 
     def opaque(self, name: str, part: str) -> Any:
         """The value of a part of an opaque entry. Raises `CheckpointError` if the checkpoint has no such part."""

@@ -1,11 +1,13 @@
 """What a test of accel-core, or of a plugin, needs: ranks, the conformance suites, and the leak police."""
 
+from accel_core.testing.checkpoint_suite import CheckpointSuite
 from accel_core.testing.leaks import assert_dies, live_objects, no_leaks
 from accel_core.testing.loader_suite import LoaderSuite
 from accel_core.testing.ranks import RankReport, RanksFailed, run_ranks
 from accel_core.testing.strategy_suite import StrategySuite
 
 __all__ = [
+    "CheckpointSuite",
     "LoaderSuite",
     "RankReport",
     "RanksFailed",

@@ -70,7 +70,7 @@ class StrategySuite(Suite):
         """`prepare_model`: models that differ from rank to rank become one."""
         expected = dict(models.built(models.Net, 0).state_dict())
         for rank, state in _given(self._facts(strategy_jobs.start, world)):
-            _compare(state, expected, f"The state of rank {rank} after prepare()", "Broadcast it from rank 0", 0.0)
+            compare(state, expected, f"The state of rank {rank} after prepare()", "Broadcast it from rank 0", 0.0)
 
     def test_preparing_leaves_the_surroundings_alone(self, world: int) -> None:
         """Random streams, the environment and torch's defaults belong to the user."""
@@ -83,7 +83,7 @@ class StrategySuite(Suite):
         for rank, (count, found) in enumerate(self._facts(strategy_jobs.two_backwards, world)):
             for step, gradients in enumerate(found):
                 expected = models.reference_gradients([step], count)
-                _compare(gradients, expected, f"The gradient of step {step} on rank {rank}", MEAN)
+                compare(gradients, expected, f"The gradient of step {step} on rank {rank}", MEAN)
 
     def test_a_window_is_one_big_batch(self, world: int) -> None:
         """Ten micro-batches by four give three windows, the last of which averages over two."""
@@ -101,22 +101,22 @@ class StrategySuite(Suite):
         """`backward`: the user's options are passed on, and each backward synchronises."""
         for rank, (count, [gradients]) in enumerate(self._facts(strategy_jobs.backward_twice, world)):
             expected = _times(2, models.reference_gradients([0], count))
-            _compare(gradients, expected, f"The gradient of two backwards on rank {rank}", MEAN)
+            compare(gradients, expected, f"The gradient of two backwards on rank {rank}", MEAN)
 
     def test_no_sync_keeps_gradients_local(self, world: int) -> None:
         """What counts is where the forward ran: a backward outside stays local as well."""
         for rank, (index, count, found) in enumerate(self._facts(strategy_jobs.held_back, world)):
             first, second = (models.reference_gradients([m * count + index], 1) for m in (0, 1))
             inside = "no_sync: backwards of forwards inside do not synchronise"
-            _compare(found[0], first, f"The gradient inside no_sync on rank {rank}", inside)
+            compare(found[0], first, f"The gradient inside no_sync on rank {rank}", inside)
             both = _plus(first, second)
-            _compare(found[1], both, f"The gradient of a forward inside no_sync, on rank {rank}", inside)
+            compare(found[1], both, f"The gradient of a forward inside no_sync, on rank {rank}", inside)
 
     def test_gradients_held_back_arrive_with_the_next_synchronised_backward(self, world: int) -> None:
         """Nothing is lost that was accumulated inside `no_sync`."""
         for rank, (_, count, found) in enumerate(self._facts(strategy_jobs.held_back, world)):
             expected = _times(3, models.reference_gradients(range(3), count))
-            _compare(found[2], expected, f"The gradient of two micro-batches held back and one more, rank {rank}", MEAN)
+            compare(found[2], expected, f"The gradient of two micro-batches held back and one more, rank {rank}", MEAN)
 
     def test_trigger_sync_in_backward_synchronises(self, world: int) -> None:
         """A backward inside it synchronises, although its forward ran inside `no_sync`."""
@@ -135,13 +135,13 @@ class StrategySuite(Suite):
         for rank, (count, state) in enumerate(self._facts(strategy_jobs.trained, world)):
             if state:
                 expected = models.reference_state([range(2), range(2, 4), range(4, 6)], count)
-                _compare(state, expected, f"The state of rank {rank} after three steps", "optimizer.step() trains")
+                compare(state, expected, f"The state of rank {rank} after three steps", "optimizer.step() trains")
 
     def test_all_ranks_hold_the_same_parameters(self, world: int) -> None:
         """After three steps, to the last bit."""
         (first, reference), *others = _given([state for _, state in self._facts(strategy_jobs.trained, world)])
         for rank, state in others:
-            _compare(
+            compare(
                 state, reference, f"The state of rank {rank}, against rank {first}", "All ranks train one model", 0.0
             )
 
@@ -158,7 +158,7 @@ class StrategySuite(Suite):
                     )
                 elif state:
                     hint = 'If you replace parameters, re-point group["params"][:] of the optimizers that you are given'
-                    _compare(state, expected, f"The state of rank {rank} after two steps ({order})", hint)
+                    compare(state, expected, f"The state of rank {rank} after two steps ({order})", hint)
 
     def test_clipping_gives_the_norm_of_one_process(self, world: int) -> None:
         """`clip_gradients`: for all parameters, a subset, a generator, and beside a frozen backbone."""
@@ -171,16 +171,14 @@ class StrategySuite(Suite):
                     f"clip_grad_norm_({choice}) returned {norm:.8f} on rank {rank}; in one process the norm is "
                     f"{expected_norm:.8f}. clip_gradients() returns the norm before clipping, over all shards.",
                 )
-                _compare(
+                compare(
                     gradients, expected, f"The gradients on rank {rank} after clipping {choice}", "Clip by that norm"
                 )
 
     def test_clipping_in_an_open_window_touches_nothing(self, world: int) -> None:
         """What is pending there are parts."""
         for rank, (before, after) in enumerate(self._facts(strategy_jobs.clipped_in_open_window, world)):
-            _compare(
-                after, before, f"The pending gradients on rank {rank}", "Nothing is clipped in an open window", 0.0
-            )
+            compare(after, before, f"The pending gradients on rank {rank}", "Nothing is clipped in an open window", 0.0)
 
     def test_several_models_train_side_by_side(self, world: int) -> None:
         """A generator and a critic, under one Accelerator and under one each."""
@@ -190,7 +188,7 @@ class StrategySuite(Suite):
                 for model, state, reference in zip(("generator", "critic"), states, expected, strict=True):
                     if state:
                         what = f"The {model} on rank {rank} after two steps {arrangement}"
-                        _compare(state, reference, what, "Every trained model is synchronised")
+                        compare(state, reference, what, "Every trained model is synchronised")
 
     def test_a_model_that_is_not_trained_can_be_called(self, world: int) -> None:
         """A frozen model by all ranks, and one prepared with `evaluation_mode=True` by one rank alone."""
@@ -201,7 +199,7 @@ class StrategySuite(Suite):
             for how, output in outputs.items():
                 if output is not None:
                     what = f"What a model ({how}) made of a batch on rank {rank}"
-                    _compare({"output": output}, {"output": expected}, what, "It is to be called as it is")
+                    compare({"output": output}, {"output": expected}, what, "It is to be called as it is")
 
     def test_unwrapping_gives_the_users_model(self, world: int) -> None:
         """The user's object, with the user's names, whatever stood around it."""
@@ -226,7 +224,7 @@ class StrategySuite(Suite):
             require(tied, f"encoder.weight and decoder.weight were one parameter, and are two on rank {rank}.")
             if state:
                 expected = models.reference_state([[0], [1]], count, models.TiedNet)
-                _compare(state, expected, f"The state of rank {rank} after two steps", "Average a tied parameter once")
+                compare(state, expected, f"The state of rank {rank} after two steps", "Average a tied parameter once")
 
     def test_preparing_twice_is_preparing_once(self, world: int) -> None:
         """The same objects come back."""
@@ -247,7 +245,7 @@ class StrategySuite(Suite):
                 )
                 kept = trained if rank == 0 else {"norm.num_batches_tracked": trained["norm.num_batches_tracked"]}
                 found = {name: evaluated[name] for name in kept}  # other ranks may take those of rank 0
-                _compare(found, kept, f"The state of rank {rank} after an evaluation", "It changes nothing", 0.0)
+                compare(found, kept, f"The state of rank {rank} after an evaluation", "It changes nothing", 0.0)
 
     def test_a_policy_holds_or_is_refused(self, world: int) -> None:
         """`prepare_model`: the declared dtypes are the observed ones, or it raises."""
@@ -285,13 +283,13 @@ class StrategySuite(Suite):
             for micro_batches, gradients in zip(windows, found, strict=True):
                 expected = models.reference_gradients(micro_batches, count)
                 what = f"The gradient of micro-batches {list(micro_batches)} on rank {rank}"
-                _compare(gradients, expected, what, MEAN)
+                compare(gradients, expected, what, MEAN)
 
     def _check_tokens(self, job: Job, batches: Callable[[int], list[models.TokenBatch]], world: int) -> None:
         for rank, (count, gradients, loss) in enumerate(self._facts(job, world)):
             every = [batch for index in range(count) for batch in batches(index)]
             expected, mean = models.reference_token_gradients(every)
-            _compare(gradients, expected, f"The gradient of forward_backward() on rank {rank}", MEAN)
+            compare(gradients, expected, f"The gradient of forward_backward() on rank {rank}", MEAN)
             require(
                 abs(loss - mean) <= TOLERANCE * mean,
                 f"forward_backward() returned {loss} on rank {rank}, expected {mean}: the weighted mean over all ranks.",
@@ -334,7 +332,7 @@ def _expected_dtypes(policy: str, count: int) -> dict[str, torch.dtype]:
     return {"compute": wide, "output": wide, "parameters": wide, **travelled}
 
 
-def _compare(found: State, expected: State, what: str, rule: str, tolerance: float = TOLERANCE) -> None:
+def compare(found: State, expected: State, what: str, rule: str, tolerance: float = TOLERANCE) -> None:
     """Fails unless the tensors have the same names and values, up to a relative error of the largest of each."""
     require(
         found.keys() == expected.keys(),

@@ -1,0 +1,466 @@
+"""Saving while training goes on: what reaches the file, who waits for whom, and where a failure is heard of."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded_strategies import Rows
+from torch import nn
+
+from accel_core import Accelerator, ProjectConfiguration, streams
+from accel_core.checkpoint.background import Background, Staging
+from accel_core.errors import CheckpointError
+from accel_core.testing import assert_dies, live_objects, run_ranks
+
+MODES = ("eager", "lazy")
+
+
+@pytest.fixture(autouse=True)
+def own_streams():
+    before = streams.capture(None)
+    yield
+    streams.restore(before, None)
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+class Run:
+    """A model that trains on what it draws."""
+
+    def __init__(self, width=4, **options):
+        self.accelerator = Accelerator(cpu=True, **options)
+        self.layers = Net(width)
+        optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(self.layers, optimizer)
+        self.width = width
+
+    def step(self):
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(torch.randn(3, self.width)).pow(2).mean())
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weight(self):
+        return self.layers.first.weight.detach().clone()
+
+
+def content(folder):
+    """The tensors of a checkpoint, by file and key."""
+    files = Path(folder).glob("data-*/*.safetensors")
+    return {(file.name, key): tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def is_same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def is_complete(folder):
+    return (Path(folder) / "manifest.json").exists()
+
+
+@contextmanager
+def no_file_larger_than(nbytes):
+    """What a full disk is to one process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def saves_the_present(folder, strategy=None, **options):
+    """Whatever is done after `save_state` returned, the file holds what was there when it was called."""
+    torch.manual_seed(0)
+    run = Run(strategy=strategy and strategy(), **options)
+    for _ in range(3):
+        run.step()
+    accelerator = run.accelerator
+    for mode in MODES:
+        accelerator.save_state(f"{folder}/now")
+        accelerator.save_state(f"{folder}/{mode}", asynchronous=mode)
+        for _ in range(2):
+            run.step()
+        run.layers.eval()
+        run.model(torch.randn(3, 4))
+        run.layers.train()
+        if mode == "eager":
+            nn.init.zeros_(run.layers.first.weight)
+            run.optimizer.state.clear()
+        accelerator.wait_for_checkpoint()
+        if accelerator.is_main_process:
+            assert is_same(content(f"{folder}/{mode}"), content(f"{folder}/now")), mode
+    accelerator.load_state(f"{folder}/lazy")
+    accelerator.end_training()
+    return len(content(f"{folder}/lazy"))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
+def test_what_changes_afterwards_does_not_reach_the_file(options, tmp_path):
+    assert saves_the_present(tmp_path, **options)
+
+
+@pytest.mark.parametrize("strategy", [None, Rows])
+def test_nor_does_it_on_two_ranks(strategy, tmp_path):
+    run_ranks(saves_the_present, 2, str(tmp_path), strategy, gradient_accumulation_steps=2)
+
+
+class Watched(torch.Tensor):
+    """A tensor that is only copied when `may_copy` says so."""
+
+    copying = threading.Event()
+    go_on = threading.Event()
+    patience = 30.0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_ and threading.current_thread() is not threading.main_thread():
+            cls.copying.set()
+            cls.go_on.wait(cls.patience)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.fixture
+def watched():
+    for event in (Watched.copying, Watched.go_on):
+        event.clear()
+    Watched.patience = 30.0
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = nn.Parameter(torch.ones(1, 2).as_subclass(Watched))
+    yield model
+    Watched.go_on.set()
+
+
+def test_the_next_step_of_a_prepared_optimizer_waits_for_the_copies(watched, tmp_path):
+    class Noting(torch.optim.SGD):
+        def step(self):
+            stepped.append(Watched.copying.is_set() and not held())
+            Watched.go_on.set()  # had it not been waited for, the copy would be of what the next line makes
+            super().step()
+
+    def held():
+        return accelerator._prepared._copying is not None
+
+    stepped = []
+    Watched.patience = 0.2
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(watched, Noting(watched.parameters(), lr=1.0, foreach=False))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+    assert held()
+    optimizer.step()
+    assert stepped == [True]
+    accelerator.wait_for_checkpoint()
+    assert content(tmp_path / "a")["rank-00000.safetensors", "model.0/weight"].tolist() == [[1, 1]]
+    assert watched.weight.tolist() == [[0, 0]]
+
+
+def test_a_change_that_nobody_could_hold_back_makes_the_save_fail(watched, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(watched)
+    accelerator.save_state(tmp_path / "a")
+    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+    assert Watched.copying.wait(30)
+    stranger = torch.optim.SGD(watched.parameters(), lr=1.0, foreach=False)
+    watched.weight.grad = torch.ones(1, 2)
+    stranger.step()
+    Watched.go_on.set()
+    with pytest.raises(CheckpointError, match=r"1 tensors were changed while .* 'lazy'.*: model\.0/weight\. Change them after"):
+        accelerator.wait_for_checkpoint()
+    accelerator.wait_for_checkpoint()
+    accelerator.load_state(tmp_path / "a")
+    assert watched.weight.tolist() == [[1, 1]], "the one before is untouched"
+
+
+@pytest.mark.parametrize("waits", ["wait_for_checkpoint", "load_state", "save_state", "end_training"])
+def test_whatever_needs_the_save_waits_for_it(waits, watched, tmp_path):
+    Watched.patience = 0.2
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(watched)
+    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+    assert not is_complete(tmp_path / "a")
+    arguments = {"load_state": (tmp_path / "a",), "save_state": (tmp_path / "b",)}
+    getattr(accelerator, waits)(*arguments.get(waits, ()))
+    assert is_complete(tmp_path / "a")
+
+
+def test_tensors_of_inference_mode_have_no_version_and_are_copied_at_once(tmp_path):
+    with torch.inference_mode():
+        model = nn.Linear(2, 1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+    accelerator.wait_for_checkpoint()
+    assert torch.equal(content(tmp_path / "a")["rank-00000.safetensors", "model.0/weight"], model.weight)
+
+
+class Fused(torch.optim.SGD):
+    """Updates during the backward, as LOMO does."""
+
+    def fused_backward(self, loss, lr):
+        loss.backward()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=lr)
+                    parameter.grad = None
+
+
+def test_an_optimizer_that_updates_during_the_backward_cannot_be_saved_lazily(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    layers = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(layers, Fused(layers.parameters(), 0.1))
+    with pytest.raises(ValueError, match=r"updates parameters during the backward.*Use asynchronous='eager'"):
+        accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+    assert not (tmp_path / "a").exists()
+    before = layers.weight.detach().clone()
+    accelerator.save_state(tmp_path / "a", asynchronous="eager")
+    accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
+    accelerator.wait_for_checkpoint()
+    assert torch.equal(content(tmp_path / "a")["rank-00000.safetensors", "model.0/weight"], before)
+
+
+def test_many_saves_follow_each_other_and_memory_does_not_grow(tmp_path):
+    def held():
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) in {torch.Tensor, nn.Parameter}]
+        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    run = Run(64, project_config=config)
+    sizes = []
+    for number in range(20):
+        run.step()
+        run.accelerator.save_state(asynchronous=MODES[number % 2])
+        if number in (2, 19):
+            run.accelerator.wait_for_checkpoint()
+            sizes.append(held())
+    assert sizes[0] == sizes[1]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_18", "checkpoint_19"]
+    assert [thread.name for thread in threading.enumerate() if "accel" in thread.name] == []
+    other = Run(64, project_config=config)
+    other.accelerator.load_state()
+    assert torch.equal(other.weight(), run.weight())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heard", [True, False])
+def test_nothing_outlives_the_accelerator(mode, heard, tmp_path):
+    def saved():
+        run = Run()
+        run.step()
+        run.accelerator.save_state(tmp_path / "a", asynchronous=mode)
+        (thread,) = (each for each in threading.enumerate() if each.name == "accel checkpoint")
+        if heard:
+            run.accelerator.wait_for_checkpoint()
+        thread.join()
+        return run.layers
+
+    assert_dies(saved)
+    assert not live_objects(Background)
+    assert not live_objects(Staging)
+    assert is_complete(tmp_path / "a")
+
+
+def test_staging_memory_is_used_again_and_holds_any_dtype():
+    staging = Staging()
+    dtypes = (torch.bool, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.int64)
+    tensors = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "turned": torch.rand(3, 2).T}
+    first = staging.room(tensors)
+    for key, tensor in tensors.items():
+        first[key].copy_(tensor)
+    for key, tensor in tensors.items():
+        assert (first[key].dtype, first[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(first[key].to(torch.complex128), tensor.to(torch.complex128)), "no two places overlap"
+    again = staging.room(tensors)
+    assert all(again[key].data_ptr() == first[key].data_ptr() for key in tensors)
+    assert staging.room({"larger": torch.empty(10**6)})["larger"].shape == (10**6,)
+
+
+class TestFailures:
+    def test_they_are_raised_by_whatever_comes_next_and_once(self, tmp_path):
+        run = Run(64)
+        accelerator = run.accelerator
+        accelerator.save_state(tmp_path / "a")
+        weight = run.weight()
+        for after in (
+            accelerator.wait_for_checkpoint,
+            lambda: accelerator.save_state(tmp_path / "b"),
+            lambda: accelerator.load_state(tmp_path / "a"),
+        ):
+            for mode in MODES:
+                run.step()
+                with no_file_larger_than(4096):
+                    accelerator.save_state(tmp_path / "a", asynchronous=mode)
+                    with pytest.raises(OSError, match="File too large"):
+                        after()
+                accelerator.wait_for_checkpoint()
+        assert not (tmp_path / "b").exists()
+        assert len(list((tmp_path / "a").glob("data-*"))) == 1, "nothing of the failed ones is left"
+        accelerator.load_state(tmp_path / "a")
+        assert torch.equal(run.weight(), weight)
+
+    def test_end_training_raises_them_at_its_end(self, tmp_path):
+        run = Run(64)
+        with no_file_larger_than(4096):
+            run.accelerator.save_state(tmp_path / "a", asynchronous=True)
+            with pytest.raises(OSError, match="File too large"):
+                run.accelerator.end_training()
+        run.accelerator.end_training()
+
+    def test_of_an_accelerator_that_died_they_are_said_on_stderr(self, tmp_path, capfd):
+        def saved():
+            run = Run(64)
+            run.accelerator.save_state(tmp_path / "a", asynchronous=True)
+
+        with no_file_larger_than(4096):
+            saved()
+            for thread in threading.enumerate():
+                if thread.name == "accel checkpoint":
+                    thread.join()
+        gc.collect()
+        assert f"The checkpoint in {tmp_path / 'a'} was not saved: [Errno 27]" in capfd.readouterr().err
+
+
+def failing_on_one_rank(folder):
+    """A rank that cannot even write down that it cannot write."""
+    run = Run(64)
+    accelerator = run.accelerator
+    accelerator.save_state(folder)
+    weight = run.weight()
+    for mode in MODES:
+        for after in (accelerator.wait_for_checkpoint, lambda: accelerator.save_state(folder)):
+            run.step()
+            with no_file_larger_than(10 if accelerator.process_index == 1 else resource.RLIM_INFINITY):
+                accelerator.save_state(folder, asynchronous=mode)
+                with pytest.raises(OSError, match=r"File too large.*\(on rank 1\)"):
+                    after()
+    accelerator.load_state(folder)
+    assert torch.equal(run.weight(), weight)
+    accelerator.save_state(folder, asynchronous=True)
+    accelerator.end_training()
+    return [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name]
+
+
+def without_memory_on_one_rank(folder):
+    """A rank that cannot take its copies, while the other has begun to write."""
+    run = Run(2048)
+    accelerator = run.accelerator
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if accelerator.process_index == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), before[1]))
+    with pytest.raises(RuntimeError, match=r"allocate memory[\s\S]*\(on rank 1\)"):
+        accelerator.save_state(folder, asynchronous=True)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    assert not is_complete(folder)
+    accelerator.wait_for_checkpoint()
+    accelerator.save_state(folder, asynchronous=True)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("job", [failing_on_one_rank, without_memory_on_one_rank], ids=lambda job: job.__name__)
+def test_the_failure_of_one_rank_is_raised_on_all(job, tmp_path):
+    run_ranks(job, 2, str(tmp_path / "a"))
+    assert is_complete(tmp_path / "a")
+
+
+SCRIPT = """
+import resource, sys, torch
+from accel_core import Accelerator
+
+folder, mode, where, limit = sys.argv[1:]
+
+def train():
+    accelerator = Accelerator(cpu=True)
+    layers = torch.nn.Linear(256, 256)
+    model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(1, 256)).sum())
+    optimizer.step()
+    if accelerator.process_index == 1 or limit == "both":
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({"": -1}.get(limit, 10), -1))
+    accelerator.save_state(folder, asynchronous=mode)
+    if where == "raise" and accelerator.process_index == 1:
+        raise KeyError("only I")
+    return accelerator
+
+accelerator = train()
+if where == "function":
+    del accelerator
+elif where == "end":
+    accelerator.end_training()
+"""
+
+
+def ended(script, world_size, *arguments):
+    """How the processes of a script end: code and stderr of each, in rank order."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        return [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        return holder.getsockname()[1]
+
+
+class TestExits:
+    @pytest.mark.parametrize(("world_size", "where"), [(1, "exit"), (1, "function"), (2, "exit"), (2, "end")])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_process_that_ends_right_after_a_save_completes_it(self, world_size, where, mode, tmp_path):
+        ends = ended(SCRIPT, world_size, str(tmp_path / "a"), mode, where, "")
+        assert ends == [("", 0)] * world_size
+        assert is_complete(tmp_path / "a")
+
+    def test_a_rank_that_raises_right_after_a_save_has_written_its_part(self, tmp_path):
+        (_, first), (text, second) = ended(SCRIPT, 2, str(tmp_path / "a"), "lazy", "raise", "")
+        assert "only I" in text
+        assert (first, second) == (0, 1)
+        assert is_complete(tmp_path / "a")
+
+    @pytest.mark.parametrize("where", ["exit", "function"])
+    def test_what_failed_and_nobody_asked_for_is_said_on_stderr(self, where, tmp_path):
+        ((text, _),) = ended(SCRIPT, 1, str(tmp_path / "a"), "eager", where, "both")
+        assert re.search(rf"The checkpoint in {tmp_path / 'a'} was not saved: \[Errno 27\]", text)
+        assert Counter(text.split())["saved:"] == 1
+        assert not is_complete(tmp_path / "a")

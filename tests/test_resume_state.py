@@ -1,0 +1,175 @@
+"""R1, R2, R10, R11: a run goes on from `save_state` in new processes as if it had not been interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resume_job import LOADERS, SAVED, WORKERS, Run, steps_before
+from resume_parts_job import (
+    LEG,
+    STEPS,
+    draws_behind_two_loads,
+    go_on_far_inside,
+    go_on_near_the_end,
+    leg,
+    load_schedules,
+    save_in_the_second_epoch,
+    save_near_the_end,
+    save_schedules,
+    skip_by_hand,
+)
+from resume_state_job import first_life, read, second_life
+from test_resume import DISPATCHED, killed, pairwise, possible
+
+from accel_core.testing import run_ranks
+
+BATCH = 2
+SAMPLED = 48
+KINDS = tuple(kind for kind in LOADERS if kind != "nodes")  # torchdata's pipeline puts batches together in its own way
+CHOICES: tuple[Sequence[Any], ...] = (KINDS, WORKERS, SAVED, (0, 1, 2), (True, False), (1, 2, 4))
+
+
+def sampled(world: int) -> list[Run]:
+    """The runs that are made by default; those whose workers live on come last, and are killed with them."""
+    runs = [Run(*run) for *run, size in pairwise(CHOICES, SAMPLED) if size == world]
+    return sorted(filter(possible, runs), key=lambda run: WORKERS.index(run.workers))
+
+
+def faults(folder: Path, index: int, run: Run, rank: int) -> list[str]:
+    """What is wrong with what a rank made of a run before it was killed and afterwards, in words."""
+    uninterrupted, broken, resumed = (read(folder, f"{life}-{index}", rank) for life in ("whole", "broken", "resumed"))
+    steps = steps_before(run.saved, len(uninterrupted[run.epoch]))
+    before = [*uninterrupted[: run.epoch], *([uninterrupted[run.epoch][:steps]] if run.saved != "0" else [])]
+    after = [uninterrupted[run.epoch][steps:], *uninterrupted[run.epoch + 1 :]]
+    expected = after[1:3] if run.saved == "end" else after[:2]
+    if run.kind in DISPATCHED and steps and run.saved != "end":
+        # One rank reads for all. It fills the last step up with the first rows that it has read, which now are others.
+        filled = len(resumed[0]) - 1
+        expected, resumed = [[cut(epochs[0], filled), cut(epochs[1], 0)] for epochs in (expected, resumed)]
+    found = {"before": first_difference(broken, before), "after": first_difference(resumed, expected)}
+    return [f"rank {rank} {when}: {difference}" for when, difference in found.items() if difference]
+
+
+def cut(steps: Sequence[list[Any]], first: int) -> list[list[Any]]:
+    """The steps without what depends on rows that only fill up, from the first one with such rows on."""
+    return [step if number < first else [step[1], *step[3:]] for number, step in enumerate(steps)]
+
+
+def first_difference(found: Sequence[list[list[Any]]], wanted: Sequence[list[list[Any]]]) -> str:
+    """Where what was made differs, in words."""
+    for epoch, (steps, others) in enumerate(zip(found, wanted, strict=True)):
+        if len(steps) != len(others):
+            return f"epoch {epoch} has {len(steps)} steps instead of {len(others)}"
+        for step, (one, other) in enumerate(zip(steps, others, strict=True)):
+            if one != other:
+                return f"epoch {epoch}, step {step}: {one} instead of {other}"
+    return ""
+
+
+def assert_resumed_runs_equal_uninterrupted_ones(
+    folder: Path, runs: Sequence[Run], world: int, timeout: float = 100
+) -> None:
+    killed(first_life, world, folder, runs, BATCH, timeout=timeout)
+    run_ranks(second_life, world, folder, runs, BATCH, timeout=timeout)
+    wrong = {
+        run: [text for rank in range(world) for text in faults(folder, index, run, rank)]
+        for index, run in enumerate(runs)
+    }
+    texts = [f"{run}\n    " + "\n    ".join(found) for run, found in wrong.items() if found]
+    assert not texts, f"{len(texts)} of {len(runs)} runs:\n" + "\n".join(texts)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_killed_runs_train_on_in_new_processes_as_if_nothing_had_happened(world: int, tmp_path: Path) -> None:
+    """R1, sampled pairwise: samples, losses bit for bit, learning rates, and the user's own counter."""
+    assert_resumed_runs_equal_uninterrupted_ones(tmp_path, sampled(world), world)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_killed_runs_of_the_whole_product_train_on(world: int, kind: str, tmp_path: Path) -> None:
+    """R1."""
+    runs = list(filter(possible, itertools.starmap(Run, itertools.product((kind,), *CHOICES[1:-1]))))
+    assert_resumed_runs_equal_uninterrupted_ones(tmp_path, runs, world, timeout=3600)
+
+
+LEGS = (4, 2, 1, 4)
+
+
+@pytest.mark.timeout(240)
+def test_other_numbers_of_processes_train_on_the_same_batches(tmp_path: Path) -> None:
+    """R2: samples and rates are those of the uninterrupted run, losses are up to the order of sums, and nothing is lost."""
+    for number, world in enumerate(LEGS):
+        last = number + 1 == len(LEGS)
+        (run_ranks if last else killed)(leg, world, tmp_path, number, last, timeout=60)
+        if number == 2:  # one process has saved
+            drawn = run_ranks(draws_behind_two_loads, 4, tmp_path)
+    noted = lambda title: json.loads((tmp_path / f"{title}.json").read_text())
+    for number in range(1, len(LEGS)):
+        assert noted(f"loaded-{number}") == noted(f"saved-{number - 1}")
+
+    whole, found = noted("whole"), [step for number in range(len(LEGS)) for step in noted(f"leg-{number}")]
+    assert len(found) == len(whole) == STEPS
+    # What was gathered, the rate, and the user's count.
+    assert [[step[1], *step[3:]] for step in found] == [[step[1], *step[3:]] for step in whole]
+    assert [step[2] for step in found[:LEG]] == [step[2] for step in whole[:LEG]]
+    of_four = [*range(LEG), *range(3 * LEG, STEPS)]  # the loss is that of the rows of rank 0
+    assert [found[at][2] for at in of_four] == pytest.approx([whole[at][2] for at in of_four], rel=1e-4)
+    first_epoch = [sample for step in found[:5] for sample in step[1]]
+    assert sorted(first_epoch) == list(range(40))
+
+    # A rank that the saved world did not have draws what seed, rank and step say, and not what it drew before.
+    assert all(behind_one == behind_other for behind_one, behind_other in drawn)
+    for stream in range(3):
+        assert len({behind[0][stream] for behind in drawn}) == 4
+
+
+@pytest.mark.timeout(240)
+def test_the_rates_of_every_schedule_go_on(tmp_path: Path) -> None:
+    """R10: saved at the end of a window and inside one, on as many processes and on another number."""
+    whole = run_ranks(save_schedules, 2, tmp_path)
+    for world in (2, 1):
+        for rank, found in enumerate(run_ranks(load_schedules, world, tmp_path)):
+            for name, by_place in found.items():
+                assert len({rate for rate, _ in whole[rank][name]}) > 3
+                for steps, rest in by_place.items():
+                    assert rest == whole[rank][name][steps:], f"{name}, saved behind {steps}, on {world}"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_run_saved_at_batch_one_million_goes_on_without_reading_a_skipped_sample(
+    shuffle: bool, tmp_path: Path
+) -> None:
+    """R11."""
+    million = 10**6
+    [(ids, read_for_it, position)] = run_ranks(go_on_far_inside, 1, tmp_path, million, shuffle)
+    assert ids == read_for_it
+    assert len(set(ids)) == 8
+    assert position == 8 * (million + 1)
+    assert shuffle or ids == list(range(8 * million, 8 * million + 8))
+
+
+def test_metrics_are_exact_in_a_last_global_batch_that_was_begun_by_fewer_processes(tmp_path: Path) -> None:
+    """R11: one of 29 samples is left, which two and four processes fill up."""
+    run_ranks(save_near_the_end, 1, tmp_path)
+    [rest] = run_ranks(go_on_near_the_end, 1, tmp_path)
+    assert len(rest[0]) == 1
+    for world in (2, 4):
+        for left, following in run_ranks(go_on_near_the_end, world, tmp_path):
+            assert left == rest[0]
+            assert sorted(following) == list(range(29))
+
+
+def test_skipping_by_hand_behind_a_load_trains_on_in_the_same_place(tmp_path: Path) -> None:
+    """A script that counts its steps, and loads as well: samples, losses and rates are those of a run that went on."""
+    for world, steps in ((1, 3), (2, 2)):
+        uninterrupted = run_ranks(save_in_the_second_epoch, world, tmp_path / str(world), steps)
+        assert run_ranks(skip_by_hand, world, tmp_path / str(world), steps) == uninterrupted
