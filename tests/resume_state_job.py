@@ -60,7 +60,7 @@ class Counter:
 
 
 class Centred(nn.Module):
-    """Takes the mean away, as batch normalisation does, also in batches of one row: a buffer that training changes."""
+    """Keeps a running mean for evaluation: a buffer that training changes, and otherwise by rank."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,9 +69,8 @@ class Centred(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x - self.mean
-        mean = x.mean(dim=0)
-        self.mean.lerp_(mean.detach(), 0.1)
-        return x - 0.5 * mean
+        self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x
 
 
 class Trainer:
@@ -136,7 +135,7 @@ class Trainer:
 
 
 def trainer_of(run: Run, batch: int) -> Trainer:
-    """The trainer of one kind of loader. Without workers, the inputs are augmented in this process."""
+    """The trainer of one kind of loader. Where nothing is read ahead, the inputs are augmented in this process."""
     build, options = LOADERS[run.kind]
     used = {"num_workers": 2, "persistent_workers": run.workers == "persistent"} if run.workers != "none" else {}
     ahead = bool(used) or run.kind in READ_AHEAD

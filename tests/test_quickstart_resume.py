@@ -63,7 +63,7 @@ def test_killed_at_random_moments_it_trains_on_each_sequence_once_an_epoch(tmp_p
     starts = [min(steps) for steps in lives]
     assert starts[0] == 0
     for before, start in zip(lives, starts[1:], strict=False):
-        begun = max(before)  # so what was to be saved before this step was saved; the kill may have come inside the next save
+        begun = max(before)  # what was to be saved before this step was; the kill may have come inside the next save
         assert start in (begun // EVERY * EVERY, (begun + 1) // EVERY * EVERY)
     assert len(set(starts)) > 3, "the kills left something to go on from"
 

@@ -30,8 +30,9 @@ assert checkpoints  # what a save needs is imported once, before the first fork
 OPERATIONS = ("open", "write", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
 """The functions of `os` by which a save changes the disk."""
 
-SOON = 25.0
-"""Seconds within which every process has to end that cannot go on; the Watch needs about five, on an idle machine."""
+SOON = 40.0
+"""Seconds within which every process has to end that cannot go on. The Watch needs about five on an idle machine, and a rank
+whose training has ended waits up to 15 for the files of the others."""
 
 
 class Counter:
@@ -139,25 +140,39 @@ def _mortal(operation, left):
     return call
 
 
-def forked(function, world_size, *args, limit=SOON):
+def forked(function, world_size, *args):
     """Runs a function in forks of this process, one per rank, as a launcher would start them: `torch` is imported already.
 
-    This process has made no World, and no thread. Returns how each rank ended; one that runs on after `limit` seconds is
+    This process has made no World, and no thread. Returns how each rank ended; one that runs on after `SOON` seconds is
     killed, and its code says so.
     """
+    return forked_together([(function, *args)], world_size)[0]
+
+
+def forked_together(jobs, world_size):
+    """Several launches at once, of functions with their arguments: most of the time they wait. How the ranks of each ended."""
     assert threading.active_count() == 1
     folder = tempfile.mkdtemp()  # of which the children know no finalizer
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+    with contextlib.ExitStack() as ports:
         start = time.monotonic()
-        files = [Path(folder, str(rank)) for rank in range(world_size)]
-        children = [_fork(function, args, rank, world_size, port, file) for rank, file in enumerate(files)]
-        ends = _reap(children, start, limit)
-        found = [_ended(*end, file) for end, file in zip(ends, files, strict=True)]
+        files = [[Path(folder, f"{number}-{rank}") for rank in range(world_size)] for number in range(len(jobs))]
+        children = [_launch(job, own, _port(ports)) for job, own in zip(jobs, files, strict=True)]
+        ends = iter(_reap([child for launch in children for child in launch], start))
+        found = [[_ended(*next(ends), file) for file in own] for own in files]
     shutil.rmtree(folder)
     return found
+
+
+def _port(stack):
+    """A port that is kept from others until the stack closes."""
+    holder = stack.enter_context(socket.socket())
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder.getsockname()[1]
+
+
+def _launch(job, files, port):
+    return [_fork(job, rank, len(files), port, file) for rank, file in enumerate(files)]
 
 
 def value_of(function, *args):
@@ -167,11 +182,11 @@ def value_of(function, *args):
     return ended.value
 
 
-def _fork(function, args, rank, world_size, port, file):
+def _fork(job, rank, world_size, port, file):
     child = os.fork()
     if child:
         return child
-    code = 1
+    code, (function, *args) = 1, job
     try:
         output = os.open(f"{file}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
@@ -190,9 +205,9 @@ def _fork(function, args, rank, world_size, port, file):
     os._exit(code)
 
 
-def _reap(children, start, limit):
+def _reap(children, start):
     """The exit code of each, and the seconds that it took."""
-    ends = {}
+    ends, limit = {}, SOON
     while len(ends) < len(children):
         if time.monotonic() > start + limit:
             for child in children:

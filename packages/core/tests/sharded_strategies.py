@@ -33,9 +33,8 @@ from accel_core.checkpoint.known_optimizers import (
     kind_of,
     layouts_of,
 )
-from accel_core.checkpoint.layouts import Elementwise, Extent, Replicated
+from accel_core.checkpoint.layouts import Elementwise, Extent, Replicated, pieces_of
 from accel_core.checkpoint.model_state import capture as capture_model
-from accel_core.checkpoint.model_state import pieces
 from accel_core.checkpoint.optimizer_state import OptimizerState, misfits, restore
 from accel_core.checkpoint.optimizer_state import capture as capture_optimizer
 from accel_core.errors import CheckpointError
@@ -443,7 +442,7 @@ class Fragment(NamedTuple):
         if layout in (REPLICATED, COUNTER):
             return Replicated(value.detach())
         if layout == ELEMENTWISE:
-            return Elementwise(self.extent.shape, value.dtype, tuple(pieces(self.local(value), self.extent)))
+            return Elementwise(self.extent.shape, value.dtype, tuple(pieces_of(self.extent.boxes, self.local(value))))
         raise CheckpointError(
             f"{self.name}/{key} was to be saved, but nobody declared how it is laid out ({layout}), and a flat buffer cannot be "
             f"cut into what belongs to each parameter without that. Declare it in accel_layouts of the optimizer."

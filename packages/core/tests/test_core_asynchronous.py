@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import resource
-import subprocess
+import signal
 import sys
 import threading
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +18,10 @@ from sharded_strategies import Rows
 from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration, streams
+from accel_core.checkpoint import background
 from accel_core.checkpoint.background import Background, Staging
 from accel_core.errors import CheckpointError
-from accel_core.testing import assert_dies, live_objects, run_ranks
+from accel_core.testing import RanksFailed, assert_dies, live_objects, run_ranks
 
 MODES = ("eager", "lazy")
 
@@ -91,6 +90,23 @@ def no_file_larger_than(nbytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@contextmanager
+def held_threads(seconds=0.0):
+    """Threads that start in the block go on when the event is set that this gives: at its end, or after some seconds."""
+    go_on = threading.Event()
+    timer = threading.Timer(seconds, go_on.set)
+    if seconds:
+        timer.start()
+    threading.setprofile(lambda *_: go_on.wait(30))
+    try:
+        yield go_on
+    finally:
+        threading.setprofile(None)
+        go_on.set()
+        if seconds:
+            timer.join()
+
+
 def saves_the_present(folder, strategy=None, **options):
     """Whatever is done after `save_state` returned, the file holds what was there when it was called."""
     torch.manual_seed(0)
@@ -122,88 +138,139 @@ def test_what_changes_afterwards_does_not_reach_the_file(options, tmp_path):
     assert saves_the_present(tmp_path, **options)
 
 
-@pytest.mark.parametrize("strategy", [None, Rows])
-def test_nor_does_it_on_two_ranks(strategy, tmp_path):
-    run_ranks(saves_the_present, 2, str(tmp_path), strategy, gradient_accumulation_steps=2)
+@pytest.mark.parametrize(("strategy", "options"), [(None, {"gradient_accumulation_steps": 2}), (Rows, {})])
+def test_nor_does_it_on_two_ranks(strategy, options, tmp_path):
+    run_ranks(saves_the_present, 2, str(tmp_path), strategy, **options)
 
 
-class Watched(torch.Tensor):
-    """A tensor that is only copied when `may_copy` says so."""
-
-    copying = threading.Event()
-    go_on = threading.Event()
-    patience = 30.0
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.copy_ and threading.current_thread() is not threading.main_thread():
-            cls.copying.set()
-            cls.go_on.wait(cls.patience)
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-@pytest.fixture
-def watched():
-    for event in (Watched.copying, Watched.go_on):
-        event.clear()
-    Watched.patience = 30.0
-    model = nn.Linear(2, 1, bias=False)
-    model.weight = nn.Parameter(torch.ones(1, 2).as_subclass(Watched))
-    yield model
-    Watched.go_on.set()
-
-
-def test_the_next_step_of_a_prepared_optimizer_waits_for_the_copies(watched, tmp_path):
-    class Noting(torch.optim.SGD):
-        def step(self):
-            stepped.append(Watched.copying.is_set() and not held())
-            Watched.go_on.set()  # had it not been waited for, the copy would be of what the next line makes
-            super().step()
-
-    def held():
-        return accelerator._prepared._copying is not None
-
-    stepped = []
-    Watched.patience = 0.2
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_next_step_of_any_prepared_optimizer_waits_for_the_copies(first, tmp_path):
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(watched, Noting(watched.parameters(), lr=1.0, foreach=False))
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
-    assert held()
-    optimizer.step()
-    assert stepped == [True]
+    layers = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    model, *optimizers = accelerator.prepare(layers, *(torch.optim.SGD(each.parameters(), 0.1) for each in layers))
+
+    def step(number):
+        accelerator.backward(model[number](torch.ones(1, 2)).sum())
+        optimizers[number].step()
+        optimizers[number].zero_grad()
+
+    step(0)
+    step(1)
+    before = [each.weight.detach().clone() for each in layers]
+    with held_threads(0.3) as go_on:
+        accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+        assert not go_on.is_set()
+        step(first)
+        assert go_on.is_set()
+    step(1 - first)
     accelerator.wait_for_checkpoint()
-    assert content(tmp_path / "a")["rank-00000.safetensors", "model.0/weight"].tolist() == [[1, 1]]
-    assert watched.weight.tolist() == [[0, 0]]
+    found = content(tmp_path / "a")
+    for number in (0, 1):
+        assert torch.equal(found["rank-00000.safetensors", f"model.0/{number}.weight"], before[number])
+        assert not torch.equal(layers[number].weight, before[number])
 
 
-def test_a_change_that_nobody_could_hold_back_makes_the_save_fail(watched, tmp_path):
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(watched)
-    accelerator.save_state(tmp_path / "a")
-    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
-    assert Watched.copying.wait(30)
-    stranger = torch.optim.SGD(watched.parameters(), lr=1.0, foreach=False)
-    watched.weight.grad = torch.ones(1, 2)
-    stranger.step()
-    Watched.go_on.set()
-    with pytest.raises(CheckpointError, match=r"1 tensors were changed while .* 'lazy'.*: model\.0/weight\. Change them after"):
-        accelerator.wait_for_checkpoint()
-    accelerator.wait_for_checkpoint()
-    accelerator.load_state(tmp_path / "a")
-    assert watched.weight.tolist() == [[1, 1]], "the one before is untouched"
+def test_the_next_step_does_not_wait_for_an_eager_save(tmp_path):
+    run = Run()
+    with held_threads() as go_on:
+        run.accelerator.save_state(tmp_path / "a", asynchronous="eager")
+        weight = run.weight()
+        run.step()
+        assert not go_on.is_set()
+    run.accelerator.wait_for_checkpoint()
+    assert torch.equal(content(tmp_path / "a")["rank-00000.safetensors", "model.0/first.weight"], weight)
+
+
+def test_a_change_that_nobody_held_back_makes_the_save_fail(tmp_path):
+    """By the step of an optimizer that is not prepared."""
+    run = Run()
+    run.accelerator.save_state(tmp_path / "a")
+    weight = run.weight()
+    stranger = torch.optim.SGD([run.layers.first.weight], lr=1.0)
+    run.layers.first.weight.grad = torch.ones(4, 4)
+    with held_threads():
+        run.accelerator.save_state(tmp_path / "a", asynchronous="lazy")
+        stranger.step()
+    message = r"1 tensors were changed while .*'lazy'.*: model\.0/first\.weight\. Change them after wait_for_checkpoint"
+    with pytest.raises(CheckpointError, match=message):
+        run.accelerator.wait_for_checkpoint()
+    run.accelerator.wait_for_checkpoint()
+    run.accelerator.load_state(tmp_path / "a")
+    assert torch.equal(run.weight(), weight), "the one before is untouched"
 
 
 @pytest.mark.parametrize("waits", ["wait_for_checkpoint", "load_state", "save_state", "end_training"])
-def test_whatever_needs_the_save_waits_for_it(waits, watched, tmp_path):
-    Watched.patience = 0.2
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(watched)
-    accelerator.save_state(tmp_path / "a", asynchronous="lazy")
-    assert not is_complete(tmp_path / "a")
-    arguments = {"load_state": (tmp_path / "a",), "save_state": (tmp_path / "b",)}
-    getattr(accelerator, waits)(*arguments.get(waits, ()))
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_needs_the_save_waits_for_it(waits, mode, tmp_path):
+    run = Run()
+    run.step()
+    with held_threads(0.2):
+        folder = run.accelerator.save_state(tmp_path / "a", asynchronous=mode)
+        assert not is_complete(folder)
+        arguments = {"load_state": [folder], "save_state": [tmp_path / "b"]}
+        getattr(run.accelerator, waits)(*arguments.get(waits, ()))
+        assert is_complete(folder)
+
+
+def test_a_wait_that_was_interrupted_can_be_repeated(tmp_path):
+    """By Ctrl-C in a notebook: the thread goes on, and its memory is not given to the next save."""
+    run = Run()
+    interrupt = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    with held_threads():
+        run.accelerator.save_state(tmp_path / "a", asynchronous=True)
+        threading.setprofile(None)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.start()
+            run.accelerator.wait_for_checkpoint()
+        interrupt.join()
+        assert not is_complete(tmp_path / "a")
+    run.accelerator.save_state(tmp_path / "b", asynchronous=True)
     assert is_complete(tmp_path / "a")
+    run.accelerator.wait_for_checkpoint()
+    assert is_same(content(tmp_path / "a"), content(tmp_path / "b"))
+
+
+class Live:
+    """Its state is what it computes with, not a copy."""
+
+    def __init__(self):
+        self.values, self.names = torch.ones(3), ["a"]
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_live_state_of_registered_objects_is_copied_at_once(mode, tmp_path):
+    live = Live()
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(live)
+    with held_threads():
+        accelerator.save_state(tmp_path / "a", asynchronous=mode)
+        live.values.zero_()
+        live.names.append("b")
+    accelerator.load_state(tmp_path / "a")
+    assert (live.values.tolist(), live.names) == ([1, 1, 1], ["a"])
+
+
+class Quantised(torch.Tensor):
+    """Says nothing of what it is made of."""
+
+
+@pytest.mark.parametrize("mode", [False, *MODES])
+def test_what_is_no_plain_tensor_is_refused_in_every_mode(mode, tmp_path):
+    model = nn.Linear(2, 1)
+    model.weight = nn.Parameter(torch.ones(1, 2).as_subclass(Quantised))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    with pytest.raises(
+        CheckpointError, match=r"plain, dense tensors with their data, but 'model\.0/weight' is a Quantised"
+    ):
+        accelerator.save_state(tmp_path / "a", asynchronous=mode)
+    assert not list((tmp_path / "a").iterdir())
 
 
 def test_tensors_of_inference_mode_have_no_version_and_are_copied_at_once(tmp_path):
@@ -388,79 +455,89 @@ def test_the_failure_of_one_rank_is_raised_on_all(job, tmp_path):
     assert is_complete(tmp_path / "a")
 
 
-SCRIPT = """
-import resource, sys, torch
-from accel_core import Accelerator
+def waiting_for_a_rank_that_is_gone(folder):
+    """It was killed before it had written its part, which nobody could tell from a slow one."""
+    run = Run(256)
+    run.accelerator.save_state(folder)
+    weight = run.weight()
+    run.step()
+    with held_threads() as go_on:
+        run.accelerator.save_state(folder, asynchronous=True)
+        if run.accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        go_on.set()
+        try:
+            run.accelerator.wait_for_checkpoint()
+        except RuntimeError:
+            print("it was noticed")  # noqa: T201
+    assert len(list(Path(folder).glob("data-*"))) == 1
+    (found,) = (tensor for (_, key), tensor in content(folder).items() if key == "model.0/first.weight")
+    assert torch.equal(found, weight)
 
-folder, mode, where, limit = sys.argv[1:]
 
-def train():
-    accelerator = Accelerator(cpu=True)
-    layers = torch.nn.Linear(256, 256)
-    model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), 0.1))
-    accelerator.backward(model(torch.ones(1, 256)).sum())
-    optimizer.step()
-    if accelerator.process_index == 1 or limit == "both":
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({"": -1}.get(limit, 10), -1))
-    accelerator.save_state(folder, asynchronous=mode)
-    if where == "raise" and accelerator.process_index == 1:
+def test_waiting_for_a_rank_that_is_gone_ends(tmp_path):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(waiting_for_a_rank_that_is_gone, 2, str(tmp_path / "a"))
+    first, second = caught.value.reports
+    assert second.exit_code == -signal.SIGKILL
+    assert "it was noticed" in first.output
+    assert not first.traceback
+
+
+def ending_while_another_is_stuck(folder):
+    background.ORPHANED = 1.0
+    run = Run()
+    run.accelerator.save_state(folder)
+    if run.accelerator.process_index == 1:
+        go_on = threading.Event()
+        threading.Timer(4.0, go_on.set).start()
+        threading.setprofile(lambda *_: go_on.wait())
+    run.accelerator.save_state(folder, asynchronous=True)
+
+
+def ending(folder, mode, how):
+    """A process that ends right after a save; the accelerator dies with the function, or with the process."""
+    run = Run(256)
+    run.step()
+    if how == "fails":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    run.accelerator.save_state(folder, asynchronous=mode)
+    if how == "lives on":
+        sys.kept = run
+    if how == "raises" and run.accelerator.process_index == 1:
         raise KeyError("only I")
-    return accelerator
-
-accelerator = train()
-if where == "function":
-    del accelerator
-elif where == "end":
-    accelerator.end_training()
-"""
-
-
-def ended(script, world_size, *arguments):
-    """How the processes of a script end: code and stderr of each, in rank order."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        return [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        return holder.getsockname()[1]
+    if how == "ends":
+        run.accelerator.end_training()
 
 
 class TestExits:
-    @pytest.mark.parametrize(("world_size", "where"), [(1, "exit"), (1, "function"), (2, "exit"), (2, "end")])
+    @pytest.mark.parametrize(
+        ("world_size", "how"), [(1, "dies"), (1, "lives on"), (2, "dies"), (2, "lives on"), (2, "ends")]
+    )
     @pytest.mark.parametrize("mode", MODES)
-    def test_a_process_that_ends_right_after_a_save_completes_it(self, world_size, where, mode, tmp_path):
-        ends = ended(SCRIPT, world_size, str(tmp_path / "a"), mode, where, "")
-        assert ends == [("", 0)] * world_size
+    def test_a_process_that_ends_right_after_a_save_completes_it(self, world_size, how, mode, tmp_path, capsys):
+        run_ranks(ending, world_size, str(tmp_path / "a"), mode, how)
+        assert capsys.readouterr().out == ""
         assert is_complete(tmp_path / "a")
+
+    def test_a_process_does_not_wait_for_ever_for_one_that_is_stuck(self, tmp_path, capsys):
+        run_ranks(ending_while_another_is_stuck, 2, str(tmp_path / "a"))
+        found = capsys.readouterr().out
+        assert (
+            "The training ended, and the parts of ranks [1] were not written: for 1 s none of their files grew" in found
+        )
+        assert is_complete(tmp_path / "a"), "the one before"
 
     def test_a_rank_that_raises_right_after_a_save_has_written_its_part(self, tmp_path):
-        (_, first), (text, second) = ended(SCRIPT, 2, str(tmp_path / "a"), "lazy", "raise", "")
-        assert "only I" in text
-        assert (first, second) == (0, 1)
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(ending, 2, str(tmp_path / "a"), "lazy", "raises")
+        first, second = caught.value.reports
+        assert first.state.startswith("returned")
+        assert second.state == "raised: KeyError: 'only I'"
         assert is_complete(tmp_path / "a")
 
-    @pytest.mark.parametrize("where", ["exit", "function"])
-    def test_what_failed_and_nobody_asked_for_is_said_on_stderr(self, where, tmp_path):
-        ((text, _),) = ended(SCRIPT, 1, str(tmp_path / "a"), "eager", where, "both")
-        assert re.search(rf"The checkpoint in {tmp_path / 'a'} was not saved: \[Errno 27\]", text)
-        assert Counter(text.split())["saved:"] == 1
+    def test_what_failed_and_nobody_asked_for_is_said_on_stderr(self, tmp_path, capsys):
+        run_ranks(ending, 1, str(tmp_path / "a"), "eager", "fails")
+        found = capsys.readouterr().out
+        assert found.count(f"The checkpoint in {tmp_path / 'a'} was not saved: [Errno 27]") == 1
         assert not is_complete(tmp_path / "a")

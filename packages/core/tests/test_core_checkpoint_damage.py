@@ -7,14 +7,13 @@ import pickle
 import random
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_jobs import Training, error_of, fingerprint_after, names_in
+from checkpoint_jobs import Training, error_of, names_in
 from torch import nn
 
-from accel_core import Accelerator, load_checkpoint_in_model
+from accel_core import load_checkpoint_in_model
 from accel_core.testing import run_ranks
 
 STEPS = 2
@@ -123,7 +122,11 @@ def broken_in_files(folder, other):
     manifest, (data,) = folder / "manifest.json", [path for path in folder.iterdir() if path.is_dir()]
     parts = sorted(path for path in data.iterdir() if path.suffix == ".safetensors")
     others = next(path for path in other.iterdir() if path.is_dir())
-    yield "manifest deleted", manifest.unlink, "has no manifest.json, and so holds no checkpoint: a save into it was not"
+    yield (
+        "manifest deleted",
+        manifest.unlink,
+        "has no manifest.json, and so holds no checkpoint: a save into it was not",
+    )
     yield "index deleted", (data / "index.json").unlink, "is damaged: .*index.json is missing"
     for part in parts:
         yield f"{part.name} deleted", part.unlink, f"is damaged: .*{part.name} is missing"
@@ -131,16 +134,28 @@ def broken_in_files(folder, other):
         yield f"{part.name} emptied", lambda part=part: os.truncate(part, 0), f"{part.name} has 0 bytes instead of"
         yield f"{part.name} grown", lambda part=part: os.truncate(part, 10**6), f"{part.name} has 1000000 bytes instead"
         yield f"{part.name} a folder", lambda part=part: (part.unlink(), part.mkdir()), f"{part.name} is no file"
-    yield "data deleted", lambda: shutil.rmtree(data), "index.json is missing, rank-00000.safetensors is missing, rank-0"
+    yield (
+        "data deleted",
+        lambda: shutil.rmtree(data),
+        "index.json is missing, rank-00000.safetensors is missing, rank-0",
+    )
     yield "index cut", lambda: os.truncate(data / "index.json", 100), "index.json has 100 bytes instead of"
     yield "manifest cut", lambda: os.truncate(manifest, 100), "is damaged: its manifest.json is no longer JSON"
     yield "manifest emptied", lambda: os.truncate(manifest, 0), "manifest.json is not JSON"
     yield "manifest of another", lambda: shutil.copy(other / "manifest.json", manifest), "is damaged: .* is missing"
     swap = lambda: (shutil.rmtree(data), shutil.copytree(others, data))
-    yield "data of another", swap, "index.json(: the file has the hash .*, and the manifest says [0-9a-f]{32}| has .* bytes instead)"
+    yield (
+        "data of another",
+        swap,
+        "index.json(: the file has the hash .*, and the manifest says [0-9a-f]{32}| has .* bytes instead)",
+    )
     for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
         one = lambda name=name: shutil.copy(others / name, data / name)
-        yield f"{name} of another", one, rf"{name}: (the header|the bytes of .*) have? .*the checkpoint says [0-9a-f]{{32}}|has .* instead"
+        yield (
+            f"{name} of another",
+            one,
+            rf"{name}: (the header|the bytes of .*) have? .*the checkpoint says [0-9a-f]{{32}}|has .* instead",
+        )
     swapped = lambda: (
         shutil.copy(parts[0], data / "x"), shutil.copy(parts[1], parts[0]), os.replace(data / "x", parts[1])
     )  # fmt: skip
@@ -265,7 +280,12 @@ def test_hostile_pickles_in_the_place_of_our_files_are_refused_and_never_run(sav
     assert len(said) == 17
     for (name, action, long), error in said.items():
         assert error is not None, (name, action, long)
-        assert error.startswith(("CheckpointError: ", "ValueError: ", "FileNotFoundError: ")), (name, action, long, error)
+        assert error.startswith(("CheckpointError: ", "ValueError: ", "FileNotFoundError: ")), (
+            name,
+            action,
+            long,
+            error,
+        )
         assert name in error or action == "weights", (name, action, error)
 
 

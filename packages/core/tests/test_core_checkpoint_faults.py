@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from checkpoint_jobs import (
@@ -22,11 +21,11 @@ from checkpoint_jobs import (
     error_of,
     fingerprint_after,
     forked,
+    forked_together,
     names_in,
     value_of,
 )
 
-from accel_core.checkpoint import retention
 from accel_core.testing import run_ranks
 
 # A kill at every operation on the disk, in a world of one
@@ -85,20 +84,27 @@ def load_newest_and_save_again(folder):
     return found, loaded_from(folder / "checkpoints" / name)
 
 
+TOGETHER = 8
+"""Processes at a time."""
+
+
 def kill_at_every_operation(folder, save, check, mode, stride):
     """Kills a save at each of its operations in turn, or at each `stride`-th: the steps of what was found each time."""
     expected = {steps: value_of(fingerprint_after, steps) for steps in (OLD, NEW, NEXT)}
-    steps = []
-    for number in itertools.count(0, stride):
-        place = folder / str(number)
-        (ended,) = forked(save, 1, place, number, mode)
-        assert ended.code in (0, -signal.SIGKILL), ended.output
-        found, after = value_of(check, place)
-        assert found == expected[found[0]]
-        assert after == expected[NEXT]
-        steps.append(found[0])
-        if ended.code == 0:
-            return steps
+    steps, codes = [], []
+    while 0 not in codes:
+        numbers = [stride * number for number in range(len(codes), len(codes) + TOGETHER)]
+        places = [folder / str(number) for number in numbers]
+        killed = forked_together([(save, *job, mode) for job in zip(places, numbers, strict=True)], 1)
+        for (checked,) in forked_together([(check, place) for place in places], 1):
+            assert checked.code == 0, checked.output
+            found, after = checked.value
+            assert found == expected[found[0]]
+            assert after == expected[NEXT]
+            steps.append(found[0])
+        codes += [ended.code for (ended,) in killed]
+        assert set(codes) <= {0, -signal.SIGKILL}, killed
+    return steps[: codes.index(0) + 1]
 
 
 def assert_killed_everywhere(steps, at_least):
@@ -153,15 +159,16 @@ def save_on_two(folder, steps):
 def kill_one_of_two(folder, victim, numbers, mode):
     """The steps of what is found after the victim was killed at each of some operations; the other rank ended soon."""
     steps = []
-    for number in numbers:
-        place = folder / str(number)
-        ends = forked(save_on_two_and_kill_one, 2, place, victim, number, mode)
+    places = [folder / str(number) for number in numbers]
+    jobs = [(save_on_two_and_kill_one, place, victim, int(place.name), mode) for place in places]
+    for place, ends in zip(places, forked_together(jobs, 2), strict=True):
         assert ends[victim].code == -signal.SIGKILL, ends[victim].output
         other = ends[1 - victim]
         assert other.code not in (0, -signal.SIGKILL), f"it did not end within {SOON} s:\n{other.output}"
         assert f"rank {victim}" in other.output
         steps.append(value_of(steps_in, place))
-        assert [ended.value for ended in forked(save_on_two, 2, place, NEXT)] == [NEXT, NEXT]
+    for place, ends in zip(places, forked_together([(save_on_two, place, NEXT) for place in places], 2), strict=True):
+        assert [ended.value for ended in ends] == [NEXT, NEXT]
         assert_clean(place)
     return steps
 
@@ -213,7 +220,7 @@ def save_while_one_rank_cannot_write(folder, rank, mode):
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         (folder / "elsewhere" / "manifest.json").unlink()
-        manifest, data = [name for name in sorted(names_in(folder), reverse=True) if name != "elsewhere"]
+        _, data = [name for name in sorted(names_in(folder), reverse=True) if name != "elsewhere"]
         assert not [name for name in names_in(folder / data) if not name.endswith(("index.json", ".safetensors"))]
     training.accelerator.load_state(folder)
     assert threading.active_count() <= 3, threading.enumerate()

@@ -220,4 +220,4 @@ def test_state_that_cannot_be_cut_comes_back_where_it_was_and_is_refused_by_name
         assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
         assert unchanged
         assert "the state '0.wide.weight" in refusal
-    assert "the state '0.wide.weight" in of_one
+    assert "the state '0.wide.weight" in of_one[make.__name__]

@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, foreach=True),
     "fused AdamW": partial(torch.optim.AdamW, fused=True, amsgrad=True),
 }
+ASYNCHRONOUS = dict(zip(OPTIMIZERS, (False, "eager", "lazy"), strict=True))
 
 
 class Mixed(nn.Module):
@@ -132,7 +133,7 @@ class Run:
         values = {}
         for part in gather_objects([state.values], self.world):
             values.update(part)
-        tensors = {name: whole(entry, self.world).clone() for name, entry in state.entries.items()}
+        tensors = {name: whole(name, entry, self.world).clone() for name, entry in state.entries.items()}
         return {"kind": state.kind, "groups": state.groups, "values": values, **tensors}
 
 
@@ -154,9 +155,10 @@ def saved_by_ranks(folder, sources):
         run = Run(source.strategy, source.optimizer)
         torch.manual_seed(run.world.rank)
         run.train(BEFORE)
-        run.accelerator.save_state(source.within(folder))
+        run.accelerator.save_state(source.within(folder), asynchronous=ASYNCHRONOUS[source.optimizer])
         at = run.state()
         run.train(AFTER)
+        run.accelerator.wait_for_checkpoint()
         found[source] = at, run.state()
     return found
 

@@ -82,7 +82,9 @@ class TestAFolderOfOnesOwn:
 
     def test_one_has_to_be_given(self):
         accelerator, _ = started()
-        with pytest.raises(ValueError, match=r"save_state\(\) was called without a folder\. Type save_state\('my_check"):
+        with pytest.raises(
+            ValueError, match=r"save_state\(\) was called without a folder\. Type save_state\('my_check"
+        ):
             accelerator.save_state()
         with pytest.raises(ValueError, match=r"load_state\(\) was called without a folder"):
             accelerator.load_state()
@@ -129,7 +131,9 @@ class TestAutomaticNames:
     def test_a_second_run_in_the_same_project_has_to_load_first(self, tmp_path):
         list(saved_by(*started(tmp_path), [1, 2]))
         accelerator, model = started(tmp_path, value=3)
-        with pytest.raises(CheckpointError, match=r"call load_state\(\) first to go on .* ProjectConfiguration\(iteration=2"):
+        with pytest.raises(
+            CheckpointError, match=r"call load_state\(\) first to go on .* ProjectConfiguration\(iteration=2"
+        ):
             accelerator.save_state()
         accelerator.load_state()
         assert model.weight.item() == 2
@@ -164,7 +168,9 @@ class TestAutomaticNames:
         (root / "checkpoint_3" / "mine.txt").touch()
         (root / "notes.txt").touch()
         mine = ["best", "checkpoint_3", "checkpoint_final", "notes.txt"]
-        for folder, expected in zip(saved_by(accelerator, model, range(4)), ([8], [8, 9], [9, 10], [10, 11]), strict=True):
+        for folder, expected in zip(
+            saved_by(accelerator, model, range(4)), ([8], [8, 9], [9, 10], [10, 11]), strict=True
+        ):
             assert folder.is_dir()
             assert names(tmp_path) == sorted(mine + [f"checkpoint_{number}" for number in expected])
 
@@ -313,6 +319,7 @@ def run_on_two_ranks(root):
     for step in range(3):
         nn.init.constant_(model.weight, step)
         folders.append(accelerator.save_state(asynchronous=(False, "eager", "lazy")[step]))
+        accelerator.wait_for_checkpoint()
     nn.init.constant_(model.weight, 9)
     accelerator.load_state()
     with pytest.raises(ValueError, match="was given a folder"):

@@ -122,7 +122,9 @@ def test_models_that_hooks_take_are_theirs_to_save_and_to_load(tmp_path):
         assert not [name for name in load_file(part) if name.startswith("model.0/")], "it is not written twice"
 
     other, models = run(3, 4)
-    with pytest.raises(CheckpointError, match=r"model\.0 was left to a hook of register_save_state_pre_hook\(\), and no ho"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.0 was left to a hook of register_save_state_pre_hook\(\), and no ho"
+    ):
         other.load_state(folder)
     assert [value_of(each) for each in models] == [3, 4]
     other.register_load_state_pre_hook(loads)
@@ -136,7 +138,9 @@ def test_all_weights_may_be_popped_one_after_another(tmp_path):
 
     def saves(models, weights, output_dir):
         for number, model in enumerate(models):
-            save_file(dict(weights[0]) | {"second.weight": model.second.weight.detach().clone()}, f"{output_dir}/{number}")
+            save_file(
+                dict(weights[0]) | {"second.weight": model.second.weight.detach().clone()}, f"{output_dir}/{number}"
+            )
             weights.pop(0)
         assert weights == []
 
@@ -187,14 +191,18 @@ def test_a_model_that_is_left_to_a_load_hook_alone_keeps_what_the_hook_gave_it(t
 def test_what_is_no_function_or_puts_in_strangers_is_refused(tmp_path):
     model = fill(Net(), 1)
     accelerator = prepared(model)
-    with pytest.raises(TypeError, match=r"register_save_state_pre_hook\(hook\) was given a str, expected a function: hook\(mo"):
+    with pytest.raises(
+        TypeError, match=r"register_save_state_pre_hook\(hook\) was given a str, expected a function: hook\(mo"
+    ):
         accelerator.register_save_state_pre_hook("hook")
     with pytest.raises(TypeError, match=r"register_load_state_pre_hook\(hook\) was given a NoneType"):
         accelerator.register_load_state_pre_hook(None)
     accelerator.save_state(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
     handle = accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.append({}))
-    with pytest.raises(CheckpointError, match=r"put a dict into `weights`. It may take entries out \(weights\.pop\(\)\)"):
+    with pytest.raises(
+        CheckpointError, match=r"put a dict into `weights`. It may take entries out \(weights\.pop\(\)\)"
+    ):
         accelerator.save_state(tmp_path / "a")
     handle.remove()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before, "what was saved before is untouched"
@@ -329,14 +337,17 @@ def reading_on_one_rank(folder):
     model = fill(Net(4), 1)
     accelerator = Accelerator(cpu=True, strategy=Rows())
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    mine = r"rank 0 to read 'first\.weight'; rank 1 to go on\. .* let hooks read the same names in the same order on every r"
-    with accelerator.register_save_state_pre_hook(lambda _, w, __: accelerator.is_main_process and dict(w[0])):
-        with pytest.raises(CollectiveMismatchError, match=mine):
-            accelerator.save_state(folder)
+    alone = accelerator.register_save_state_pre_hook(lambda _, w, __: accelerator.is_main_process and dict(w[0]))
+    message = (
+        r"rank 0 to read 'first\.weight'; rank 1 to go on\. .* let hooks read the same names in the same order on ever"
+    )
+    with alone, pytest.raises(CollectiveMismatchError, match=message):
+        accelerator.save_state(folder)
     names = ("first.weight", "first.bias") if accelerator.is_main_process else ("first.bias", "first.weight")
-    with accelerator.register_save_state_pre_hook(lambda _, weights, __: [weights[0][name] for name in names]):
-        with pytest.raises(CollectiveMismatchError, match=r"rank 0 to read 'first\.weight'; rank 1 to read 'first\.bias'"):
-            accelerator.save_state(folder)
+    crossed = accelerator.register_save_state_pre_hook(lambda _, weights, __: [weights[0][name] for name in names])
+    message = r"rank 0 to read 'first\.weight'; rank 1 to read 'first\.bias'"
+    with crossed, pytest.raises(CollectiveMismatchError, match=message):
+        accelerator.save_state(folder)
     accelerator.save_state(folder)
     accelerator.end_training()
 

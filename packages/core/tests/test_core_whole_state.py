@@ -7,7 +7,7 @@ import pickle
 import random
 from collections import Counter
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from sharded_strategies import Rows
@@ -31,7 +31,7 @@ def own_streams():
 
 def states(*objects):
     """Copies of what these objects hold, and what every random stream gives next."""
-    drawn = [random.random(), numpy.random.rand(), torch.rand(1)]
+    drawn = [random.random(), np.random.rand(), torch.rand(1)]
     return copy.deepcopy([each.state_dict() for each in objects]), drawn
 
 
@@ -346,7 +346,7 @@ def test_steps_are_due_after_a_load_whatever_happened_before_it(tmp_path):
 
 def test_optimizers_can_be_pickled_and_copied_after_a_load(tmp_path):
     accelerator = Accelerator(cpu=True)
-    step, (layers, optimizer) = plain(accelerator)
+    step, (_, optimizer) = plain(accelerator)
     step(0)
     accelerator.save_state(tmp_path / "a")
     accelerator.load_state(tmp_path / "a")
@@ -368,6 +368,56 @@ def test_memory_that_was_freed_and_prepared_again_is_loaded_into(tmp_path):
     assert not torch.equal(layers[0].weight, weight)
     accelerator.load_state(tmp_path / "a")
     assert torch.equal(layers[0].weight, weight)
+
+
+def test_a_forward_from_before_a_load_has_no_backward_any_more(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = accelerator.prepare(layers)
+    accelerator.save_state(tmp_path / "a")
+    loss = model(torch.ones(1, 3)).sum()
+    accelerator.load_state(tmp_path / "a")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        accelerator.backward(loss)
+
+
+@pytest.mark.parametrize("mode", [False, "eager", "lazy"])
+def test_saving_and_loading_in_inference_mode_leaves_everything_trainable(mode, tmp_path):
+    """As by a function that evaluates, and keeps the best."""
+    accelerator = Accelerator(cpu=True)
+    step, objects = plain(accelerator)
+    step(0)
+    with torch.inference_mode():
+        accelerator.save_state(tmp_path / "a", asynchronous=mode)
+    expected = states(*objects)[0]
+    step(1)
+    accelerator.save_state(tmp_path / "b", asynchronous=mode)
+    accelerator.wait_for_checkpoint()
+    other = Accelerator(cpu=True)
+    step, objects = plain(other)
+    with torch.inference_mode():
+        other.load_state(tmp_path / "a")
+    assert is_same(states(*objects)[0], expected)
+    step(1)
+
+
+def test_a_run_in_which_nothing_is_prepared_has_a_checkpoint_too(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "a")
+    drawn = states()
+    Accelerator(cpu=True).load_state(tmp_path / "a")
+    assert states() == drawn
+
+
+def test_a_model_that_the_user_compiled_or_wrapped_has_its_own_names(tmp_path):
+    layers = nn.Linear(3, 2)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.compile(layers, backend="eager"))
+    accelerator.save_state(tmp_path / "a")
+    other = Accelerator(cpu=True)
+    bare = other.prepare(nn.Linear(3, 2))
+    other.load_state(tmp_path / "a")
+    assert torch.equal(bare.weight, layers.weight)
 
 
 def test_two_accelerators_in_one_process_have_checkpoints_of_their_own(tmp_path):
@@ -494,7 +544,7 @@ def ranked(folder):
     world = World.current()
     torch.manual_seed(world.rank)
     random.seed(world.rank)
-    numpy.random.seed(world.rank)
+    np.random.seed(world.rank)
 
     class Noise:
         value = torch.full((2,), float(world.rank))
@@ -512,7 +562,9 @@ def ranked(folder):
     layers.train()
     for _ in range(2):
         train(accelerator, model, optimizer)
-    layers[0](torch.full((4, 3), float(world.rank)) + torch.randn(4, 3))  # not through DDP, which would make them the same
+    layers[0](
+        torch.full((4, 3), float(world.rank)) + torch.randn(4, 3)
+    )  # not through DDP, which would make them the same
     means = accelerator.gather(layers[0].running_mean[None])
     accelerator.save_state(folder)
     after_save = states(layers, optimizer)
@@ -539,7 +591,9 @@ def test_what_differs_by_rank_comes_back_to_each_rank(tmp_path):
     noise.state_dict = dict
     noise.load_state_dict = lambda state: None
     accelerator.register_for_checkpointing(noise)
-    with pytest.raises(CheckpointError, match=r"object\.0 was not the same on all of the 2 ranks that saved it, so 1 cannot"):
+    with pytest.raises(
+        CheckpointError, match=r"object\.0 was not the same on all of the 2 ranks that saved it, so 1 cannot"
+    ):
         accelerator.load_state(tmp_path / "a")
 
 

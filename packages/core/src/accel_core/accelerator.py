@@ -29,6 +29,7 @@ from accel_core.prepare import (
     PrepareRequest,
     check_device_map,
     check_device_placement,
+    check_state_kept,
     has_device_map,
     held_by,
     kind_of,
@@ -1046,16 +1047,16 @@ class Accelerator(ProcessControl):
         return self._preemption
 
     def _is_laid_out(self, model: nn.Module) -> bool:
-        """Whether the strategy has laid out this model in its own way."""
-        trained = any(model is known for known in self._prepared.trained())
-        return trained and not self._parts.strategy.replicates_parameters
+        """Whether this is a prepared model, or a part of one, that the strategy has laid out in its own way."""
+        return not self._parts.strategy.replicates_parameters and self._prepared.find_part(model) is not None
 
     def _gathered_state(self, model: nn.Module) -> dict[str, Any]:
         from accel_core.checkpoint.assembling import gathered
 
-        record = self._prepared.find_model(model)
-        assert record is not None, "a prepared model"
-        return gathered(self._relay.model_state(record.original, record.prepared), self._world)
+        found = self._prepared.find_part(model)
+        assert found is not None, "a prepared model, or a part of one"
+        record, prefix = found
+        return gathered(self._relay.model_state(record.original, record.prepared), self._world, prefix)
 
     def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
         if kind == "model":
@@ -1089,10 +1090,12 @@ class Accelerator(ProcessControl):
             compile_options=self._parts.compile_options,
         )
         with self._world.collective("prepare()"):
-            prepared = self._relay.prepare_model(model, self._prepared.holders(model, optimizers), request)
+            holders = self._prepared.holders(model, optimizers)
+            prepared = self._relay.prepare_model(model, holders, request)
+            check_state_kept(holders)
         # What is given may be a wrapper already, that of an earlier Accelerator for instance.
         inner = self.unwrap_model(model)
-        self._prepared.models.append(PreparedModel(inner, prepared, evaluation))
+        self._prepared.models.append(PreparedModel(inner, prepared, evaluation, tuple(prepared.parameters())))
         if self._detector is not None and not evaluation:
             self._detector.watch(inner)
         return prepared

@@ -115,7 +115,8 @@ class HookSpecs:
         When: once per model in `prepare`, before the optimizers and schedulers of that call are gated.
         Usual owner: the strategy, which must have it.
         Arguments: the user's model; every optimizer known so far that holds one of its parameters (if parameters are
-            replaced, `group["params"][:]` is to be re-pointed in place); the frozen request: precision policy, device or
+            replaced, `group["params"][:]` is to be re-pointed in place, and an optimizer that has stepped is refused, unless
+            its state is re-pointed too); the frozen request: precision policy, device or
             None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
         Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All ranks start from rank
             0's weights. After the closing backward of a window, `.grad` of each parameter is the mean over the
@@ -242,8 +243,9 @@ class HookSpecs:
     def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
-        When: in `save_state`, `load_state` and `get_state_dict`, on every rank.
-        Usual owner: the strategy, if it lays out parameters in its own way. No collective.
+        When: in `save_state`, `load_state` and `get_state_dict`, on every rank, at any place of the loop.
+        Usual owner: the strategy, if it lays out parameters in its own way. No collective. It first brings parameters into
+            the form in which optimizers hold them.
         Arguments: the user's model, and what the loop calls.
         Returns: a mapping from names, those of the user's model's `state_dict()`, to entries of `accel_core.checkpoint.layouts`.
             Of a parameter its most precise copy. They are live: `load_state` reads into the memory that they name.
@@ -256,7 +258,8 @@ class HookSpecs:
         """What `model_state` named has been read from a checkpoint.
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
-        Usual owner: the strategy, to fill the copies that it computes with. Arguments: as for `model_state`.
+        Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that are not persistent, and to
+            drop gradients that it keeps outside of `.grad`. Arguments: as for `model_state`.
         Default: nothing happens.
         """
 

@@ -51,11 +51,16 @@ class PrepareRequest:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A user's model, and what the loop calls."""
+    """A user's model, and what the loop calls.
+
+    Args:
+        parameters: those that it had when it was prepared. A strategy may show others for a while: gathered ones, in the forward.
+    """
 
     original: nn.Module
     prepared: nn.Module
     evaluation: bool
+    parameters: tuple[nn.Parameter, ...] = ()
 
 
 class Prepared:
@@ -82,14 +87,29 @@ class Prepared:
                 return record
         return None
 
+    def find_part(self, model: nn.Module) -> tuple[PreparedModel, str] | None:
+        """The record of a trained model of which `model` is all or a part, and what names of its parameters begin with."""
+        inner = getattr(model, "_orig_mod", model)
+        for record in self.models:
+            if record.evaluation:
+                continue
+            if inner is record.prepared:
+                return record, ""
+            for name, module in record.original.named_modules():
+                if module is inner:
+                    return record, f"{name}." if name else ""
+        return None
+
     def trained(self) -> list[nn.Module]:
         """The prepared models that are trained."""
         return [record.prepared for record in self.models if not record.evaluation]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the models that are trained."""
-        for model in self.trained():
-            yield from model.parameters()
+        """The parameters of the models that are trained; some of them twice."""
+        for record in self.models:
+            if not record.evaluation:
+                yield from record.parameters
+                yield from record.prepared.parameters()
 
     def learned(self, *models: nn.Module) -> list[nn.Parameter]:
         """Every parameter that a backward may give a gradient, once: of trained models, of optimizers, and of `models`."""
@@ -226,6 +246,20 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
             f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. Give one True "
             f"or False per object, in the same order."
         )
+
+
+def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
+    """Raises if a strategy has replaced parameters, and left behind what an optimizer that has stepped knew of them."""
+    for optimizer in optimizers:
+        held = {id(parameter) for parameter in held_by(optimizer)}
+        keys: Iterable[Any] = optimizer.state  # some optimizers keep state of their own under names
+        left = [tuple(key.shape) for key in keys if isinstance(key, torch.Tensor) and id(key) not in held]
+        if left:
+            raise ValueError(
+                f"{type(optimizer).__name__} has stepped before prepare(), and the strategy has replaced its parameters: its state "
+                f"of {len(left)} of them (shapes {left[:4]}) would be lost. Prepare the optimizer before its first step; state "
+                f"from a checkpoint comes back by load_state()."
+            )
 
 
 def check_device_map(model: nn.Module, world: World) -> None:

@@ -90,15 +90,30 @@ def _gathered(entry: Elementwise, everyone: Sequence[Sequence[Box]], world: Worl
     return result
 
 
-def gathered(state: State, world: World) -> dict[str, Any]:
+def gathered(state: State, world: World, prefix: str = "") -> dict[str, Any]:
     """All of a state in the CPU memory of the main process, and nothing on the others. A collective.
 
-    One tensor after another is put together, on every rank.
+    One tensor after another is put together, on every rank. Ties stay ties.
+
+    Args:
+        state: of a model.
+        world: the processes.
+        prefix: only what has a name that begins with it, under the rest of the name.
     """
     weights = Weights(state, world, replicated=False)
     found: dict[str, Any] = {}
     for name in weights:
-        value = weights[name]
-        if world.is_main:
-            found[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    return found
+        entry = state[name]
+        kept = entry.of if isinstance(entry, Alias) else name
+        if name.startswith(prefix):
+            tied = isinstance(entry, Alias) and kept.removeprefix(prefix) in found
+            value = found[kept.removeprefix(prefix)] if tied else _on_main(weights, name, world)
+            found[name.removeprefix(prefix)] = value
+    return found if world.is_main else {}
+
+
+def _on_main(weights: Weights, name: str, world: World) -> Any:
+    value = weights[name]
+    if not world.is_main:
+        return None
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -25,6 +25,7 @@ import torch
 
 from accel_core.checkpoint.agreement import everywhere
 from accel_core.checkpoint.index import write_new
+from accel_core.checkpoint.part_file import plain
 from accel_core.checkpoint.writing import Work, Written
 from accel_core.errors import CheckpointError
 
@@ -93,8 +94,12 @@ class Background:
             publisher: publishes once all members have written; None: another rank does it.
             members: the ranks that write into this folder.
             mode: what is copied before this returns.
+
+        Raises:
+            CheckpointError: for what is no plain tensor, whose copy would be no more what it is.
         """
         assert self._save is None, "wait() was called"
+        work.tensors = {key: plain(key, tensor) for key, tensor in work.tensors.items()}
         save = _Save(work, data, publisher, (self._world.rank, tuple(members)))
         save.begin(self._staging.room(work.tensors), mode)
         self._save = save

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel_core.checkpoint import retention
@@ -70,6 +71,7 @@ class Checkpoints:
         """See `Accelerator.register_load_state_pre_hook`."""
         return _registered(self._load_hooks, hook, "register_load_state_pre_hook(hook)", "models, input_dir")
 
+    @torch.inference_mode(False)  # what is made here is used outside of it, by the next save for one
     def save(self, output_dir: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
         """Saves, or begins to, and returns the folder. A collective."""
         world = self._run.world
@@ -98,6 +100,7 @@ class Checkpoints:
             self._project.iteration += 1
         return str(folder)
 
+    @torch.inference_mode(False)  # an optimizer could not go on with a state of such tensors
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
         """Restores a run. A collective."""
         world = self._run.world

@@ -26,7 +26,6 @@ from accel_core.prepare import held_by
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from accel_core.accumulation import Accumulation
     from accel_core.checkpoint.optimizer_state import OptimizerState
@@ -78,10 +77,11 @@ class Run:
         self._check_layout()
         return self.relay.model_state(record.original, record.prepared)
 
-    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
-        """The live state of one optimizer."""
+    def optimizer_states(self) -> list[OptimizerState]:
+        """The live state of each prepared optimizer, in order."""
         self._check_layout()
-        return self.relay.optimizer_state(optimizer, self.names())
+        names = self.names()
+        return [self.relay.optimizer_state(optimizer, names) for optimizer in self.prepared.optimizers]
 
     def stateful(self) -> dict[str, Any]:
         """Everything whose state is an object, by the name under which it is saved."""
@@ -127,8 +127,8 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
     for number in range(len(run.models())):
         if number not in leave_out:
             content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))
-    for number, optimizer in enumerate(run.prepared.optimizers):
-        _add_optimizer(content, f"{OPTIMIZER}.{number}", run.optimizer_state(optimizer))
+    for number, state in enumerate(run.optimizer_states()):
+        _add_optimizer(content, f"{OPTIMIZER}.{number}", state)
     for unit, each in run.stateful().items():
         content.objects[unit] = _state_of(unit, each)
     content.objects[ACCUMULATION] = run.accumulation.state_dict()

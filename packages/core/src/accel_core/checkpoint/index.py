@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 NAME = "index.json"
 
+_KINDS = ("elementwise", "replicated", "partial", "opaque")
+
 
 @dataclass(frozen=True)
 class Index:
@@ -76,7 +78,7 @@ class Index:
             files = {name: StoredFile.from_json(name, value) for name, value in content["files"].items()}
             index = cls(files, content["tensors"], content["aliases"], content["objects"])
             index._check(manifest)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is no index of a checkpoint of version 1: {type(error).__name__}: {error}. Load another checkpoint."
             ) from error
@@ -87,10 +89,14 @@ class Index:
         if sizes != dict(manifest.files):
             raise ValueError("it names other files, or other sizes, than the manifest")
         for name, record in self.tensors.items():
+            _check_form(name, record)
             for part in record["parts"]:
                 self._check_part(name, record, part)
         for unit, entries in self.objects.items():
+            if not entries:
+                raise ValueError(f"{unit!r} is of no rank")
             for entry in entries:
+                _check_ranks(unit, entry)
                 self._check_references(unit, entry)
         missing = [alias for alias, name in self.aliases.items() if name not in self.tensors]
         if missing:
@@ -127,6 +133,32 @@ class Index:
         """The dtype of a tensor that is not opaque."""
         found: torch.dtype = getattr(torch, self.tensors[name]["dtype"])
         return found
+
+
+def _check_form(name: str, record: Mapping[str, Any]) -> None:
+    kind, parts = record["kind"], record["parts"]
+    if kind not in _KINDS:
+        raise ValueError(f"{name!r} is of the unknown kind {kind!r}")
+    if kind == "replicated" and len(parts) != 1:
+        raise ValueError(f"{name!r} has {len(parts)} parts, and one is enough")
+    if kind != "opaque" and not _are_sizes(record["shape"], len(record["shape"])):
+        raise ValueError(f"{name!r} has the shape {record['shape']!r}")
+    if kind == "elementwise":
+        for part in parts:
+            if not all(_are_sizes(part[member], len(record["shape"])) for member in ("offsets", "sizes")):
+                raise ValueError(f"a part of {name!r} is at {part['offsets']!r}, of the sizes {part['sizes']!r}")
+
+
+def _check_ranks(unit: str, entry: Mapping[str, Any]) -> None:
+    ranks = entry["ranks"]
+    if ranks != "all" and not (ranks and _are_sizes(ranks, len(ranks))):
+        raise ValueError(f"{unit!r} is of the ranks {ranks!r}")
+    if "skeleton" not in entry:
+        raise ValueError(f"{unit!r} has no skeleton")
+
+
+def _are_sizes(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(type(each) is int and each >= 0 for each in values)
 
 
 def write_new(path: Path, text: bytes) -> None:

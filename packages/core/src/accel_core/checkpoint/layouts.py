@@ -12,7 +12,7 @@ that training uses, or a view of it. A checkpoint is written from it, and read b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -39,11 +39,14 @@ class Elementwise:
         dtype: of the whole tensor.
         pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several ranks, boxes that are not
             equal do not overlap.
+        versioned: whether whoever changes `data` in place raises its `_version`. What a wrapper changes inside itself often does
+            not; such tensors are never copied lazily.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    versioned: bool = True
 
     @classmethod
     def whole(cls, data: torch.Tensor) -> Elementwise:
@@ -100,6 +103,17 @@ class Extent:
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+
+
+def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
+    """Cuts a local tensor into views, one per box: one box has its shape; several lie one after another in a flat one."""
+    if len(boxes) == 1:
+        yield Piece(boxes[0], local)
+        return
+    start = 0
+    for box in boxes:
+        yield Piece(box, local[start : start + box.numel].view(box.sizes))
+        start += box.numel
 
 
 class Sharding(Protocol):

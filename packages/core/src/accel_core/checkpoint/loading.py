@@ -148,12 +148,13 @@ class _Restoring:
         for number in range(len(self._run.models())):
             if number not in self._left:
                 yield from self._misfits_of_model(number)
+        names = self._run.names()
         for number, optimizer in enumerate(self._run.prepared.optimizers):
             unit = f"{OPTIMIZER}.{number}"
             if unit in self._checkpoint.index.objects:
                 saved = SavedState(self._checkpoint, unit, *self._place)
                 self._optimizers.append(saved)
-                found = self._run.relay.optimizer_misfits(optimizer, self._run.names(), saved)
+                found = self._run.relay.optimizer_misfits(optimizer, names, saved)
                 yield from (f"{unit}: {line}" for line in found)
         yield from self._misfits_of_objects()
         yield from self._misfits_of_window()
@@ -231,7 +232,7 @@ class _Restoring:
             there = f"{record['dtype']} {record['shape']}"
             return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
         if any(map(_overlaps, _memory(entry))):
-            return "has several elements in one place of memory (expand()), which cannot be written: give it its clone()"
+            return "has several elements in one place of memory (expand()), which cannot be filled: give it its clone()"
         return None
 
     def _misfits_of_objects(self) -> Iterator[str]:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Extent, Opaque, Piece, Replicated, Sharding, Whole
+from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Replicated, Sharding, Whole, pieces_of
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 _EXTRA_STATE = "_extra_state"
 
@@ -32,11 +32,12 @@ def capture(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Ent
         CheckpointError: for a parameter that has no data yet, naming it.
     """
     layout = sharding or Whole()
+    state = model.state_dict(keep_vars=True)  # first, for a hook on it may bring parameters back into their own form
     parameters = {id(parameter) for parameter in model.parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
     entries: dict[str, Entry] = {}
     first: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state.items():
         if isinstance(value, torch.Tensor) and (kept := first.setdefault(id(value), name)) != name:
             entries[name] = Alias(kept)
         elif id(value) in parameters and not _is_opaque(value, layout):
@@ -51,26 +52,20 @@ def capture(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Ent
 def elementwise(tensor: torch.Tensor, sharding: Sharding) -> Elementwise:
     """The entry of a tensor that is laid out like a parameter."""
     extent = sharding.extent(tensor)
-    return Elementwise(extent.shape, tensor.dtype, tuple(pieces(sharding.local(tensor), extent)))
-
-
-def pieces(local: torch.Tensor, extent: Extent) -> Iterator[Piece]:
-    """Cuts a local tensor, which holds its boxes one after another, into views: one piece per box."""
-    if len(extent.boxes) == 1:
-        yield Piece(extent.boxes[0], local.view(extent.boxes[0].sizes))
-        return
-    start = 0
-    for box in extent.boxes:
-        yield Piece(box, local[start : start + box.numel].view(box.sizes))
-        start += box.numel
+    parts = tuple(pieces_of(extent.boxes, sharding.local(tensor)))
+    return Elementwise(extent.shape, tensor.dtype, parts, versioned=type(tensor) in (torch.Tensor, nn.Parameter))
 
 
 def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
-    """A name for every parameter of some models, by its `id`: the number of the model, a dot, and its name there."""
+    """A name for every parameter of some models, by its `id`: the number of the model, a dot, and its name there.
+
+    That is the one that it has in `state_dict()`, where wrappers around modules leave their own names out.
+    """
     found: dict[int, str] = {}
     for number, model in models.items():
-        for name, parameter in model.named_parameters():
-            found.setdefault(id(parameter), f"{number}.{name}")
+        for name, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):
+            if isinstance(value, nn.Parameter):
+                found.setdefault(id(value), f"{number}.{name}")
     return found
 
 
@@ -85,7 +80,7 @@ def _ready(name: str, tensor: torch.Tensor) -> torch.Tensor:
         found = "is not initialised: its module has not seen a batch yet" if lazy else "is on the meta device"
         raise CheckpointError(
             f"{name!r} was to be saved or loaded, but it {found}, so it has no data. Run a batch through the model first, or "
-            f"give it memory (model.to_empty(device=...))."
+            f"give it memory (model.to_empty(device=...)) before prepare()."
         )
     return tensor
 

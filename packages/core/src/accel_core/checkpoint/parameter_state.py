@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from accel_core.checkpoint.known_optimizers import (
     is_spanning,
     layouts_of,
 )
-from accel_core.checkpoint.layouts import WHOLE, Elementwise, Entry, Extent, Opaque, Piece, Replicated, Sharding
+from accel_core.checkpoint.layouts import WHOLE, Elementwise, Entry, Extent, Opaque, Replicated, Sharding, pieces_of
 from accel_core.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -92,7 +92,8 @@ class ParameterState(NamedTuple):
             local = self.layouts.sharding.local(value)
             if _is_plain(local):
                 self._check_shape(key, local)
-                return Elementwise(self.extent.shape, local.dtype, tuple(pieces_of(self.extent.boxes, local)))
+                parts = tuple(pieces_of(self.extent.boxes, local))
+                return Elementwise(self.extent.shape, local.dtype, parts, versioned=_is_plain(value))
         elif layout is not None and _is_plain(value) and self._is_replicated(layout, value.numel()):
             return Replicated(value.detach())
         return self.opaque({key: value})
@@ -169,7 +170,7 @@ class ParameterState(NamedTuple):
     def _is_laid_out(self, value: Any) -> bool:
         # Under a sharded parameter an optimizer's tensors are of the same class: wrappers that are nobody's data by themselves.
         kind = type(self.parameter.detach())
-        return kind is not torch.Tensor and type(value) is kind
+        return kind is not torch.Tensor and type(value) is kind and value.shape == self.parameter.shape
 
     def _refuses_opaque(self, signatures: Mapping[str, str], here: Entry | None) -> str | None:
         if self.part not in signatures:
@@ -216,17 +217,6 @@ def moved(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(moved(item, device) for item in value)
     return value
-
-
-def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
-    """The boxes of a local tensor: one has its shape; several lie one after another in a flat one."""
-    if len(boxes) == 1:
-        yield Piece(boxes[0], local)
-        return
-    start = 0
-    for box in boxes:
-        yield Piece(box, local[start : start + box.numel].view(box.sizes))
-        start += box.numel
 
 
 def part_of(extents: Sequence[Extent]) -> str:

@@ -47,23 +47,27 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
         CheckpointError: for what is no plain tensor with data, before anything is written.
         OSError: naming `path`; then nothing is left there, but for a file that was there before.
     """
-    plain = {key: _plain(key, tensor) for key, tensor in tensors.items()}
+    found = {key: plain(key, tensor) for key, tensor in tensors.items()}
     # By falling size of their elements, every tensor lies at a multiple of its own.
-    keys = sorted(plain, key=lambda key: (-plain[key].element_size(), key))
-    header = _header({key: plain[key] for key in keys})
+    keys = sorted(found, key=lambda key: (-found[key].element_size(), key))
+    header = _header({key: found[key] for key in keys})
     stored: dict[str, StoredTensor] = {}
     with new_file(path) as output:
         output.write(memoryview(header))
         for key in keys:
-            offset, tensor = output.position, plain[key]
+            offset, tensor = output.position, found[key]
             hashes = _write(tensor, output)
             dtype = str(tensor.dtype).removeprefix("torch.")
             stored[key] = StoredTensor(dtype, tuple(tensor.shape), offset, tensor.nbytes, hashes)
     return StoredFile(path.name, output.position, len(header), xxhash.xxh3_128_hexdigest(header), stored)
 
 
-def _plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its gradient history, if it is what it seems: strided memory with its elements and nothing else."""
+def plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its gradient history, if it is what it seems: strided memory with its elements and nothing else.
+
+    Raises:
+        CheckpointError: naming `key`, if it is not.
+    """
     data = tensor.detach()
     if type(data) is not torch.Tensor:
         raise _refusal(key, f"a {type(data).__name__}", "Take its components, or save it as an Opaque entry")
@@ -216,12 +220,13 @@ class PartReader:
         Only blocks that the region touches are read, each of them whole.
         """
         stored = self._tensor(key)
-        out = self._fitting(key, stored, source, _plain(key, out), cast)
+        out = self._fitting(key, stored, source, plain(key, out), cast)
         if source.is_empty:
             return
         extent = _extent(stored.shape, source)
         if len(extent) == source.numel and out.is_contiguous() and not out.is_conj() and not out.is_neg():
             self._read_run(key, stored, extent, out.view(-1))
+            torch.autograd.graph.increment_version(out)  # it has not seen what was read into its very memory
         else:
             self._read_region(key, stored, source, out)
 

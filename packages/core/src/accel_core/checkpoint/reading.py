@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.content import COMPONENTS, VALUES
+from accel_core.checkpoint.content import ACCUMULATION, COMPONENTS, RANDOM, VALUES
 from accel_core.checkpoint.index import Index
 from accel_core.checkpoint.layouts import Elementwise, Entry, Opaque, Partial, Replicated
 from accel_core.checkpoint.manifest import Manifest, read_manifest
@@ -22,6 +22,8 @@ from accel_core.checkpoint.plan import StoredBoxes
 from accel_core.errors import CheckpointError
 
 Job = Callable[[], None]
+
+_ALWAYS = {ACCUMULATION, RANDOM}
 
 
 class Checkpoint:
@@ -39,6 +41,7 @@ class Checkpoint:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         self.index = Index.read(folder, self.manifest)
+        self._check()
         self._readers: dict[str, PartReader] = {}
         self._open = ExitStack()
 
@@ -56,6 +59,19 @@ class Checkpoint:
         """How many ranks saved it."""
         size: int = self.manifest.record["world"]["size"]
         return size
+
+    def _check(self) -> None:
+        """What every load asks of a record and an index."""
+        record, missing = self.manifest.record, _ALWAYS - self.index.objects.keys()
+        world, left, models = (record.get(name) for name in ("world", "left_to_hooks", "models"))
+        size = world.get("size") if isinstance(world, dict) else None
+        known = isinstance(left, list) and all(isinstance(each, str) for each in left)
+        if missing or type(size) is not int or size < 1 or type(models) is not int or not known:
+            raise CheckpointError(
+                f"{self.folder} lies: its hashes hold, but no save_state() leaves such a record, or such an index: the world is "
+                f"{world!r:.80}, models: {models!r:.80}, left to hooks: {left!r:.80}, missing: {sorted(missing)}. Load another "
+                f"checkpoint."
+            )
 
     def reader(self, file: str) -> PartReader:
         """The reader of a file, which is opened, and its header verified, once."""

@@ -88,7 +88,8 @@ class Work:
             assert task.box is not None, "the plan names boxes"
             key = task.name if task.box.sizes == entry.shape else f"{task.name}@{','.join(map(str, task.box.offsets))}"
             self.tensors[key] = next(piece.data for piece in entry.pieces if piece.box == task.box).detach()
-            self.lasting.add(key)
+            if entry.versioned:
+                self.lasting.add(key)
             box = {"offsets": list(task.box.offsets), "sizes": list(task.box.sizes)}
             parts.append({**box, "file": self.name, "key": key})
         elif isinstance(entry, Opaque):

@@ -1,0 +1,100 @@
+"""Saving and loading need buffers beside what is trained, and never a copy of the state."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_strategies import Flat, Rows
+from torch import nn
+
+from accel_core import Accelerator, hookimpl
+from accel_core.strategies import DDP
+from accel_core.testing import run_ranks
+
+WIDTH, LAYERS = 2048, 6
+WEIGHT = 4 * WIDTH * WIDTH  # bytes
+LIMIT = 3 * WEIGHT // 2  # one weight and buffers; a rank has at least nine of them, and up to eighteen
+
+
+class CutInRows(Rows):
+    """Leaves out to gather what was loaded, which is the strategy's and takes what it takes."""
+
+    @hookimpl
+    def model_loaded(self, model):
+        pass
+
+
+class CutFlat(Flat):
+    @hookimpl
+    def model_loaded(self, model):
+        pass
+
+
+STRATEGIES = {strategy.__name__: strategy for strategy in (DDP, CutInRows, CutFlat)}
+
+
+def accelerator_of(strategy, width):
+    """Under it are a model, and an Adam that keeps twice as much."""
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+    accelerator = Accelerator(strategy=STRATEGIES[strategy](), cpu=True)
+    called, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), foreach=False))
+    accelerator.backward(called(torch.ones(1, width)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator
+
+
+def extra(work):
+    """How many bytes more than before this process had at most, while it worked."""
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 20
+    )  # M_MMAP_THRESHOLD: what is freed is given back, so that no gaps are measured
+    Path("/proc/self/clear_refs").write_text("5")  # what it had at most is what it has now
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def saving(folder, strategy):
+    small = accelerator_of(strategy, 8)
+    small.save_state(folder / "small")  # imports
+    accelerator = accelerator_of(strategy, WIDTH)
+    return extra(lambda: accelerator.save_state(folder / strategy))
+
+
+def loading(folder, strategy):
+    small = accelerator_of(strategy, 8)
+    small.load_state(folder / "small")
+    accelerator = accelerator_of(strategy, WIDTH)
+    return {source: extra(lambda source=source: accelerator.load_state(folder / source)) for source in STRATEGIES}
+
+
+measured = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not measure peaks")
+
+
+@measured
+def test_saving_and_loading_need_buffers_only(tmp_path):
+    """Whatever strategy saved it: boxes are read into their places."""
+    saved = {strategy: run_ranks(saving, 2, tmp_path, strategy) for strategy in STRATEGIES}
+    loaded = {strategy: run_ranks(loading, 2, tmp_path, strategy) for strategy in STRATEGIES}
+    assert all(found <= LIMIT for ranks in saved.values() for found in ranks), saved
+    assert all(found <= LIMIT for ranks in loaded.values() for rank in ranks for found in rank.values()), loaded
+
+
+def copying():
+    weights = [torch.ones(WIDTH, WIDTH) for _ in range(2)]
+    return extra(lambda: [weight.clone() for weight in weights])
+
+
+@measured
+def test_a_copy_would_be_seen():
+    (found,) = run_ranks(copying, 1)
+    assert 2 * WEIGHT <= found <= 2 * WEIGHT + (1 << 20)
