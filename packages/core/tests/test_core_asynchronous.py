@@ -469,7 +469,7 @@ def waiting_for_a_rank_that_is_gone(folder):
         try:
             run.accelerator.wait_for_checkpoint()
         except RuntimeError:
-            print("it was noticed")  # noqa: T201
+            print("it was noticed")
     assert len(list(Path(folder).glob("data-*"))) == 1
     (found,) = (tensor for (_, key), tensor in content(folder).items() if key == "model.0/first.weight")
     assert torch.equal(found, weight)

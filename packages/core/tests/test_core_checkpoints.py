@@ -11,7 +11,7 @@ import torch
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core import Accelerator, ProjectConfiguration, load_checkpoint_in_model, streams
+from accel_core import Accelerator, LocalSGD, ProjectConfiguration, load_checkpoint_in_model, streams
 from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
 from accel_core.world import World
@@ -344,3 +344,31 @@ def test_nothing_is_warned_of_on_the_way(tmp_path):
         accelerator.save_state(asynchronous="lazy")
         accelerator.load_state()
         accelerator.end_training()
+
+
+def _saves_under_local_sgd(folder):
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        _local_step(accelerator, model, optimizer, local)
+        with pytest.raises(CheckpointError, match="inside LocalSGD, 1 steps after the last average"):
+            accelerator.save_state(folder)
+        _local_step(accelerator, model, optimizer, local)
+        with pytest.warns(UserWarning, match="The optimizer state of rank 0 is saved, for all ranks"):
+            accelerator.save_state(folder)
+    expected = [parameter.clone() for parameter in model.parameters()]
+    accelerator.load_state(folder)
+    return all(torch.equal(one, two) for one, two in zip(model.parameters(), expected, strict=True))
+
+
+def _local_step(accelerator, model, optimizer, local):
+    accelerator.backward(model(torch.full((1, 2), 1.0 + accelerator.process_index)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    local.step()
+
+
+def test_ranks_that_train_apart_are_saved_only_where_they_have_met(tmp_path):
+    assert run_ranks(_saves_under_local_sgd, 2, str(tmp_path / "checkpoint")) == [True, True]

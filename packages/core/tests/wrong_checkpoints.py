@@ -15,9 +15,7 @@ from accel_core.hookspecs import hookimpl
 
 
 class Right(wrong_strategies.Right):
-    """Every rank holds everything, so the core does it all."""
-
-    replicates_parameters = True
+    """Every rank holds everything, and says so, so the core does it all."""
 
 
 class ForgetsWhatItComputesWith(Rows):

@@ -37,6 +37,8 @@ class Wrapper(nn.Module):
 class Right(Strategy):
     """Averages after each backward whose forward ran outside `no_sync`."""
 
+    replicates_parameters = True
+
     def __init__(self):
         self.world = None
         self.wrappers = []

@@ -73,6 +73,7 @@ class LocalSGD:
         self._calls = self._averaged = 0
         if self.enabled:
             self._stay_local()
+            self._accelerator._prepared.apart = lambda: self._calls - self._averaged
         return self
 
     def __exit__(
@@ -80,6 +81,7 @@ class LocalSGD:
     ) -> None:
         self._inside = False
         self._local.close()
+        self._accelerator._prepared.apart = None
         try:
             if self.enabled and error is None:
                 self._average(ending=True)

@@ -11,6 +11,7 @@ random                       the random streams of each rank
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,7 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
 def check_moment(run: Run) -> None:
     """Raises `CheckpointError` where a loop that is resumed could not go on: in the middle of a micro-batch. No collective."""
     accumulation = run.accumulation
+    _check_together(run)
     if not accumulation.inside:
         _check_stepped(run)
         return
@@ -152,6 +154,23 @@ def check_moment(run: Run) -> None:
             "save_state() was called between the backward that closes a window of accumulation and optimizer.step(): a run "
             "that resumes would never take that step. Call it after the step, or behind the accumulate() block."
         )
+
+
+def _check_together(run: Run) -> None:
+    """Raises while ranks train by themselves, and warns if they only did so before: optimizers know of it."""
+    apart = run.prepared.apart
+    if apart is None:
+        return
+    if apart():
+        raise CheckpointError(
+            f"save_state() was called inside LocalSGD, {apart()} steps after the last average: every rank has a model of its own "
+            f"now. Call it right behind a local_sgd.step() that averages, or behind the block."
+        )
+    warnings.warn(
+        "save_state() was called inside LocalSGD: the models of all ranks are the same, but their optimizers have stepped "
+        "alone. The optimizer state of rank 0 is saved, for all ranks.",
+        stacklevel=2,
+    )
 
 
 def _check_stepped(run: Run) -> None:

@@ -236,6 +236,7 @@ class _Restoring:
         return None
 
     def _misfits_of_objects(self) -> Iterator[str]:
+        self._checkpoint.verify_objects(*self._place)  # those too that no rank here has a use for
         for unit in self._run.stateful():
             if unit not in self._checkpoint.index.objects:
                 continue
@@ -296,18 +297,27 @@ class _Restoring:
 
     def _restore_positions(self) -> None:
         for number, loader in enumerate(self._run.prepared.loaders):
-            loader.load_state_dict(self._objects[f"{LOADER}.{number}"])  # type: ignore[attr-defined]
+            self._give(f"{LOADER}.{number}", loader)
+
+    def _give(self, unit: str, each: Any) -> None:
+        """Restores the state of an object."""
+        try:
+            each.load_state_dict(self._objects[unit])
+        except Exception as error:
+            raise CheckpointError(
+                f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: "
+                f"{type(error).__name__}: {error}\nOther parts may have been restored: load another checkpoint before training on."
+            ) from error
 
     def _restore_objects(self) -> None:
         for unit, each in self._run.stateful().items():
             if not unit.startswith(f"{LOADER}."):
-                each.load_state_dict(self._objects[unit])
+                self._give(unit, each)
         state = self._checkpoint.object(ACCUMULATION, *self._place)
         self._run.accumulation.load_state_dict(state)
         for gate in self._run.prepared.gates():
             gate.resume()
         self._restore_streams(state["total_backwards"])
-        self._checkpoint.verify_objects(*self._place)
 
     def _restore_streams(self, step: int) -> None:
         rank, _ = self._place
