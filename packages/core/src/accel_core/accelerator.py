@@ -1016,8 +1016,9 @@ class Accelerator(ProcessControl):
     def _checkpoints(self) -> Checkpoints:
         if self._checkpoints_made is None:
             from accel_core.checkpoint.checkpoints import Checkpoints
+            from accel_core.checkpoint.record import set_up
 
-            self._checkpoints_made = Checkpoints(self._run(), self._project, partial(_record_of, weakref.ref(self)))
+            self._checkpoints_made = Checkpoints(self._run(), self._project, set_up(self._world, self.explain()))
         return self._checkpoints_made
 
     def _run(self) -> Run:
@@ -1153,15 +1154,6 @@ def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: S
         for model in models:
             stack.enter_context(hook(model))
         yield
-
-
-def _record_of(reference: weakref.ref[Accelerator]) -> dict[str, Any]:
-    """What a manifest says of the run."""
-    from accel_core.checkpoint.record import record_of
-
-    accelerator = reference()
-    assert accelerator is not None, "it is saving"
-    return record_of(accelerator._world, accelerator.explain(), accelerator._prepared, accelerator._accumulation)
 
 
 def _seed_of(reference: weakref.ref[Accelerator]) -> int | None:

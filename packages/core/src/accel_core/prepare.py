@@ -253,8 +253,10 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
     """Raises if a strategy has replaced parameters, and left behind what an optimizer that has stepped knew of them."""
     for optimizer in optimizers:
         held = {id(parameter) for parameter in held_by(optimizer)}
-        keys: Iterable[Any] = optimizer.state  # some optimizers keep state of their own under names
-        left = [tuple(key.shape) for key in keys if isinstance(key, torch.Tensor) and id(key) not in held]
+        states: Iterable[tuple[Any, Any]] = optimizer.state.items()  # some optimizers keep state under names, or empty
+        left = [
+            tuple(key.shape) for key, kept in states if isinstance(key, torch.Tensor) and id(key) not in held and kept
+        ]
         if left:
             raise ValueError(
                 f"{type(optimizer).__name__} has stepped before prepare(), and the strategy has replaced its parameters: its state "

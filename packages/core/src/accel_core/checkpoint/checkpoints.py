@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from accel_core.checkpoint.agreement import everywhere, on_main
 from accel_core.checkpoint.background import Background, Mode
 from accel_core.checkpoint.content import Run, has_state
 from accel_core.checkpoint.loading import LoadHook, LoadRequest, load
+from accel_core.checkpoint.record import whereabouts
 from accel_core.checkpoint.saving import SaveHook, SaveRequest, save
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ class Checkpoints:
     Args:
         run: what is saved. `run.registered` grows by `register`.
         project: where automatic names are; its `iteration` is counted on.
-        record: what the manifest says of the run, as JSON.
+        record: what manifests say of the run, wherever it stands, as JSON.
     """
 
-    def __init__(self, run: Run, project: ProjectConfiguration, record: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, run: Run, project: ProjectConfiguration, record: Mapping[str, Any]) -> None:
         self._run = run
         self._project = project
         self._record = record
@@ -89,7 +90,11 @@ class Checkpoints:
             folder=folder,
             each_node=self._project.save_on_each_node,
             mode=mode,
-            record={**self._record(), "iteration": self._project.iteration if automatic else None},
+            record={
+                **self._record,
+                **whereabouts(self._run.prepared, self._run.accumulation),
+                "iteration": self._project.iteration if automatic else None,
+            },
             hooks=tuple(self._save_hooks.values()),
             published=lambda: self._enforce_limit(folder),
         )

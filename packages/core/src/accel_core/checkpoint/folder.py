@@ -77,7 +77,6 @@ class Draft:
             _make_folders(folder)
             _sweep(folder, kept)
             os.mkdir(draft.data)
-            sync_folder(folder)
         return draft
 
     def publish(self, manifest: Manifest) -> None:
@@ -100,6 +99,7 @@ class Draft:
             "the checkpoint cannot be put on the disk: {}. What was saved here is untouched", self.folder
         ):
             sync_folder(self.data)
+            sync_folder(self.folder)  # the data before the manifest that names them
         write_manifest(self.folder, manifest)
         try:
             _sweep(self.folder, {self.data.name})

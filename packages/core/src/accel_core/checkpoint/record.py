@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from accel_core.world import World
 
 
-def record_of(world: World, explanation: Explanation, prepared: Prepared, accumulation: Accumulation) -> dict[str, Any]:
-    """A record, as JSON: the world, versions, every option and component with its source, and where the run stands."""
+def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
+    """What stays as it is in a run: the world, versions, every option and component with its source. As JSON."""
     explained = explanation.as_dict()
     return {
         "accel-core": version("accel-core"),
@@ -23,6 +23,12 @@ def record_of(world: World, explanation: Explanation, prepared: Prepared, accumu
         "world": {"size": world.size, "source": world.source, "device": world.device.type},
         "components": explained["parts"],
         "options": explained["settings"],
+    }
+
+
+def whereabouts(prepared: Prepared, accumulation: Accumulation) -> dict[str, Any]:
+    """Where a run stands, as JSON."""
+    return {
         "backwards": accumulation.total_backwards,
         "window": {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps},
         "positions": [_position(loader) for loader in prepared.loaders],
