@@ -270,6 +270,7 @@ def test_what_is_no_plain_tensor_is_refused_in_every_mode(mode, tmp_path):
         CheckpointError, match=r"plain, dense tensors with their data, but 'model\.0/weight' is a Quantised"
     ):
         accelerator.save_state(tmp_path / "a", asynchronous=mode)
+        accelerator.wait_for_checkpoint()  # alone, a lazy save finds it out behind
     assert not list((tmp_path / "a").iterdir())
 
 

@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
+from accel_core.checkpoint.comparison import compare
 from accel_core.checkpoint.folder import Draft
 from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.comparison import compare
 from accel_core.checkpoint.inspection import add_arguments, describe, list_checkpoints, run, verify
 from accel_core.checkpoint.manifest import Manifest
 from accel_core.checkpoint.part_file import write_part

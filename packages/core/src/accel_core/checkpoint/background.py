@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ from accel_core.checkpoint.writing import Work, Written
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.folder import Draft
     from accel_core.world import World
 
 Mode = Literal["eager", "lazy"]
@@ -51,6 +52,13 @@ class Publisher(Protocol):
 
     def discard(self) -> None:
         """Removes it."""
+
+
+class Job(NamedTuple):
+    """What a rank writes, and what is done once all have written; None: another rank does that."""
+
+    work: Work
+    publisher: Publisher | None
 
 
 class Staging:
@@ -99,10 +107,20 @@ class Background:
             CheckpointError: for what is no plain tensor, whose copy would be no more what it is.
         """
         assert self._save is None, "wait() was called"
-        work.tensors = {key: plain(key, tensor) for key, tensor in work.tensors.items()}
-        save = _Save(work, data, publisher, (self._world.rank, tuple(members)))
-        save.begin(self._staging.room(work.tensors), mode)
+        save = _Save(data, (self._world.rank, tuple(members)))
+        save.begin(Job(work, publisher), self._staging, mode)
         self._save = save
+
+    def start_alone(self, prepare: Callable[[], Job], draft: Draft) -> None:
+        """Lets the thread do all the rest of a lazy save, in a world of one: even find out what is to be written.
+
+        Args:
+            prepare: gives that; what it needs does not change but by an optimizer's step.
+            draft: that it goes to.
+        """
+        assert self._save is None, "wait() was called"
+        self._save = _Save(draft.data, (0, (0,)))
+        self._save.begin_alone(prepare, self._staging, draft)
 
     @property
     def copying(self) -> Callable[[], None] | None:
@@ -135,36 +153,60 @@ class Background:
 
 
 class _Save:
-    """One save: a thread, its outcome, and whether anybody has heard of that."""
+    """One save: a thread, its outcome, and whether anybody has heard of that.
 
-    def __init__(
-        self,
-        work: Work,
-        data: Path,
-        publisher: Publisher | None,
-        place: tuple[int, tuple[int, ...]],
-    ) -> None:
+    Args:
+        data: the data folder.
+        place: this rank, and those that write into that folder.
+    """
+
+    def __init__(self, data: Path, place: tuple[int, tuple[int, ...]]) -> None:
         self.copied = threading.Event()
-        self._work, self._data, self._publisher = work, data, publisher
+        self._data = data
         self._rank, self._members = place
+        self._work: Work | None = None
+        self._publisher: Publisher | None = None
         self._failure: Exception | None = None  # of the part of this rank
         self._unpublished: Exception | None = None  # why the whole is not there
         self._told = threading.Event()
         self._abandoned = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, room: dict[str, torch.Tensor], mode: Mode) -> None:
+    def begin(self, job: Job, staging: Staging, mode: Mode) -> None:
         """Copies what cannot wait, and starts the thread."""
-        lasting = {key for key in self._work.lasting if mode == "lazy" and not self._work.tensors[key].is_inference()}
-        versions = {key: self._work.tensors[key]._version for key in lasting}
-        with torch.no_grad():
-            for key, place in room.items():
-                if key not in lasting:
-                    place.copy_(self._work.tensors[key])
-        if not lasting:
+        room = self._take(job, staging)
+        later = job.work.lasting if mode == "lazy" else {}
+        self._copy(room, [key for key in room if key not in later])
+        if not later:
             self._let_go()
+        self._start(lambda: self._run(room, list(later)))
+
+    def begin_alone(self, prepare: Callable[[], Job], staging: Staging, draft: Draft) -> None:
+        """Starts the thread, which copies everything."""
+
+        def run() -> None:
+            try:
+                room = self._take(prepare(), staging)
+            except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
+                self._failure = error
+                self.copied.set()
+                self._told.set()
+                draft.discard()
+                return
+            self._run(room, list(room))
+
+        self._start(run)
+
+    def _take(self, job: Job, staging: Staging) -> dict[str, torch.Tensor]:
+        """Takes a job, and gives the room for its copies."""
+        work = self._work = job.work
+        work.tensors = {key: plain(key, tensor) for key, tensor in work.tensors.items()}
+        self._publisher = job.publisher
+        return staging.room(work.tensors)
+
+    def _start(self, run: Callable[[], None]) -> None:
         # Not a daemon: the interpreter waits for it when it exits.
-        self._thread = threading.Thread(target=self._run, args=(room, versions), name="accel checkpoint")
+        self._thread = threading.Thread(target=run, name="accel checkpoint")
         _report_at_exit(self)
         self._thread.start()
 
@@ -202,31 +244,36 @@ class _Save:
     def __del__(self) -> None:
         self.report()  # of an Accelerator that has died, nobody can ask
 
+    @property
+    def _taken(self) -> Work:
+        assert self._work is not None, "a job was taken"
+        return self._work
+
     def _let_go(self) -> None:
-        self._work.tensors = {}
+        self._taken.tensors = {}
         self.copied.set()
 
-    def _run(self, room: dict[str, torch.Tensor], versions: Mapping[str, int]) -> None:
+    def _run(self, room: dict[str, torch.Tensor], later: Sequence[str]) -> None:
         written: Written | None = None
         try:
-            written = self._write(room, versions)
+            written = self._write(room, later)
         except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
             self._failure = error
             self._tell_failure(error)
         finally:
-            self._work.tensors = {}
+            self._taken.tensors = {}
             self._told.set()
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             self._finish(publisher, written)
 
-    def _write(self, room: dict[str, torch.Tensor], versions: Mapping[str, int]) -> Written:
+    def _write(self, room: dict[str, torch.Tensor], later: Sequence[str]) -> Written:
         try:
-            self._copy(room, versions)
+            self._copy(room, later)
         finally:
             self._let_go()
-        self._work.tensors = room
-        written = self._work.write(self._data)
+        self._taken.tensors = room
+        written = self._taken.write(self._data)
         if len(self._members) > 1:
             write_new(self._message(self._rank, "done"), json.dumps(written.to_json()).encode())
         return written
@@ -241,13 +288,14 @@ class _Save:
             self._unpublished = error
         publisher.discard()
 
-    def _copy(self, room: Mapping[str, torch.Tensor], versions: Mapping[str, int]) -> None:
+    def _copy(self, room: Mapping[str, torch.Tensor], keys: Sequence[str]) -> None:
         changed = []
+        versions = self._taken.lasting
         with torch.no_grad():
-            for key, version in versions.items():
-                live = self._work.tensors[key]
+            for key in keys:
+                live = self._taken.tensors[key]
                 room[key].copy_(live)
-                if live._version != version:
+                if key in versions and live._version != versions[key]:
                     changed.append(key)
         if changed:
             raise CheckpointError(

@@ -106,10 +106,12 @@ class Content:
     Args:
         state: entries by name.
         objects: what is encoded, by unit.
+        versions: of the pieces of elementwise entries, by name, as they were when the content was kept.
     """
 
     state: dict[str, Entry] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
@@ -164,7 +166,7 @@ def _check_together(run: Run) -> None:
     if apart():
         raise CheckpointError(
             f"save_state() was called inside LocalSGD, {apart()} steps after the last average: every rank has a model of its own "
-            f"now. Call it right behind a local_sgd.step() that averages, or behind the block."
+            f"now. Call it right behind a LocalSGD.step() that averages, or behind the block."
         )
     warnings.warn(
         "save_state() was called inside LocalSGD: the models of all ranks are the same, but their optimizers have stepped "

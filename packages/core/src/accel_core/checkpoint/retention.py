@@ -76,7 +76,9 @@ def next_path(root: Path, iteration: int, known: bool) -> Path:
         CheckpointError: if that would replace a checkpoint of another run, or be older than one by its number.
     """
     path = root / name(iteration)
-    taken = [] if known else [number for number in numbers(root) if number >= iteration and _is_taken(root / name(number))]
+    taken = (
+        [] if known else [number for number in numbers(root) if number >= iteration and _is_taken(root / name(number))]
+    )
     if not taken:
         return path
     raise CheckpointError(

@@ -24,11 +24,22 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.checkpoint.agreement import everywhere, here, on_main
 from accel_core.checkpoint.assembling import Weights
+from accel_core.checkpoint.background import Job
 from accel_core.checkpoint.content import MODEL, Content, Run, check_moment, collect, pending_gradients
 from accel_core.checkpoint.folder import Draft
 from accel_core.checkpoint.manifest import Manifest
 from accel_core.checkpoint.plan import plan
-from accel_core.checkpoint.writing import Portrait, Work, Written, encode_objects, file_name, firsts, index_of, portray
+from accel_core.checkpoint.writing import (
+    Portrait,
+    Work,
+    Written,
+    encode_objects,
+    file_name,
+    firsts,
+    index_of,
+    keep,
+    portray,
+)
 from accel_core.collectives import broadcast_object, gather_objects
 from accel_core.errors import CheckpointError
 
@@ -72,17 +83,20 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
         CheckpointError: on every rank, for what cannot be saved; for a place that is taken.
         OSError: on every rank, if a rank cannot write.
     """
+    if request.mode == "lazy" and run.world.size == 1 and not request.hooks:
+        _save_lazily_alone(run, request, background)
+        return
     members = _members(run, request.each_node)
     draft = _begin(run, request, members)
     publishes = run.world.rank == members[0]
     try:
         left = _run_hooks(run, request)
         work, portraits = _agree(run, draft, members, left)
-        models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
-        record = {**request.record, **models}
-        publication = _Publication(draft, record, portraits, request.published)
+        publication = _Publication(draft, _record(run, request, left), portraits, request.published)
         if request.mode is not None:
-            everywhere(run.world, lambda: background.start(work, draft.data, publication if publishes else None, members, request.mode))  # type: ignore[arg-type]  # fmt: skip
+            publisher = publication if publishes else None
+            mode = request.mode
+            everywhere(run.world, lambda: background.start(work, draft.data, publisher, members, mode))
             return
         written = everywhere(run.world, lambda: work.write(draft.data))
         everywhere(run.world, lambda: publication.publish([written[rank] for rank in members]) if publishes else None)
@@ -91,6 +105,39 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
         if publishes:
             draft.discard()
         raise
+
+
+def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -> None:
+    """Nobody is to agree: what would have been asked of the other ranks is left to the thread."""
+    window = _window(run)
+    draft = Draft.begin(request.folder)
+    try:
+        content = collect(run)
+        content.state.update(pending_gradients(run))
+        encoded = encode_objects(content)
+        keep(content, encoded)
+        record = _record(run, request, ())
+
+        def prepare() -> Job:
+            portraits = [portray(content, encoded, window)]
+            (tasks,) = plan([portraits[0].claims])
+            work = Work(file_name(0))
+            for task in tasks:
+                work.add_task(task, content)
+            for unit, value in encoded.items():
+                work.add_object(unit, "all", value)
+            return Job(work, _Publication(draft, record, portraits, request.published))
+
+        background.start_alone(prepare, draft)
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _record(run: Run, request: SaveRequest, left: Sequence[int]) -> dict[str, Any]:
+    """What the manifest says of the run."""
+    models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
+    return {**request.record, **models}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ import xxhash
 
 from accel_core.checkpoint.codec import Encoded, encode
 from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Partial, Replicated
+from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
 from accel_core.checkpoint.part_file import write_part
 from accel_core.checkpoint.plan import Claim, Description, Task
 from accel_core.checkpoint.stored import StoredFile
@@ -72,12 +72,13 @@ class Work:
 
     Args:
         name: of the file.
-        lasting: the keys of tensors that only a step of an optimizer changes: they may be copied a little later.
+        lasting: the keys of tensors that only a step of an optimizer changes, with the versions that they have until then: they
+            may be copied a little later.
     """
 
     name: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    lasting: set[str] = field(default_factory=set)
+    lasting: dict[str, int] = field(default_factory=dict)
     written: Written = field(default_factory=Written)
 
     def add_task(self, task: Task, content: Content) -> None:
@@ -87,13 +88,15 @@ class Work:
         if isinstance(entry, Elementwise):
             assert task.box is not None, "the plan names boxes"
             key = task.name if task.box.sizes == entry.shape else f"{task.name}@{','.join(map(str, task.box.offsets))}"
-            self.tensors[key] = next(piece.data for piece in entry.pieces if piece.box == task.box).detach()
-            if entry.versioned:
-                self.lasting.add(key)
+            number = next(number for number, piece in enumerate(entry.pieces) if piece.box == task.box)
+            data = self.tensors[key] = entry.pieces[number].data.detach()
+            if entry.versioned and not data.is_inference():
+                kept = content.versions.get(task.name)
+                self.lasting[key] = data._version if kept is None else kept[number]
             box = {"offsets": list(task.box.offsets), "sizes": list(task.box.sizes)}
             parts.append({**box, "file": self.name, "key": key})
         elif isinstance(entry, Opaque):
-            encoded = encode(entry.value, task.name)
+            encoded = entry.value if isinstance(entry.value, Encoded) else encode(entry.value, task.name)
             skeleton = self._encoded(f"{task.name}#{task.part}", encoded)
             parts.append({"part": task.part, "signature": entry.signature, **skeleton})
         else:
@@ -129,6 +132,27 @@ def file_name(rank: int) -> str:
 def encode_objects(content: Content) -> dict[str, Encoded]:
     """The objects of this rank, encoded."""
     return {unit: encode(value, f"the state of {unit}") for unit, value in content.objects.items()}
+
+
+def keep(content: Content, encoded: dict[str, Encoded]) -> None:
+    """Takes copies of all that is not sure to stay as it is until an optimizer steps, and notes the versions of the rest."""
+    for name, entry in content.state.items():
+        if isinstance(entry, (Replicated, Partial)):
+            content.state[name] = replace(entry, data=entry.data.detach().clone())
+        elif isinstance(entry, Opaque):
+            content.state[name] = replace(entry, value=_cloned(encode(entry.value, name)))
+        elif isinstance(entry, Elementwise):
+            if entry.versioned and not any(piece.data.is_inference() for piece in entry.pieces):
+                content.versions[name] = tuple(piece.data._version for piece in entry.pieces)
+            else:
+                copies = tuple(Piece(piece.box, piece.data.detach().clone()) for piece in entry.pieces)
+                content.state[name] = replace(entry, pieces=copies)
+    for unit, value in encoded.items():
+        encoded[unit] = _cloned(value)
+
+
+def _cloned(encoded: Encoded) -> Encoded:
+    return Encoded(encoded.skeleton, {path: tensor.detach().clone() for path, tensor in encoded.tensors.items()})
 
 
 def portray(content: Content, encoded: Mapping[str, Encoded], window: int | None) -> Portrait:
