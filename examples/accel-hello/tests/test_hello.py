@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accel_core import Accelerator
-from accel_core.testing import StrategySuite, run_ranks
+from accel_core.testing import CheckpointSuite, StrategySuite, run_ranks
 from accel_hello import Hello
 
 
@@ -14,6 +14,10 @@ def dividing_first():
 
 
 class TestHello(StrategySuite):
+    strategy = "hello"
+
+
+class TestCheckpointsOfHello(CheckpointSuite):
     strategy = "hello"
 
 

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.known_optimizers import (
+from accel_core.checkpoint.layouts import Elementwise, Extent, Replicated, pieces_of
+from accel_core.checkpoint.model_state import capture as capture_model
+from accel_core.checkpoint.optimizers.known_optimizers import (
     COUNTER,
     ELEMENTWISE,
     OF_THIS_PROCESS,
@@ -33,10 +35,8 @@ from accel_core.checkpoint.known_optimizers import (
     kind_of,
     layouts_of,
 )
-from accel_core.checkpoint.layouts import Elementwise, Extent, Replicated, pieces_of
-from accel_core.checkpoint.model_state import capture as capture_model
-from accel_core.checkpoint.optimizer_state import OptimizerState, misfits, restore
-from accel_core.checkpoint.optimizer_state import capture as capture_optimizer
+from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, misfits, restore
+from accel_core.checkpoint.optimizers.optimizer_state import capture as capture_optimizer
 from accel_core.errors import CheckpointError
 from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.checkpoint.folder import Draft, is_leftover, remove_checkpoint
-from accel_core.checkpoint.manifest import FileRecord, Manifest, is_complete, read_manifest
+from accel_core.checkpoint.files.folder import Draft, is_leftover, remove_checkpoint
+from accel_core.checkpoint.files.manifest import FileRecord, Manifest, is_complete, read_manifest
 from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
 
@@ -323,7 +323,7 @@ def test_a_damaged_checkpoint_is_replaced_but_its_data_stay_until_then(tmp_path)
 READ_ONLY = """
     import os, sys
     from pathlib import Path
-    from accel_core.checkpoint.folder import Draft
+    from accel_core.checkpoint.files.folder import Draft
     os.chdir(sys.argv[1])
     if os.geteuid() == 0:  # who may write everywhere
         os.setuid(65534)

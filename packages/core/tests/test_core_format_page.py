@@ -560,7 +560,7 @@ def test_the_page_lists_every_member_of_the_files(saved):
 
 
 def test_the_page_has_every_tag_with_its_fields():
-    from accel_core.checkpoint import decoder
+    from accel_core.checkpoint.codec import decoder
 
     section = PAGE.partition("\n## Values\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \| ([^|]*) \|", section, re.MULTILINE)

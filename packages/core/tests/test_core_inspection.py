@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 
-from accel_core.checkpoint.comparison import compare
-from accel_core.checkpoint.folder import Draft
-from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.inspection import add_arguments, describe, list_checkpoints, run, verify
-from accel_core.checkpoint.manifest import Manifest
-from accel_core.checkpoint.part_file import write_part
-from accel_core.checkpoint.stored import DTYPES
+from accel_core.checkpoint.files.folder import Draft
+from accel_core.checkpoint.files.index import Index
+from accel_core.checkpoint.files.manifest import Manifest
+from accel_core.checkpoint.files.part_file import write_part
+from accel_core.checkpoint.files.stored import DTYPES
+from accel_core.checkpoint.inspection.command import add_arguments, describe, list_checkpoints, run, verify
+from accel_core.checkpoint.inspection.comparison import compare
 from accel_core.errors import CheckpointError
 
 DAY = "2030-01-31T12:00:00+00:00"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from accel_core.checkpoint.manifest import FileRecord, Manifest, is_complete, read_manifest, write_manifest
+from accel_core.checkpoint.files.manifest import FileRecord, Manifest, is_complete, read_manifest, write_manifest
 from accel_core.errors import CheckpointError
 
 ID = "0123456789abcdef"

@@ -12,7 +12,7 @@ from torch import nn
 from accel_core.checkpoint.boxes import Box, flat_range
 from accel_core.checkpoint.codec import decode, encode
 from accel_core.checkpoint.layouts import Elementwise, Extent, Opaque, Replicated, Whole
-from accel_core.checkpoint.optimizer_state import SHARED, SavedEntry, capture, misfits, restore
+from accel_core.checkpoint.optimizers.optimizer_state import SHARED, SavedEntry, capture, misfits, restore
 from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
 from accel_core.world import World

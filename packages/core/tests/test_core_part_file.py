@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_core.checkpoint import part_file, stored
 from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.part_file import BLOCK, PartReader, StoredFile, StoredTensor, read_all, write_part
-from accel_core.checkpoint.stored import DTYPES
-from accel_core.checkpoint.tensor_files import SAFETENSORS_DTYPES
+from accel_core.checkpoint.files import part_file, stored
+from accel_core.checkpoint.files.part_file import BLOCK, PartReader, StoredFile, StoredTensor, read_all, write_part
+from accel_core.checkpoint.files.stored import DTYPES
+from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
 
@@ -259,7 +259,7 @@ def test_a_failure_leaves_no_file(tmp_path, monkeypatch, function, error):
 FULL = """
     import os, resource, sys, torch
     from pathlib import Path
-    from accel_core.checkpoint.part_file import write_part
+    from accel_core.checkpoint.files.part_file import write_part
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_003, 1_000_003))
     try:
         write_part(Path(sys.argv[1]), {"x": torch.ones(1_000_000)})

@@ -18,7 +18,7 @@ from accel_core import Accelerator
 from accel_core.checkpoint.boxes import Box, uncovered
 from accel_core.checkpoint.layouts import Alias, Elementwise, Replicated, Whole
 from accel_core.checkpoint.model_state import names_of
-from accel_core.checkpoint.optimizer_state import SavedEntry, capture
+from accel_core.checkpoint.optimizers.optimizer_state import SavedEntry, capture
 from accel_core.collectives import gather_objects
 from accel_core.errors import CheckpointError
 from accel_core.testing import StrategySuite, models, run_ranks

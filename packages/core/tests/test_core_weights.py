@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from accel_core.checkpoint import tensor_files
-from accel_core.checkpoint.tensor_files import SAFETENSORS_DTYPES
-from accel_core.checkpoint.weights import parse_size, read_weights, save, save_weights, write_weights
+from accel_core.checkpoint.weights import tensor_files
+from accel_core.checkpoint.weights.saving import parse_size, read_weights, save, save_weights, write_weights
+from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.testing import run_ranks
 from accel_core.world import World
 
@@ -153,7 +153,7 @@ def test_numpy_is_not_needed(tmp_path):
         import sys
         sys.modules["numpy"] = None
         import torch
-        from accel_core.checkpoint.weights import read_weights, write_weights
+        from accel_core.checkpoint.weights.saving import read_weights, write_weights
         write_weights({"a": torch.ones(2, dtype=torch.bfloat16)}, sys.argv[1])
         print(read_weights(sys.argv[1])["a"].sum().item())
     """
@@ -437,7 +437,7 @@ ON_A_SMALL_DISK = """
 FULL = """
     import os, sys, torch
     from pathlib import Path
-    from accel_core.checkpoint.weights import read_weights, write_weights
+    from accel_core.checkpoint.weights.saving import read_weights, write_weights
     folder, safe, limit = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
     write_weights({"a": torch.full((1000,), 1.0), "b": torch.full((1000,), 1.0)}, folder, limit, safe)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -452,7 +452,7 @@ FULL = """
 READ_ONLY = """
     import os, subprocess, sys, torch
     from pathlib import Path
-    from accel_core.checkpoint.weights import read_weights, write_weights
+    from accel_core.checkpoint.weights.saving import read_weights, write_weights
     folder = Path(sys.argv[1])
     write_weights({"a": torch.full((1000,), 1.0)}, folder)
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)

@@ -17,8 +17,8 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint.reading import Checkpoint
-from accel_core.checkpoint.weights import write_weights
-from accel_core.checkpoint.weights_reading import load_checkpoint_in_model
+from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
+from accel_core.checkpoint.weights.saving import write_weights
 from accel_core.errors import CheckpointError, NotInstalledError
 from accel_core.testing import run_ranks
 

@@ -25,6 +25,8 @@ class Hello(Strategy):
             the sum in the range of a narrow dtype, and costs precision at its lower end.
     """
 
+    replicates_parameters = True  # so checkpoints need nothing more from it
+
     def __init__(self, divide_first: bool = False) -> None:
         self._divide_first = divide_first
         self._world: World | None = None

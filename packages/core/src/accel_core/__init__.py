@@ -35,7 +35,7 @@ from accel_core.world import World
 
 if TYPE_CHECKING:
     from accel_core.accelerated import AcceleratedOptimizer, AcceleratedScheduler
-    from accel_core.checkpoint.weights_reading import load_checkpoint_in_model
+    from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
     from accel_core.compilation import TorchDynamoPlugin
     from accel_core.local_sgd import LocalSGD
     from accel_core.memory import clear_device_cache, find_executable_batch_size, release_memory
@@ -131,7 +131,7 @@ _MODULES = {
     "find_executable_batch_size": "memory",
     "gather": "operations",
     "gather_object": "operations",
-    "load_checkpoint_in_model": "checkpoint.weights_reading",
+    "load_checkpoint_in_model": "checkpoint.weights.loading",
     "pad_across_processes": "operations",
     "pad_input_tensors": "operations",
     "reduce": "operations",

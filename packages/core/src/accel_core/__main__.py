@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from accel_core.checkpoint import inspection
+from accel_core.checkpoint.inspection import command as inspection
 from accel_core.plugins.explain import state, table
 from accel_core.plugins.offers import list_offers
 

@@ -19,6 +19,7 @@ from accel_core.assembly import Arguments, assemble
 from accel_core.batch_stream import as_data_loader
 from accel_core.deprecation import Deprecation
 from accel_core.feed import Feed
+from accel_core.hookspecs import LAYOUT_HOOKS
 from accel_core.optimizer import OptimizerGate, gate_of, place_state
 from accel_core.options import chosen_strategy, refuse_keywords, refuse_unknown, renamed
 from accel_core.precision import remove_policy
@@ -858,7 +859,7 @@ class Accelerator(ProcessControl):
             max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes, "10GiB" 10 * 2^30).
             safe_serialization: safetensors; False: torch's format.
         """
-        from accel_core.checkpoint.weights import save_weights
+        from accel_core.checkpoint.weights.saving import save_weights
 
         require("save_model()", model, nn.Module, "a torch.nn.Module")
         self._world.arrive("save_model()")
@@ -875,7 +876,7 @@ class Accelerator(ProcessControl):
             f: the file.
             safe_serialization: safetensors instead of torch's format.
         """
-        from accel_core.checkpoint.weights import save
+        from accel_core.checkpoint.weights.saving import save
 
         each_node = self._project.save_on_each_node
         save(obj, f, safe_serialization, world=self._world, save_on_each_node=each_node)
@@ -1022,7 +1023,7 @@ class Accelerator(ProcessControl):
         return self._checkpoints_made
 
     def _run(self) -> Run:
-        from accel_core.checkpoint.content import LAYOUT_HOOKS, Run
+        from accel_core.checkpoint.content import Run
 
         parts = self._parts
         plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
@@ -1036,9 +1037,14 @@ class Accelerator(ProcessControl):
             strategy=parts.strategy,
             components=components,
             registered=[],
-            declares_layout=all(parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS),
+            declares_layout=self._declares_layout,
             seed=partial(_seed_of, weakref.ref(self)),
         )
+
+    @property
+    def _declares_layout(self) -> bool:
+        """Whether the strategy says by hooks how it lays out models and optimizers."""
+        return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
 
     def _preempted(self) -> Preemption:
         if self._preemption is None:
@@ -1049,7 +1055,7 @@ class Accelerator(ProcessControl):
 
     def _is_laid_out(self, model: nn.Module) -> bool:
         """Whether this is a prepared model, or a part of one, that the strategy has laid out in its own way."""
-        return not self._parts.strategy.replicates_parameters and self._prepared.find_part(model) is not None
+        return self._declares_layout and self._prepared.find_part(model) is not None
 
     def _gathered_state(self, model: nn.Module) -> dict[str, Any]:
         from accel_core.checkpoint.assembling import gathered

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel_core.checkpoint.layouts import State
-    from accel_core.checkpoint.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Shard
     from accel_core.window import Inputs, LossFn, WindowLoop
@@ -119,7 +119,7 @@ class CoreDefaults:
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Parameters are whole."""
         from accel_core.checkpoint.layouts import Whole
-        from accel_core.checkpoint.optimizer_state import capture
+        from accel_core.checkpoint.optimizers.optimizer_state import capture
 
         return capture(optimizer, names, Whole())
 
@@ -127,7 +127,7 @@ class CoreDefaults:
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """Parameters are whole."""
         from accel_core.checkpoint.layouts import Whole
-        from accel_core.checkpoint.optimizer_state import misfits
+        from accel_core.checkpoint.optimizers.optimizer_state import misfits
 
         return misfits(optimizer, names, Whole(), saved)
 
@@ -135,7 +135,7 @@ class CoreDefaults:
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Parameters are whole."""
         from accel_core.checkpoint.layouts import Whole
-        from accel_core.checkpoint.optimizer_state import restore
+        from accel_core.checkpoint.optimizers.optimizer_state import restore
 
         restore(optimizer, names, Whole(), saved)
 

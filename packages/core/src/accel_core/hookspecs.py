@@ -29,13 +29,16 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel_core.checkpoint.layouts import State
-    from accel_core.checkpoint.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
     from accel_core.prepare import PrepareRequest
     from accel_core.world import World
 
 PROJECT = "accel"
+
+LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
+"""What a strategy that does not replicate parameters implements, so that checkpoints can be saved under it."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -270,7 +273,7 @@ class HookSpecs:
         When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No collective.
         Arguments: the optimizer; the names of the parameters of all prepared models, by the `id` of each: the index of the
             model, a dot, and the name in it.
-        Returns: its groups and values, and entries as for a model. `accel_core.checkpoint.optimizer_state.capture` makes it
+        Returns: its groups and values, and entries as for a model. `accel_core.checkpoint.optimizers.optimizer_state.capture` makes it
             for parameters laid out as a `Sharding` says.
         Default: parameters are whole on every rank.
         """
@@ -284,7 +287,7 @@ class HookSpecs:
         When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of `model_state`. No
             collective.
         Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of ranks.
-        Returns: a line for each thing that does not fit; none if all does. See `accel_core.checkpoint.optimizer_state.misfits`.
+        Returns: a line for each thing that does not fit; none if all does. See `accel_core.checkpoint.optimizers.optimizer_state.misfits`.
         Default: parameters are whole on every rank.
         """
 
@@ -296,5 +299,5 @@ class HookSpecs:
             `model_state`. No collective.
         Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise` entry by the time that
             `load_state` returns, and perhaps not before.
-        Default: parameters are whole on every rank. See `accel_core.checkpoint.optimizer_state.restore`.
+        Default: parameters are whole on every rank. See `accel_core.checkpoint.optimizers.optimizer_state.restore`.
         """

@@ -23,13 +23,14 @@ from accel_core.checkpoint.layouts import Alias, Entry, Partial, State
 from accel_core.checkpoint.model_state import names_of
 from accel_core.collectives import gather_objects
 from accel_core.errors import CheckpointError
+from accel_core.hookspecs import LAYOUT_HOOKS
 from accel_core.prepare import held_by
 
 if TYPE_CHECKING:
     from torch import nn
 
     from accel_core.accumulation import Accumulation
-    from accel_core.checkpoint.optimizer_state import OptimizerState
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState
     from accel_core.plugins.relay import Relay
     from accel_core.prepare import Prepared, PreparedModel
     from accel_core.strategies.strategy import Strategy
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER, SCHEDULER, LOADER, OBJECT = "model", "optimizer", "scheduler", "loader", "object"
 GRADIENT, ACCUMULATION, RANDOM = "gradient", "accumulation", "random"
-LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
 COMPONENTS = ("precision", "strategy", "plugin")
 VALUES = "values"  # of an optimizer: what is no tensor in the state of its parameters
 

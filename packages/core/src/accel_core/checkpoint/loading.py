@@ -33,7 +33,7 @@ from accel_core.checkpoint.content import (
     named_parameters,
     within,
 )
-from accel_core.checkpoint.disk import read_all
+from accel_core.checkpoint.files.disk import read_all
 from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
 from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
 from accel_core.errors import CheckpointError

@@ -13,11 +13,11 @@ import torch
 
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.content import ACCUMULATION, COMPONENTS, RANDOM, VALUES
-from accel_core.checkpoint.index import Index
+from accel_core.checkpoint.files.index import Index
+from accel_core.checkpoint.files.manifest import Manifest, read_manifest
+from accel_core.checkpoint.files.part_file import PartReader
 from accel_core.checkpoint.layouts import Elementwise, Entry, Opaque, Partial, Replicated
-from accel_core.checkpoint.manifest import Manifest, read_manifest
-from accel_core.checkpoint.parameter_state import SavedEntry
-from accel_core.checkpoint.part_file import PartReader
+from accel_core.checkpoint.optimizers.parameter_state import SavedEntry
 from accel_core.checkpoint.plan import StoredBoxes
 from accel_core.errors import CheckpointError
 
@@ -194,7 +194,7 @@ class Checkpoint:
 
 
 class SavedState:
-    """An optimizer in a checkpoint, as `accel_core.checkpoint.optimizer_state.SavedOptimizer` asks for it.
+    """An optimizer in a checkpoint, as `accel_core.checkpoint.optimizers.optimizer_state.SavedOptimizer` asks for it.
 
     Args:
         checkpoint: is open.

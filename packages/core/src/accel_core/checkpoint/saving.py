@@ -26,8 +26,8 @@ from accel_core.checkpoint.agreement import everywhere, here, on_main
 from accel_core.checkpoint.assembling import Weights
 from accel_core.checkpoint.background import Job
 from accel_core.checkpoint.content import MODEL, Content, Run, check_moment, collect, pending_gradients
-from accel_core.checkpoint.folder import Draft
-from accel_core.checkpoint.manifest import Manifest
+from accel_core.checkpoint.files.folder import Draft
+from accel_core.checkpoint.files.manifest import Manifest
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.writing import (
     Portrait,

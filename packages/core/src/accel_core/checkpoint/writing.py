@@ -13,11 +13,11 @@ import torch
 import xxhash
 
 from accel_core.checkpoint.codec import Encoded, encode
-from accel_core.checkpoint.index import Index
+from accel_core.checkpoint.files.index import Index
+from accel_core.checkpoint.files.part_file import write_part
+from accel_core.checkpoint.files.stored import StoredFile
 from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
-from accel_core.checkpoint.part_file import write_part
 from accel_core.checkpoint.plan import Claim, Description, Task
-from accel_core.checkpoint.stored import StoredFile
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.content import Content

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel_core.checkpoint.layouts import State
-    from accel_core.checkpoint.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
     from accel_core.plugins.selection import Selected

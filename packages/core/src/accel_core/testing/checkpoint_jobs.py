@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.checkpoint.known_optimizers import OF_THIS_PROCESS
 from accel_core.checkpoint.model_state import names_of
+from accel_core.checkpoint.optimizers.known_optimizers import OF_THIS_PROCESS
 from accel_core.errors import CheckpointError
 from accel_core.testing import models
 from accel_core.testing.bundle import Subject

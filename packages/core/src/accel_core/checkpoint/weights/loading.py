@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_core.checkpoint.weights_files import CALL, Stored, listed, memory_of, stored_in, words_for
+from accel_core.checkpoint.weights.sources import CALL, Stored, listed, memory_of, stored_in, words_for
 from accel_core.errors import CheckpointError, NotInstalledError
 
 _INSTALL = "Type: pip install accel-big-model, and call its function of the same name; or leave it out."

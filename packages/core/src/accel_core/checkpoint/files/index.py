@@ -1,6 +1,6 @@
 """`index.json`: what a checkpoint holds, and where.
 
-    {"files":   {"rank-00000.safetensors": …},              see `accel_core.checkpoint.part_file.StoredFile`
+    {"files":   {"rank-00000.safetensors": …},              see `accel_core.checkpoint.files.part_file.StoredFile`
      "tensors": {"model.0/weight": {"kind", "shape", "dtype", "parts": […]}, …},
      "aliases": {"model.0/head.weight": "model.0/embedding.weight", …},
      "objects": {"scheduler.0": [{"ranks": "all", "skeleton": …, "tensors": {path: {"file", "key"}}}], …}}
@@ -24,13 +24,13 @@ import torch
 import xxhash
 
 from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.manifest import FileRecord
-from accel_core.checkpoint.part_file import StoredFile
+from accel_core.checkpoint.files.manifest import FileRecord
+from accel_core.checkpoint.files.part_file import StoredFile
 from accel_core.checkpoint.plan import StoredBox
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.manifest import Manifest
+    from accel_core.checkpoint.files.manifest import Manifest
 
 NAME = "index.json"
 

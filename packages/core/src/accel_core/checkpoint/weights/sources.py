@@ -24,10 +24,10 @@ from torch import nn
 
 from accel_core.checkpoint.boxes import Box
 from accel_core.checkpoint.content import MODEL
-from accel_core.checkpoint.manifest import Flaw, unseal
+from accel_core.checkpoint.files.manifest import Flaw, unseal
 from accel_core.checkpoint.plan import StoredBox, StoredBoxes
 from accel_core.checkpoint.reading import Checkpoint
-from accel_core.checkpoint.tensor_files import SAFETENSORS_DTYPES
+from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.errors import CheckpointError
 
 CALL = "load_checkpoint_in_model()"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_core.checkpoint.stored import DTYPES
-from accel_core.checkpoint.survey import Contents, place_of
+from accel_core.checkpoint.files.stored import DTYPES
+from accel_core.checkpoint.inspection.survey import Contents, place_of
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.index import Index
-    from accel_core.checkpoint.part_file import PartReader
+    from accel_core.checkpoint.files.index import Index
+    from accel_core.checkpoint.files.part_file import PartReader
 
 _STRIDE = 1 << 20  # elements that are compared at a time, as float64
 

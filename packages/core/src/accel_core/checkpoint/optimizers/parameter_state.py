@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.known_optimizers import (
+from accel_core.checkpoint.layouts import WHOLE, Elementwise, Entry, Extent, Opaque, Replicated, Sharding, pieces_of
+from accel_core.checkpoint.optimizers.known_optimizers import (
     COUNTER,
     ELEMENTWISE,
     REPLICATED,
@@ -17,7 +18,6 @@ from accel_core.checkpoint.known_optimizers import (
     is_spanning,
     layouts_of,
 )
-from accel_core.checkpoint.layouts import WHOLE, Elementwise, Entry, Extent, Opaque, Replicated, Sharding, pieces_of
 from accel_core.errors import CheckpointError
 
 Shape = tuple[int, ...]

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from accel_core.checkpoint.tensor_files import sync_folder
+from accel_core.checkpoint.weights.tensor_files import sync_folder
 from accel_core.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -232,7 +232,7 @@ def _sealed(folder: Path, manifest: Manifest) -> bytes:
     if lies := _lies({**json.loads(text), "seal": seal}):
         raise CheckpointError(
             f"A checkpoint was to be published in {folder}, but no reader would take its manifest: {lies}. Pass values as "
-            f"accel_core.checkpoint.manifest.Manifest describes them."
+            f"accel_core.checkpoint.files.manifest.Manifest describes them."
         )
     return body + f"{seal}{_ENDING}".encode()
 

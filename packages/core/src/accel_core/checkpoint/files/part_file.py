@@ -20,9 +20,9 @@ import torch
 import xxhash
 
 from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.disk import CHUNK, READ, Output, memory, new_file, open_file, read_all, read_into
-from accel_core.checkpoint.stored import BLOCK, DTYPES, StoredFile, StoredTensor
-from accel_core.checkpoint.tensor_files import SAFETENSORS_DTYPES
+from accel_core.checkpoint.files.disk import CHUNK, READ, Output, memory, new_file, open_file, read_all, read_into
+from accel_core.checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
+from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.errors import CheckpointError
 
 __all__ = ["BLOCK", "PartReader", "StoredFile", "StoredTensor", "read_all", "write_part"]

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_core.checkpoint import manifest as manifests
-from accel_core.checkpoint import retention
-from accel_core.checkpoint.comparison import compare, read_values
-from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.manifest import Manifest, read_manifest
-from accel_core.checkpoint.part_file import PartReader
-from accel_core.checkpoint.survey import Contents, size_of
+from accel_core.checkpoint.files import manifest as manifests
+from accel_core.checkpoint.files import retention
+from accel_core.checkpoint.files.index import Index
+from accel_core.checkpoint.files.manifest import Manifest, read_manifest
+from accel_core.checkpoint.files.part_file import PartReader
+from accel_core.checkpoint.inspection.comparison import compare, read_values
+from accel_core.checkpoint.inspection.survey import Contents, size_of
 from accel_core.errors import CheckpointError
 from accel_core.plugins.explain import table
 

@@ -51,9 +51,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_core.checkpoint.decoder import Decoder
-from accel_core.checkpoint.encoder import Encoder
-from accel_core.checkpoint.trail import Unfit
+from accel_core.checkpoint.codec.decoder import Decoder
+from accel_core.checkpoint.codec.encoder import Encoder
+from accel_core.checkpoint.codec.trail import Unfit
 from accel_core.errors import CheckpointError
 
 

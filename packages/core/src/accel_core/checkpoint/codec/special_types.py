@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from accel_core.checkpoint.class_names import class_name, find_class
-from accel_core.checkpoint.trail import Unfit, shown, type_name
+from accel_core.checkpoint.codec.class_names import class_name, find_class
+from accel_core.checkpoint.codec.trail import Unfit, shown, type_name
 
 LONG = 1024
 """Bytes beyond this many are kept as a tensor, and not in the skeleton."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_core.checkpoint.index import Index
-from accel_core.checkpoint.manifest import Manifest, read_manifest
-from accel_core.checkpoint.part_file import PartReader
+from accel_core.checkpoint.files.index import Index
+from accel_core.checkpoint.files.manifest import Manifest, read_manifest
+from accel_core.checkpoint.files.part_file import PartReader
 
 _ORDER = ("model", "optimizer", "scheduler", "loader", "object")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_core.checkpoint.manifest import (
+from accel_core.checkpoint.files.manifest import (
     DATA,
     NAME,
     REMOVED,
@@ -28,7 +28,7 @@ from accel_core.checkpoint.manifest import (
     write_manifest,
     wrong_files,
 )
-from accel_core.checkpoint.tensor_files import sync_folder
+from accel_core.checkpoint.weights.tensor_files import sync_folder
 from accel_core.errors import CheckpointError
 
 # What other libraries leave where they saved a run: a file of each pattern of a row. Weights alone are no checkpoint.

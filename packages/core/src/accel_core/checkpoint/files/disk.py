@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from accel_core.checkpoint.tensor_files import cannot_be_written
+from accel_core.checkpoint.weights.tensor_files import cannot_be_written
 
 CHUNK = 256 << 10
 """Bytes a write: small enough that what was just hashed is still in the cache of the processor."""

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import nn
 
-from accel_core.checkpoint import tensor_files
-from accel_core.checkpoint.tensor_files import Aliases, Tensors, replace_file, stage, sync_folder
+from accel_core.checkpoint.weights import tensor_files
+from accel_core.checkpoint.weights.tensor_files import Aliases, Tensors, replace_file, stage, sync_folder
 
 if TYPE_CHECKING:
     from accel_core.world import World

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core.checkpoint.class_names import class_name
-from accel_core.checkpoint.numpy_types import numpy_special
-from accel_core.checkpoint.special_types import (
+from accel_core.checkpoint.codec.class_names import class_name
+from accel_core.checkpoint.codec.numpy_types import numpy_special
+from accel_core.checkpoint.codec.special_types import (
     ENUM,
     EXACT,
     PLAIN,
@@ -24,7 +24,7 @@ from accel_core.checkpoint.special_types import (
     is_plain_text,
     refusal,
 )
-from accel_core.checkpoint.trail import FIELD, ITEM, KEY, Trail, Unfit, step_into, type_name
+from accel_core.checkpoint.codec.trail import FIELD, ITEM, KEY, Trail, Unfit, step_into, type_name
 
 
 class Encoder:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core.checkpoint.class_names import find_class
-from accel_core.checkpoint.numpy_types import ARRAY, SCALAR
-from accel_core.checkpoint.special_types import (
+from accel_core.checkpoint.codec.class_names import find_class
+from accel_core.checkpoint.codec.numpy_types import ARRAY, SCALAR
+from accel_core.checkpoint.codec.special_types import (
     ENUM,
     SPECIALS,
     TAG,
@@ -19,7 +19,7 @@ from accel_core.checkpoint.special_types import (
     Special,
     dtype_name,
 )
-from accel_core.checkpoint.trail import FIELD, ITEM, KEY, Trail, Unfit, shown, step_into, type_name
+from accel_core.checkpoint.codec.trail import FIELD, ITEM, KEY, Trail, Unfit, shown, step_into, type_name
 
 
 class Decoder:

@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from accel_core.checkpoint.known_optimizers import OF_SCHEDULERS, OF_THIS_PROCESS, is_partitioned, kind_of, same_kind
 from accel_core.checkpoint.layouts import Entry, Opaque, Sharding
-from accel_core.checkpoint.parameter_state import Layouts, ParameterState, SavedEntry, has_tensors
+from accel_core.checkpoint.optimizers.known_optimizers import (
+    OF_SCHEDULERS,
+    OF_THIS_PROCESS,
+    is_partitioned,
+    kind_of,
+    same_kind,
+)
+from accel_core.checkpoint.optimizers.parameter_state import Layouts, ParameterState, SavedEntry, has_tensors
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Looking into checkpoints without a run: `python -m accel_core checkpoint`."""

@@ -1,0 +1,1 @@
+"""The state of optimizers, by the names of parameters."""

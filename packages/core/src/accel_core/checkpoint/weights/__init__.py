@@ -1,0 +1,1 @@
+"""A model's weights alone, as plain files that any library reads and writes."""
