@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from functools import partial
@@ -569,8 +570,13 @@ def save_into_own_folder(root):
     training = Training()
     accelerator = training.accelerator
     mine = root / str(accelerator.process_index)
-    said = timed(lambda: accelerator.save_state(mine / "checkpoint"))
-    return said, names_in(mine / "checkpoint") if mine.exists() else []
+    mine.mkdir(parents=True)
+    os.chdir(mine)
+    named = timed(lambda: accelerator.save_state("checkpoint"))
+    said = timed(
+        lambda: accelerator.save_state("/proc/self/cwd/checkpoint")
+    )  # one name, and another place for each process
+    return named, said, names_in(mine / "checkpoint") if (mine / "checkpoint").exists() else []
 
 
 def load_from_own_folder(root):
@@ -586,8 +592,9 @@ def load_from_own_folder(root):
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_refused_on_all(tmp_path):
-    (said, left), (other_said, nothing) = run_ranks(save_into_own_folder, 2, tmp_path / "save")
-    assert said == other_said
+    (named, said, left), (other_named, other_said, nothing) = run_ranks(save_into_own_folder, 2, tmp_path / "save")
+    assert (named, said) == (other_named, other_said)
+    assert re.search(r"another folder on each rank: .*save/0/checkpoint, .*save/1/checkpoint\. .* broadcast", named)
     assert re.search(r"rank 1 does not see it: the ranks do not share this folder\. .*save_on_each_node=True", said)
     assert left == nothing == []
     another, absent = same_on_all(run_ranks(load_from_own_folder, 2, tmp_path / "load"))

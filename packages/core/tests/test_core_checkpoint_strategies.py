@@ -121,15 +121,14 @@ class Run:
         """All that a checkpoint brings back, whole, by the user's names."""
         return {
             "models": [{name: value.clone() for name, value in model.state_dict().items()} for model in self.models],
-            "optimizers": [self._optimizer(optimizer) for optimizer in self.optimizers],
+            "optimizers": [self._optimizer(state) for state in self.accelerator._checkpoints._run.optimizer_states()],
             "scheduler": self.scheduler.state_dict(),
             "rates": [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers],
             "notes": self.notes.losses[:],
             "random": torch.rand(2, dtype=torch.float64),
         }
 
-    def _optimizer(self, optimizer):
-        state = self.accelerator._checkpoints._run.optimizer_state(optimizer)
+    def _optimizer(self, state):
         values = {}
         for part in gather_objects([state.values], self.world):
             values.update(part)

@@ -358,9 +358,13 @@ def _saves_under_local_sgd(folder):
         _local_step(accelerator, model, optimizer, local)
         with pytest.warns(UserWarning, match="The optimizer state of rank 0 is saved, for all ranks"):
             accelerator.save_state(folder)
+    with pytest.warns(UserWarning, match="save_state\\(\\) was called after LocalSGD"):
+        accelerator.save_state(folder)
     expected = [parameter.clone() for parameter in model.parameters()]
+    momenta = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.parameters()]
     accelerator.load_state(folder)
-    return all(torch.equal(one, two) for one, two in zip(model.parameters(), expected, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), expected, strict=True))
+    return momenta, [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
 
 
 def _local_step(accelerator, model, optimizer, local):
@@ -371,4 +375,65 @@ def _local_step(accelerator, model, optimizer, local):
 
 
 def test_ranks_that_train_apart_are_saved_only_where_they_have_met(tmp_path):
-    assert run_ranks(_saves_under_local_sgd, 2, str(tmp_path / "checkpoint")) == [True, True]
+    (first, restored), (second, also) = run_ranks(_saves_under_local_sgd, 2, str(tmp_path / "checkpoint"))
+    assert all(torch.equal(*each) for each in zip(first, restored, strict=True))
+    assert all(torch.equal(*each) for each in zip(first, also, strict=True)), (
+        "the optimizer is that of rank 0, all of it"
+    )
+    assert not torch.equal(first[0], second[0])
+
+
+class _Count:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+
+def _registers_on_the_main_process(folder):
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(1, 1))
+    if accelerator.is_main_process:
+        accelerator.register_for_checkpointing(_Count())
+    with pytest.raises(CheckpointError, match=r"something to save of\n  object\.0 on ranks \[0\]\nCall prepare"):
+        accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # the main process takes away what it has made
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_what_is_registered_on_some_ranks_only_is_refused(tmp_path):
+    assert run_ranks(_registers_on_the_main_process, 2, str(tmp_path)) == [[], []]
+
+
+def _hooks_on_the_main_process(folder):
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(1, 1))
+    called = []
+    if accelerator.is_main_process:
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: called.append(len(models)))
+    accelerator.save_state(folder)
+    return called
+
+
+def test_a_hook_may_be_registered_on_the_main_process_only(tmp_path):
+    assert run_ranks(_hooks_on_the_main_process, 2, str(tmp_path / "a")) == [[1], []]
+
+
+def _some_skip_the_backward(folder):
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        if accelerator.is_main_process:
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+    accelerator.save_state(folder)
+    before = [None if each.grad is None else each.grad.tolist() for each in model.parameters()]
+    accelerator.load_state(folder)
+    return before, [None if each.grad is None else each.grad.tolist() for each in model.parameters()]
+
+
+def test_a_rank_that_left_a_backward_out_has_a_gradient_of_zero(tmp_path):
+    first, second = run_ranks(_some_skip_the_backward, 2, str(tmp_path / "a"))
+    assert first[0] == first[1]
+    assert second == ([None, None], [[[0.0]], [0.0]])

@@ -43,6 +43,7 @@ def fill(draft):
 def save(folder, id=None):
     draft = Draft.begin(folder, id)
     draft.publish(fill(draft))
+    draft.sweep()
 
 
 def saved(folder):
@@ -146,6 +147,8 @@ def test_a_folder_can_be_saved_again_beside_the_user_s_files(tmp_path):
     manifest = fill(draft)
     assert saved(tmp_path) == OLD, "the previous checkpoint is there until the new one is published"
     draft.publish(manifest)
+    assert f"data-{OLD}" in names_in(tmp_path), "until nobody may need it any more"
+    draft.sweep()
     assert saved(tmp_path) == NEW
     assert names_in(tmp_path) == sorted([*MINE, "mine", f"data-{NEW}", "manifest.json"])
     assert_files_of_the_user_are_there(tmp_path)
@@ -225,8 +228,9 @@ def test_data_that_cannot_be_removed_is_said_and_the_save_stands(tmp_path, monke
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     monkeypatch.setattr(os, "rmdir", busy)
+    draft.publish(manifest)
     with pytest.warns(RuntimeWarning, match=r"was saved, but the data before it, in .*, cannot be removed: .* busy"):
-        draft.publish(manifest)
+        draft.sweep()
     monkeypatch.undo()
     assert saved(tmp_path) == NEW
     save(tmp_path, "a" * 16)
@@ -316,6 +320,7 @@ def test_a_damaged_checkpoint_is_replaced_but_its_data_stay_until_then(tmp_path)
     draft = Draft.begin(tmp_path, NEW)
     assert f"data-{OLD}" in names_in(tmp_path)
     draft.publish(fill(draft))
+    draft.sweep()
     assert saved(tmp_path) == NEW
     assert names_in(tmp_path) == [f"data-{NEW}", "manifest.json"]
 

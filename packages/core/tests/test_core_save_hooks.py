@@ -338,14 +338,12 @@ def reading_on_one_rank(folder):
     accelerator = Accelerator(cpu=True, strategy=Rows())
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     alone = accelerator.register_save_state_pre_hook(lambda _, w, __: accelerator.is_main_process and dict(w[0]))
-    message = (
-        r"rank 0 to read 'first\.weight'; rank 1 to go on\. .* let hooks read the same names in the same order on ever"
-    )
+    message = r"rank 0 waits to read 'first\.weight'\n  rank 1 waits for the hooks to have saved\n.* let hooks read the same names in"
     with alone, pytest.raises(CollectiveMismatchError, match=message):
         accelerator.save_state(folder)
     names = ("first.weight", "first.bias") if accelerator.is_main_process else ("first.bias", "first.weight")
     crossed = accelerator.register_save_state_pre_hook(lambda _, weights, __: [weights[0][name] for name in names])
-    message = r"rank 0 to read 'first\.weight'; rank 1 to read 'first\.bias'"
+    message = r"rank 0 waits to read 'first\.weight'\n  rank 1 waits to read 'first\.bias'"
     with crossed, pytest.raises(CollectiveMismatchError, match=message):
         accelerator.save_state(folder)
     accelerator.save_state(folder)

@@ -555,6 +555,7 @@ class Accelerator(ProcessControl):
         """
         count = len(objects)
         del objects
+        self._prepared.await_copies()
         self._prepared.release()
         self._accumulation.reset()
         if self._detector is not None:
@@ -893,7 +894,8 @@ class Accelerator(ProcessControl):
 
         Saved are the prepared models, optimizers, schedulers and loaders with their positions, what was registered, the random
         streams of every rank, and the gradients of a window that is open. A kill or a full disk at any moment leaves what was
-        saved before in that folder; other files in it are left alone.
+        saved before in that folder; other files in it are left alone. (What hooks write there is theirs: a hook that takes models
+        had better be given a new folder by every save, as automatic names do.)
 
         Args:
             output_dir: the folder; with `automatic_checkpoint_naming` it is given by that.
@@ -929,7 +931,8 @@ class Accelerator(ProcessControl):
         """Restores all of a run that `save_state` saved, on any number of processes and under any strategy. Collective.
 
         Prepare and register the same objects first, in the same order. The next iteration over each prepared loader goes on at
-        its position, and the epochs after it are whole. On as many ranks as saved it, random streams go on where they were.
+        its position, and the epochs after it are whole. Every rank that was there goes on with its random streams, those of a
+        device if it is of the same kind; ranks that were not get new ones.
 
         Args:
             input_dir: the folder; None: the newest complete one of the automatic names.

@@ -73,6 +73,7 @@ class LocalSGD:
         self._calls = self._averaged = 0
         if self.enabled:
             self._stay_local()
+            self._accelerator._prepared.drifted = True
             self._accelerator._prepared.apart = lambda: self._calls - self._averaged
         return self
 

@@ -78,6 +78,7 @@ class Prepared:
         self.loaders: list[DataLoader[Any]] = []
         self.unchecked = False  # whether optimizers came since the last check for orphans
         self.fused = False  # whether one of the optimizers updates parameters during the backward
+        self.drifted = False  # whether each rank's optimizers have stepped by themselves
         self.apart: Callable[[], int] | None = None  # for how many steps each rank has trained by itself, if it does
         self._copying: Callable[[], None] | None = None  # waits for what is being copied of the parameters
 

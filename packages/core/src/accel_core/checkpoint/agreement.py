@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def everywhere(world: World, work: Callable[[], T]) -> list[T]:
+def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
     """Does some work on every rank and gives each the results of all, in rank order. A collective.
 
     Args:
         world: the processes.
+        step: what it is, in words that go on after "rank 1 waits".
         work: is called here, and what it returns is pickled for the others.
 
     Raises:
@@ -34,38 +35,48 @@ def everywhere(world: World, work: Callable[[], T]) -> list[T]:
         raise  # on every rank, so that nobody waits for the outcome
     except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
         failure = error
-    outcomes: list[tuple[Exception | None, Any]] = exchange(world, "to go on", (portable(failure), result))
+    outcomes: list[tuple[Exception | None, Any]] = exchange(world, step, (portable(failure), result), failure)
     for rank, (reason, _) in enumerate(outcomes):
         if reason is not None:
             raise located(reason, rank) from failure
     return [found for _, found in outcomes]
 
 
-def exchange(world: World, purpose: str, value: T) -> list[T]:
-    """The values of all ranks, in rank order, if they came for the same purpose. A collective.
+def exchange(world: World, step: str, value: T, failure: Exception | None = None) -> list[T]:
+    """The values of all ranks, in rank order, if they came for the same step. A collective.
+
+    Args:
+        world: the processes.
+        step: as for `everywhere`.
+        value: is pickled for the others.
+        failure: what made this rank come here, if it failed.
 
     Raises:
-        CollectiveMismatchError: on every rank, if they did not.
+        CollectiveMismatchError: on every rank, if they did not, with the failures that led to it.
     """
-    found: list[tuple[str, T]] = gather_objects([(purpose, value)], world)
-    if any(other != purpose for other, _ in found):
-        purposes = "; ".join(f"rank {rank} {other}" for rank, (other, _) in enumerate(found))
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    found: list[tuple[str, str | None, T]] = gather_objects([(step, reason, value)], world)
+    if any(other != step for other, _, _ in found):
+        lines = [f"  rank {rank} waits {other}" for rank, (other, _, _) in enumerate(found)]
+        lines += [f"  rank {rank} has failed: {why}" for rank, (_, why, _) in enumerate(found) if why is not None]
         raise CollectiveMismatchError(
-            f"The ranks wait for each other in the middle of a checkpoint, but not for the same: {purposes}. Weights that are "
-            f"spread over the ranks are put together when they are read: let hooks read the same names in the same order on "
-            f"every rank, also where the main process alone writes."
-        )
-    return [each for _, each in found]
+            "The ranks wait for each other in the middle of a checkpoint, but not for the same:\n"
+            + "\n".join(lines)
+            + "\nRegister the same hooks and objects, and prepare the same, on every rank. Weights that are spread over the ranks are "
+            "put together when they are read: let hooks read the same names in the same order on every rank, also where the main "
+            "process alone writes."
+        ) from failure
+    return [each for _, _, each in found]
 
 
-def here(world: World, work: Callable[[], T]) -> T:
+def here(world: World, step: str, work: Callable[[], T]) -> T:
     """Does some work on every rank and gives each what it returned there, which need not be picklable. A collective.
 
     Raises:
         Exception: on every rank, if `work` raised on one.
     """
     kept: list[T] = []
-    everywhere(world, lambda: kept.append(work()))
+    everywhere(world, step, lambda: kept.append(work()))
     return kept[0]
 
 
@@ -92,8 +103,12 @@ def on_main(world: World, work: Callable[[], T]) -> T:
 
 def portable(error: Exception | None) -> Exception | None:
     """An error that can be unpickled anywhere: others may have constructors that their pickles do not call rightly."""
-    if error is None or type(error).__module__ == "builtins" or type(error) is CheckpointError:
+    if error is None or type(error) is CheckpointError:
         return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename)
+    if type(error).__module__ == "builtins":
+        return type(error)(str(error)) if len(error.args) == 1 else RuntimeError(f"{type(error).__qualname__}: {error}")
     return CheckpointError(f"{type(error).__qualname__}: {error}")
 
 

@@ -50,6 +50,9 @@ class Publisher(Protocol):
     def publish(self, written: list[Written]) -> None:
         """Makes it the checkpoint of its folder, from what the members have written, in the order of their ranks."""
 
+    def finish(self) -> None:
+        """Removes what it replaces, once nobody may need that any more."""
+
     def discard(self) -> None:
         """Removes it."""
 
@@ -107,7 +110,7 @@ class Background:
             CheckpointError: for what is no plain tensor, whose copy would be no more what it is.
         """
         assert self._save is None, "wait() was called"
-        save = _Save(data, (self._world.rank, tuple(members)))
+        save = _Save(data, (self._world.rank, tuple(members)), waits=len(members) < self._world.size)
         save.begin(Job(work, publisher), self._staging, mode)
         self._save = save
 
@@ -119,8 +122,9 @@ class Background:
             draft: that it goes to.
         """
         assert self._save is None, "wait() was called"
-        self._save = _Save(draft.data, (0, (0,)))
-        self._save.begin_alone(prepare, self._staging, draft)
+        save = _Save(draft.data, (0, (0,)))
+        save.begin_alone(prepare, self._staging, draft)
+        self._save = save
 
     @property
     def copying(self) -> Callable[[], None] | None:
@@ -138,8 +142,11 @@ class Background:
         if save is None:
             return
         try:
-            everywhere(self._world, save.join_part)  # nobody waits for the part of a rank that failed, or is gone
-            everywhere(self._world, save.join)
+            everywhere(
+                self._world, "for the parts of an asynchronous save", save.join_part
+            )  # nobody waits for the part of a rank that failed, or is gone
+            everywhere(self._world, "for an asynchronous save to be published", save.join)
+            everywhere(self._world, "for what it replaces to be removed", save.finish)
         except Exception:
             self.abandon()
             raise
@@ -158,9 +165,12 @@ class _Save:
     Args:
         data: the data folder.
         place: this rank, and those that write into that folder.
+        waits: whether others write into other folders, so that what is replaced stays until all are published.
     """
 
-    def __init__(self, data: Path, place: tuple[int, tuple[int, ...]]) -> None:
+    def __init__(self, data: Path, place: tuple[int, tuple[int, ...]], *, waits: bool = False) -> None:
+        self._waits = waits
+        self._unfinished: Publisher | None = None
         self.copied = threading.Event()
         self._data = data
         self._rank, self._members = place
@@ -227,6 +237,12 @@ class _Save:
         if self._unpublished is not None:
             raise self._unpublished
 
+    def finish(self) -> None:
+        """Removes what was replaced, where that had to wait for others."""
+        publisher, self._unfinished = self._unfinished, None
+        if publisher is not None:
+            publisher.finish()
+
     def abandon(self) -> None:
         """Waits for the thread, which waits for nobody any more. Whoever calls this tells the user why."""
         assert self._thread is not None, "it was begun"
@@ -283,6 +299,10 @@ class _Save:
         try:
             if written is not None:
                 publisher.publish(self._collect(written))
+                if self._waits:
+                    self._unfinished = publisher
+                else:
+                    publisher.finish()
                 return
         except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
             self._unpublished = error
@@ -307,12 +327,14 @@ class _Save:
     def _tell_failure(self, error: Exception) -> None:
         if len(self._members) > 1:
             with contextlib.suppress(OSError):  # a full disk, perhaps: then the others hear of it when they wait
-                write_new(self._message(self._rank, "failed"), str(error).encode())
+                path = self._message(self._rank, "failed")
+                write_new(path.with_suffix(".tmp"), str(error).encode())
+                os.replace(path.with_suffix(".tmp"), path)
 
     def _collect(self, own: Written) -> list[Written]:
         if len(self._members) == 1:
             return [own]
-        found = {self._rank: own}
+        found: dict[int, Written | str] = {self._rank: own}
         patience = _Patience(self._data)
         while len(found) < len(self._members):
             for rank in self._members:
@@ -322,16 +344,21 @@ class _Save:
                 missing = sorted(set(self._members) - found.keys())
                 raise CheckpointError(
                     f"The training ended, and the parts of ranks {missing} were not written: for {ORPHANED:.0f} s none of "
-                    f"their files grew. The checkpoint before it is untouched: load that one."
+                    f"their files grew. What was saved before is untouched: load that."
                 )
             time.sleep(_POLL)
+        for rank in self._members:  # not before all have ended: the folder goes with a failure
+            answer = found[rank]
+            if isinstance(answer, str):
+                raise CheckpointError(f"{answer} (on rank {rank})")
         for rank in self._members:
             os.unlink(self._message(rank, "done"))
-        return [found[rank] for rank in self._members]
+        return [answer for rank in self._members if isinstance(answer := found[rank], Written)]
 
-    def _answer(self, rank: int) -> Written | None:
+    def _answer(self, rank: int) -> Written | str | None:
+        """What a rank has written, or why it has not; None if it has not said yet."""
         if self._message(rank, "failed").exists():
-            raise CheckpointError(self._message(rank, "failed").read_text())
+            return self._message(rank, "failed").read_text()
         try:
             return Written.from_json(json.loads(self._message(rank, "done").read_bytes()))
         except (FileNotFoundError, ValueError):  # not there, or not whole yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,6 +81,11 @@ class Checkpoints:
         world.arrive("save_state()" if mode is None else f"save_state(asynchronous={mode!r})")
         self.wait()
         automatic = self._project.automatic_checkpoint_naming
+        if not (self._run.stateful() or self._run.models() or self._run.prepared.optimizers):
+            raise ValueError(
+                "save_state() was called, but nothing is prepared or registered that it could save. Call prepare() before it; after "
+                "free_memory() that is to be done again."
+            )
         if mode == "lazy" and self._run.prepared.fused:
             raise ValueError(
                 "save_state(asynchronous='lazy') was asked for, but an optimizer updates parameters during the backward, where "
@@ -113,7 +119,9 @@ class Checkpoints:
         self.wait()
         folder = self._folder_to_load(input_dir)
         record = load(self._run, LoadRequest(folder, tuple(self._load_hooks.values())))
-        if self._project.automatic_checkpoint_naming and all(everywhere(world, lambda: self._is_managed(folder))):
+        if self._project.automatic_checkpoint_naming and all(
+            everywhere(world, "to count on", lambda: self._is_managed(folder))
+        ):
             self._known = True
             self._project.iteration = self._next_number(record)
 
@@ -124,7 +132,9 @@ class Checkpoints:
 
     def _next_number(self, record: Mapping[str, Any]) -> int:
         """Above all that are there, so that the newest is always that of the latest training."""
-        highest = everywhere(self._run.world, lambda: max(retention.numbers(self._root()), default=-1))
+        highest = everywhere(
+            self._run.world, "for the highest number", lambda: max(retention.numbers(self._root()), default=-1)
+        )
         return max(*highest, record["iteration"] if record["iteration"] is not None else -1) + 1
 
     def _is_managed(self, folder: Path) -> bool:
@@ -148,8 +158,11 @@ class Checkpoints:
                 f"{self._root()}/checkpoint_<iteration>. Leave one of the two out."
             )
         number, known = self._project.iteration, self._known
-        agree = everywhere if self._each_node else on_main
-        agree(self._run.world, lambda: retention.next_path(self._root(), number, known))
+        world, next_path = self._run.world, partial(retention.next_path, self._root(), number, known)
+        if self._each_node:
+            everywhere(world, "for the next number", next_path)
+        else:
+            on_main(world, next_path)
         return self._root() / retention.name(number)
 
     def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
@@ -161,7 +174,11 @@ class Checkpoints:
                 "taken. Type load_state('my_checkpoint'), or the ProjectConfiguration of the run that saved it."
             )
         if self._each_node:
-            number = min(everywhere(self._run.world, lambda: _number(retention.newest(self._root()))))
+            number = min(
+                everywhere(
+                    self._run.world, "for the newest checkpoint", lambda: _number(retention.newest(self._root()))
+                )
+            )
             return self._root() / retention.name(number)  # which is another folder on each node, perhaps
         return on_main(self._run.world, lambda: retention.newest(self._root()))
 

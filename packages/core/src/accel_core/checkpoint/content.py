@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core import streams
+from accel_core.checkpoint.agreement import exchange
 from accel_core.checkpoint.layouts import Alias, Entry, Partial, State
 from accel_core.checkpoint.model_state import names_of
-from accel_core.collectives import gather_objects
 from accel_core.errors import CheckpointError
 from accel_core.hookspecs import LAYOUT_HOOKS
 from accel_core.prepare import held_by
@@ -131,6 +131,8 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
         if number not in leave_out:
             content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))
     for number, state in enumerate(run.optimizer_states()):
+        if run.prepared.drifted and not run.world.is_main:
+            state = replace(state, values={}, entries={})  # every rank has its own, and that of the main process counts
         _add_optimizer(content, f"{OPTIMIZER}.{number}", state)
     for unit, each in run.stateful().items():
         content.objects[unit] = _state_of(unit, each)
@@ -161,16 +163,16 @@ def check_moment(run: Run) -> None:
 def _check_together(run: Run) -> None:
     """Raises while ranks train by themselves, and warns if they only did so before: optimizers know of it."""
     apart = run.prepared.apart
-    if apart is None:
+    if not run.prepared.drifted:
         return
-    if apart():
+    if apart is not None and apart():
         raise CheckpointError(
             f"save_state() was called inside LocalSGD, {apart()} steps after the last average: every rank has a model of its own "
             f"now. Call it right behind a LocalSGD.step() that averages, or behind the block."
         )
     warnings.warn(
-        "save_state() was called inside LocalSGD: the models of all ranks are the same, but their optimizers have stepped "
-        "alone. The optimizer state of rank 0 is saved, for all ranks.",
+        "save_state() was called after LocalSGD: the models of all ranks are the same, but their optimizers have stepped alone. "
+        "The optimizer state of rank 0 is saved, for all ranks.",
         stacklevel=2,
     )
 
@@ -190,17 +192,20 @@ def _check_stepped(run: Run) -> None:
         )
 
 
-def pending_gradients(run: Run) -> dict[str, Entry]:
-    """The gradients of a window that is open; empty when none is.
+def has_pending(run: Run) -> bool:
+    """Whether a window is open that has had a backward."""
+    return run.accumulation.open and run.accumulation.backwards > 0
 
-    A collective, if one is: a parameter may have a gradient on some ranks only.
+
+def pending_gradients(run: Run) -> dict[str, Entry]:
+    """The gradients of a window that is open.
+
+    A collective: a parameter may have a gradient on some ranks only.
 
     Raises:
         CheckpointError: on every rank, under a strategy that keeps gradients in its own way.
     """
     accumulation = run.accumulation
-    if not (accumulation.open and accumulation.backwards):
-        return {}
     if not run.strategy.replicates_parameters:
         raise CheckpointError(
             f"A checkpoint was asked for inside a window of accumulation, after {accumulation.position} of "
@@ -209,7 +214,7 @@ def pending_gradients(run: Run) -> dict[str, Entry]:
         )
     named = dict(named_parameters(run))
     here = [name for name, parameter in named.items() if parameter.grad is not None]
-    wanted = sorted(set(gather_objects(here, run.world)))
+    wanted = sorted({name for names in exchange(run.world, "for the names of gradients", here) for name in names})
     return {f"{GRADIENT}/{name}": Partial(_gradient(named[name])) for name in wanted}
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +70,24 @@ def load(run: Run, request: LoadRequest) -> dict[str, Any]:
         OSError: on every rank, if a rank cannot read it.
     """
     world = run.world
-    checkpoint = here(world, lambda: Checkpoint(request.folder))
+    checkpoint = here(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder))
     with checkpoint:
-        _check_same(everywhere(world, lambda: checkpoint.manifest.id))
+        _check_same(everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id))
         left = _run_hooks(run, request)
         restoring = _Restoring(run, checkpoint, left)
-        misfits = everywhere(world, lambda: list(restoring.misfits()))
+        misfits = everywhere(world, "to compare what is prepared", lambda: list(restoring.misfits()))
         _raise_misfits(checkpoint.folder, misfits)
-        restoring.restore()
+        _restore(restoring)
         return dict(checkpoint.manifest.record)
+
+
+def _restore(restoring: _Restoring) -> None:
+    try:
+        restoring.restore()
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(
+            f"{error}\nPart of the run was restored by then: do not train on from here. Load another checkpoint, or start anew."
+        ) from error
 
 
 def _check_same(identities: Sequence[str]) -> None:
@@ -102,7 +112,7 @@ def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
 
 def _run_hooks(run: Run, request: LoadRequest) -> list[int]:
     """Lets the user's hooks read, and says which models they have taken, which is the same on all ranks. A collective."""
-    taken = everywhere(run.world, lambda: _call_hooks(run, request))
+    taken = everywhere(run.world, "for the hooks to have loaded", lambda: _call_hooks(run, request))
     if any(each != taken[0] for each in taken):
         raise CheckpointError(
             f"The hooks of register_load_state_pre_hook() took other models out of `models` on each rank (their numbers, by "
@@ -162,14 +172,17 @@ class _Restoring:
     def restore(self) -> None:
         """Restores everything, step by step on all ranks."""
         run = self._run
-        here(run.world, self._restore_positions)  # first, for a loader may refuse: of another dataset, say
-        here(run.world, self._restore_models)
+        here(
+            run.world, "for the positions of loaders", self._restore_positions
+        )  # first, for a loader may refuse: of another dataset, say
+        here(run.world, "for models to be read", self._restore_models)
         for number, record in enumerate(run.models()):
             if number not in self._left:
-                run.relay.model_loaded(record.original, record.prepared)
-        here(run.world, self._restore_optimizers)
-        here(run.world, self._restore_gradients)
-        here(run.world, self._restore_objects)
+                loaded = partial(run.relay.model_loaded, record.original, record.prepared)
+                here(run.world, "for the strategy to take a model over", loaded)
+        here(run.world, "for optimizers to be read", self._restore_optimizers)
+        here(run.world, "for gradients to be read", self._restore_gradients)
+        here(run.world, "for objects to be restored", self._restore_objects)
 
     def _misfits_in_number(self) -> Iterator[str]:
         prepared, saved = self._run.prepared, self._checkpoint
@@ -188,6 +201,10 @@ class _Restoring:
         for name in sorted(components ^ saved.components()):
             has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
             yield f"the {name} has a state {has}, and none {has_not}"
+        known = (MODEL, OPTIMIZER, GRADIENT)
+        unknown = {name.partition("/")[0] for name in saved.index.tensors} - {*components}
+        for unit in sorted(unit for unit in unknown if unit.partition(".")[0] not in known):
+            yield f"the checkpoint has tensors of {unit}, which this version does not know"
         for unit in left:
             if int(unit.rpartition(".")[2]) not in self._left:
                 yield f"{unit} was left to a hook of register_save_state_pre_hook(), and no hook here has taken it"
@@ -306,7 +323,7 @@ class _Restoring:
         except Exception as error:
             raise CheckpointError(
                 f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: "
-                f"{type(error).__name__}: {error}\nOther parts may have been restored: load another checkpoint before training on."
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _restore_objects(self) -> None:

@@ -22,10 +22,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.agreement import everywhere, here, on_main
+from accel_core.checkpoint.agreement import everywhere, exchange, here, on_main
 from accel_core.checkpoint.assembling import Weights
 from accel_core.checkpoint.background import Job
-from accel_core.checkpoint.content import MODEL, Content, Run, check_moment, collect, pending_gradients
+from accel_core.checkpoint.content import MODEL, Content, Run, check_moment, collect, has_pending, pending_gradients
 from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.manifest import Manifest
 from accel_core.checkpoint.plan import plan
@@ -86,20 +86,27 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
     if request.mode == "lazy" and run.world.size == 1 and not request.hooks:
         _save_lazily_alone(run, request, background)
         return
+    hooked = _compare_calls(run, request)
     members = _members(run, request.each_node)
     draft = _begin(run, request, members)
     publishes = run.world.rank == members[0]
     try:
-        left = _run_hooks(run, request)
+        left = _run_hooks(run, request) if hooked else []
         work, portraits = _agree(run, draft, members, left)
         publication = _Publication(draft, _record(run, request, left), portraits, request.published)
         if request.mode is not None:
             publisher = publication if publishes else None
             mode = request.mode
-            everywhere(run.world, lambda: background.start(work, draft.data, publisher, members, mode))
+            everywhere(
+                run.world,
+                "for copies to be taken",
+                lambda: background.start(work, draft.data, publisher, members, mode),
+            )
             return
-        written = everywhere(run.world, lambda: work.write(draft.data))
-        everywhere(run.world, lambda: publication.publish([written[rank] for rank in members]) if publishes else None)
+        written = everywhere(run.world, "for all to have written", lambda: work.write(draft.data))
+        own = [written[rank] for rank in members]
+        everywhere(run.world, "to publish", lambda: publication.publish(own) if publishes else None)
+        everywhere(run.world, "for what is replaced to be removed", lambda: publication.finish() if publishes else None)
     except BaseException:
         background.abandon()  # it has begun on other ranks, perhaps
         if publishes:
@@ -109,17 +116,17 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
 
 def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -> None:
     """Nobody is to agree: what would have been asked of the other ranks is left to the thread."""
-    window = _window(run)
+    _, pending = _window(run)
     draft = Draft.begin(request.folder)
     try:
         content = collect(run)
-        content.state.update(pending_gradients(run))
+        content.state.update(pending_gradients(run) if pending else {})
         encoded = encode_objects(content)
         keep(content, encoded)
         record = _record(run, request, ())
 
         def prepare() -> Job:
-            portraits = [portray(content, encoded, window)]
+            portraits = [portray(content, encoded)]
             (tasks,) = plan([portraits[0].claims])
             work = Work(file_name(0))
             for task in tasks:
@@ -155,10 +162,30 @@ class _Publication:
         sizes = {name: stored.nbytes for name, stored in index.files.items()}
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
+
+    def finish(self) -> None:
+        self.draft.sweep()
         self.published()
 
     def discard(self) -> None:
         self.draft.discard()
+
+
+def _compare_calls(run: Run, request: SaveRequest) -> bool:
+    """Raises if the ranks save into different folders. Returns whether any of them has hooks."""
+    calls = exchange(run.world, "to begin a save", (request.each_node, str(request.folder), len(request.hooks)))
+    folders = [folder for _, folder, _ in calls]
+    if len({each_node for each_node, _, _ in calls}) > 1:
+        raise CheckpointError(
+            "save_state() was called with save_on_each_node=True on some ranks, and without it on others. Give every rank the same "
+            "ProjectConfiguration."
+        )
+    if not request.each_node and len(set(folders)) > 1:
+        raise CheckpointError(
+            f"save_state() was given another folder on each rank: {', '.join(folders)}. Give all of them the same one: a time in its "
+            f"name is best taken by the main process, and broadcast."
+        )
+    return any(hooks for _, _, hooks in calls)
 
 
 def _members(run: Run, each_node: bool) -> list[int]:
@@ -175,30 +202,32 @@ def _members(run: Run, each_node: bool) -> list[int]:
 def _begin(run: Run, request: SaveRequest, members: Sequence[int]) -> Draft:
     world = run.world
     if not request.each_node:
-        identity = on_main(world, lambda: Draft.begin(request.folder).id)
-        return Draft(request.folder, identity)
+        return on_main(world, lambda: Draft.begin(request.folder))
     identity = broadcast_object(secrets.token_hex(8), world)
     draft = Draft(request.folder, identity)
-    everywhere(world, lambda: _begin_here(draft) if world.rank == members[0] else None)
+    everywhere(world, "to begin", lambda: _begin_here(draft) if world.rank == members[0] else None)
     return draft
 
 
 def _begin_here(draft: Draft) -> None:
+    if draft.data.exists():
+        raise CheckpointError(
+            f"save_on_each_node=True was asked for, but another node has made {draft.data} already: the nodes share this folder. "
+            f"Use ProjectConfiguration(save_on_each_node=False)."
+        )
     Draft.begin(draft.folder, draft.id)
 
 
 def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
     """Lets the user's hooks write, and says which models they have taken: those that they took on the main process."""
-    if not request.hooks:
-        return []
     numbers = range(len(run.models()))
-    states = here(run.world, lambda: [run.model_state(number) for number in numbers])
+    states = here(run.world, "for hooks to be called", lambda: [run.model_state(number) for number in numbers])
     weights: list[Mapping[str, Any]] = [
         Weights(state, run.world, replicated=run.strategy.replicates_parameters) for state in states
     ]
     given = list(weights)
     models = [record.original for record in run.models()]
-    everywhere(run.world, lambda: _call_hooks(request, models, weights))
+    everywhere(run.world, "for the hooks to have saved", lambda: _call_hooks(request, models, weights))
     left = [number for number in numbers if not any(each is given[number] for each in weights)]
     return broadcast_object(left, run.world)  # type: ignore[no-any-return]
 
@@ -218,13 +247,14 @@ def _call_hooks(request: SaveRequest, models: list[nn.Module], weights: list[Map
 def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait]]:
     """What this rank writes, and what every rank has."""
     found: list[tuple[Content, dict[str, Encoded]]] = []
-    windows = everywhere(run.world, lambda: _window(run))
-    if len(set(windows)) > 1:
+    windows = everywhere(run.world, "to compare windows", lambda: _window(run))
+    positions = [position for position, _ in windows]
+    if len(set(positions)) > 1:
         raise CheckpointError(
             f"save_state() was called at different places of the loop: of their windows of accumulation the ranks have done "
-            f"{windows} micro-batches. Call it after the same batch on every rank."
+            f"{positions} micro-batches. Call it after the same batch on every rank."
         )
-    gradients = pending_gradients(run)
+    gradients = pending_gradients(run) if any(pending for _, pending in windows) else {}
 
     def portrait() -> Portrait:
         _check_visible(draft, run.world.rank)
@@ -232,9 +262,10 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
         content.state.update(gradients)
         encoded = encode_objects(content)
         found.append((content, encoded))
-        return portray(content, encoded, windows[0])
+        return portray(content, encoded)
 
-    portraits = everywhere(run.world, portrait)
+    portraits = everywhere(run.world, "to know what all have", portrait)
+    _check_units(portraits)
     content, encoded = found[0]
     everyone = len(members) == run.world.size
     tasks = plan([each.claims for each in portraits], None if everyone else members)[run.world.rank]
@@ -252,12 +283,26 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
                     mine.add_object(unit, ranks, encodings.get(writer if writer in holders else first, encoded)[unit])
         return mine
 
-    return here(run.world, work), portraits
+    return here(run.world, "to begin writing", work), portraits
 
 
-def _window(run: Run) -> int:
+def _window(run: Run) -> tuple[int, bool]:
+    """How many micro-batches of an open window are done, and whether they have left gradients."""
     check_moment(run)
-    return run.accumulation.position if run.accumulation.open else 0
+    return run.accumulation.position if run.accumulation.open else 0, has_pending(run)
+
+
+def _check_units(portraits: Sequence[Portrait]) -> None:
+    """Raises for what was prepared or registered on some ranks only: no run could be given it back."""
+    every = [set(portrait.digests) for portrait in portraits]
+    partial = {unit: [rank for rank, units in enumerate(every) if unit in units] for unit in set().union(*every)}
+    lines = [f"  {unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]
+    if lines:
+        raise CheckpointError(
+            f"Not all of {len(every)} ranks have prepared and registered the same, so there is something to save of\n"
+            + "\n".join(lines)
+            + "\nCall prepare() and register_for_checkpointing() with the same objects, in the same order, on every rank."
+        )
 
 
 def _check_visible(draft: Draft, rank: int) -> None:

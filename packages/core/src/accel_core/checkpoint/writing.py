@@ -24,19 +24,17 @@ if TYPE_CHECKING:
 
 
 class Portrait(NamedTuple):
-    """What a rank tells the others of what it has; picklable and small.
+    """What a rank tells the others of what it has; picklable, without data.
 
     Args:
         claims: of its entries.
         aliases: other names of entries.
         digests: of its encoded objects, so that what is the same on several ranks is written once.
-        window: how far the window of accumulation is, None if none is open; the ranks have to agree.
     """
 
     claims: Description
     aliases: Mapping[str, str]
     digests: Mapping[str, str]
-    window: int | None
 
 
 @dataclass
@@ -138,24 +136,28 @@ def keep(content: Content, encoded: dict[str, Encoded]) -> None:
     """Takes copies of all that is not sure to stay as it is until an optimizer steps, and notes the versions of the rest."""
     for name, entry in content.state.items():
         if isinstance(entry, (Replicated, Partial)):
-            content.state[name] = replace(entry, data=entry.data.detach().clone())
+            content.state[name] = replace(entry, data=_copied(entry.data))
         elif isinstance(entry, Opaque):
             content.state[name] = replace(entry, value=_cloned(encode(entry.value, name)))
         elif isinstance(entry, Elementwise):
             if entry.versioned and not any(piece.data.is_inference() for piece in entry.pieces):
                 content.versions[name] = tuple(piece.data._version for piece in entry.pieces)
             else:
-                copies = tuple(Piece(piece.box, piece.data.detach().clone()) for piece in entry.pieces)
+                copies = tuple(Piece(piece.box, _copied(piece.data)) for piece in entry.pieces)
                 content.state[name] = replace(entry, pieces=copies)
     for unit, value in encoded.items():
         encoded[unit] = _cloned(value)
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)  # the device may have no room for it
+
+
 def _cloned(encoded: Encoded) -> Encoded:
-    return Encoded(encoded.skeleton, {path: tensor.detach().clone() for path, tensor in encoded.tensors.items()})
+    return Encoded(encoded.skeleton, {path: _copied(tensor) for path, tensor in encoded.tensors.items()})
 
 
-def portray(content: Content, encoded: Mapping[str, Encoded], window: int | None) -> Portrait:
+def portray(content: Content, encoded: Mapping[str, Encoded]) -> Portrait:
     """What the other ranks are to know."""
     claims, aliases = {}, {}
     for name, entry in content.state.items():
@@ -163,7 +165,7 @@ def portray(content: Content, encoded: Mapping[str, Encoded], window: int | None
             aliases[name] = entry.of
         else:
             claims[name] = Claim.of(entry)
-    return Portrait(claims, aliases, {unit: _digest(value) for unit, value in encoded.items()}, window)
+    return Portrait(claims, aliases, {unit: _digest(value) for unit, value in encoded.items()})
 
 
 def firsts(portraits: Sequence[Portrait], members: Sequence[int]) -> dict[str, dict[int, list[int] | str]]:

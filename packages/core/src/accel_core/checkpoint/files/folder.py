@@ -46,7 +46,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written, on the main process: `begin`, files into `data`, then `publish` or `discard`."""
+    """A checkpoint that is being written, on the main process: `begin`, files into `data`, then `publish` and `sweep`, or `discard`."""
 
     folder: Path
     id: str
@@ -80,14 +80,11 @@ class Draft:
         return draft
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes the files in `data`, which are on the disk, the checkpoint of the folder; then removes the previous one.
+        """Makes the files in `data`, which are on the disk, the checkpoint of the folder.
 
         Raises:
             CheckpointError: if files that the manifest names are not there.
             OSError: naming the folder; the previous checkpoint is still there.
-
-        Warns:
-            RuntimeWarning: if the data of the previous checkpoint cannot be removed.
         """
         assert manifest.id == self.id
         if wrong := wrong_files(self.folder, manifest):
@@ -101,6 +98,13 @@ class Draft:
             sync_folder(self.data)
             sync_folder(self.folder)  # the data before the manifest that names them
         write_manifest(self.folder, manifest)
+
+    def sweep(self) -> None:
+        """Removes the data of the previous checkpoint, after `publish`.
+
+        Warns:
+            RuntimeWarning: if they cannot be removed.
+        """
         try:
             _sweep(self.folder, {self.data.name})
         except OSError as error:
@@ -197,9 +201,16 @@ def _sweep(folder: Path, kept: set[str] | None) -> None:
     with os.scandir(folder) as entries:
         rubbish = [entry for entry in entries if _is_rubbish(entry)]
     for entry in rubbish:
-        is_data = DATA.fullmatch(entry.name)
-        if not is_data or (kept is not None and entry.name not in kept):
+        if not DATA.fullmatch(entry.name) or (
+            kept is not None and entry.name not in kept and not _is_named(folder, entry.name)
+        ):
             _remove(Path(entry.path))
+
+
+def _is_named(folder: Path, data: str) -> bool:
+    """Whether the manifest names this data folder by now: another run may have published it meanwhile."""
+    found = unseal(folder)
+    return isinstance(found, Manifest) and found.data == data
 
 
 def _is_rubbish(entry: os.DirEntry[str]) -> bool:
