@@ -11,6 +11,7 @@ Here is what every loader component shares, and the core's own loader for a worl
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import streams
@@ -27,6 +29,15 @@ from accel_core.fetching import draw_base_seed, fetches_plainly, plain_batches
 from accel_core.reads import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
 from accel_core.tree import to_device
 from accel_core.watch.notices import announce
+
+
+SETTLE = 0.005
+"""Seconds before workers are forked in a process that has just communicated.
+
+A thread of the backend may be about to let go of a tensor, for which it makes itself known to Python. A worker that is forked
+at that moment inherits the lock which that takes, and waits for it for ever (CPython before 3.13 takes it again in the child before
+it is made anew). With gloo on two ranks, one worker in some thousands never began.
+"""
 
 
 class Outlet:
@@ -209,6 +220,8 @@ class PreparedLoader(_Base):
         return _batches_looked_ahead(inner, indices, indices.take(), outlet)
 
     def _get_iterator(self) -> Any:
+        if self.num_workers and dist.is_available() and dist.is_initialized():
+            time.sleep(SETTLE)
         inner = super()._get_iterator()
         if not _iterates_by_itself(self):
             return inner
