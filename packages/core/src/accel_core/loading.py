@@ -30,7 +30,6 @@ from accel_core.reads import LocalSource, Note, Opening, Read, Source, looked_ah
 from accel_core.tree import to_device
 from accel_core.watch.notices import announce
 
-
 SETTLE = 0.005
 """Seconds before workers are forked in a process that has just communicated.
 
