@@ -147,9 +147,8 @@ class _Handler:
         if callable(before):
             before(number, frame)
         elif before == signal.SIG_DFL:
-            in_force = signal.signal(
-                number, signal.SIG_DFL
-            )  # of somebody who calls ours, perhaps: raised to that, it would recur
+            # The handler in force may be somebody's who calls ours: a signal that is raised to that would come back here.
+            in_force = signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             signal.signal(number, in_force)
 

@@ -184,7 +184,7 @@ class Prepared:
             forget_compiled(record.original)
         for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
             forgotten.clear()
-        self.unchecked = self.fused = False
+        self.unchecked = self.fused = self.drifted = False
 
 
 def kind_of(obj: object) -> Kind:

@@ -142,9 +142,8 @@ class Background:
         if save is None:
             return
         try:
-            everywhere(
-                self._world, "for the parts of an asynchronous save", save.join_part
-            )  # nobody waits for the part of a rank that failed, or is gone
+            # First, so that nobody waits for the part of a rank that failed, or is gone.
+            everywhere(self._world, "for the parts of an asynchronous save", save.join_part)
             everywhere(self._world, "for an asynchronous save to be published", save.join)
             everywhere(self._world, "for what it replaces to be removed", save.finish)
         except Exception:

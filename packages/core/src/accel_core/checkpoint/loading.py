@@ -172,9 +172,8 @@ class _Restoring:
     def restore(self) -> None:
         """Restores everything, step by step on all ranks."""
         run = self._run
-        here(
-            run.world, "for the positions of loaders", self._restore_positions
-        )  # first, for a loader may refuse: of another dataset, say
+        # First, for a loader may refuse: of another dataset, say.
+        here(run.world, "for the positions of loaders", self._restore_positions)
         here(run.world, "for models to be read", self._restore_models)
         for number, record in enumerate(run.models()):
             if number not in self._left:
@@ -183,6 +182,7 @@ class _Restoring:
         here(run.world, "for optimizers to be read", self._restore_optimizers)
         here(run.world, "for gradients to be read", self._restore_gradients)
         here(run.world, "for objects to be restored", self._restore_objects)
+        run.prepared.drifted = run.prepared.apart is not None  # all ranks have the same optimizers again
 
     def _misfits_in_number(self) -> Iterator[str]:
         prepared, saved = self._run.prepared, self._checkpoint

@@ -205,7 +205,10 @@ def _begin(run: Run, request: SaveRequest, members: Sequence[int]) -> Draft:
         return on_main(world, lambda: Draft.begin(request.folder))
     identity = broadcast_object(secrets.token_hex(8), world)
     draft = Draft(request.folder, identity)
-    everywhere(world, "to begin", lambda: _begin_here(draft) if world.rank == members[0] else None)
+    begins = world.rank == members[0]
+    # One node before the others, who see its folder if it is theirs too.
+    everywhere(world, "for the first node to begin", lambda: _begin_here(draft) if world.is_main else None)
+    everywhere(world, "to begin", lambda: _begin_here(draft) if begins and not world.is_main else None)
     return draft
 
 
