@@ -23,6 +23,7 @@ from accel_core import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    KwargsHandler,
     Layout,
     NotInstalledError,
     PluginError,
@@ -32,8 +33,10 @@ from accel_core import (
     Single,
     World,
     WorldError,
+    assembly,
     hookimpl,
 )
+from accel_core.plugins import offers
 
 
 def pieces() -> tuple[nn.Linear, torch.optim.SGD]:
@@ -52,6 +55,20 @@ class Halves(Single):
     @hookimpl
     def layout(self, world: World) -> Layout:
         return Layout(Shard(0, 2))
+
+
+@dataclasses.dataclass
+class _HalvedKwargs(KwargsHandler):
+    by: float = 2.0
+
+
+@dataclasses.dataclass
+class _OtherKwargs(KwargsHandler):
+    by: float = 3.0
+
+
+class _Halved(Precision):
+    handlers = (_HalvedKwargs, _OtherKwargs)
 
 
 class LowCompute(Precision):
@@ -81,10 +98,19 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0: expected an integer of at le"),
         ({"gradient_accumulation_steps": True}, ValueError, "gradient_accumulation_steps=True: expected an integer"),
         ({"gradient_accumulation_plugin": 2}, TypeError, "gradient_accumulation_plugin is a int, expected Gradient"),
-        ({"mixed_precision": "fp16"}, NotInstalledError, "'fp16' was asked for.*\nType: pip install accel-precision"),
         ({"mixed_precision": 16}, TypeError, "mixed_precision=16 .argument. gives a int, expected a name such as 'no'"),
         ({"mixed_precision": "bf17"}, PluginError, "'bf17' was asked for.*"),
-        ({"strategy": "fsdp"}, NotInstalledError, "'fsdp' was asked for.*\nType: pip install accel-fsdp"),
+        ({"strategy": "megatron_lm"}, NotInstalledError, "'megatron_lm' was asked.*\nType: pip install accel-megatron"),
+        (
+            {"mixed_precision": _Halved(), "kwargs_handlers": [_HalvedKwargs()]},
+            ValueError,
+            r"mixed_precision=_Halved\(...\) and kwargs_handlers=\[_HalvedKwargs\(...\)\] were both given",
+        ),
+        (
+            {"mixed_precision": _Halved(), "kwargs_handlers": [_HalvedKwargs(), _OtherKwargs()]},
+            ValueError,
+            r"kwargs_handlers has _HalvedKwargs\(...\) and _OtherKwargs\(...\), and each of them configures mixed_precision=",
+        ),
         ({"strategy": "dpp"}, PluginError, "'dpp' was asked for.*\nType 'ddp' if that was meant"),
         ({"strategy": 7}, TypeError, "strategy=7 .argument. gives a int, expected a name such as 'ddp'"),
         ({"strategy": Single}, TypeError, "The class .*Single was passed as strategy; an object of it is needed"),
@@ -125,10 +151,17 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
         Accelerator(**arguments)
 
 
-def test_fp16_on_a_cpu_never_trains_in_full_precision_without_a_word() -> None:
+@pytest.mark.parametrize(
+    ("option", "name", "package"), [("mixed_precision", "fp16", "accel-precision"), ("strategy", "fsdp", "accel-fsdp")]
+)
+def test_what_is_not_installed_never_becomes_something_else_without_a_word(
+    option: str, name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L10."""
-    with pytest.raises(NotInstalledError, match="pip install accel-precision"):
-        Accelerator(mixed_precision="fp16", cpu=True)
+    installed = [each for each in offers.list_offers() if each.distribution != package]
+    monkeypatch.setattr(assembly, "list_offers", lambda: installed)
+    with pytest.raises(NotInstalledError, match=f"pip install {package}"):
+        Accelerator(**{option: name}, cpu=True)  # type: ignore[arg-type]
 
 
 def test_an_option_without_effect_warns_once_and_names_itself() -> None:

@@ -231,13 +231,13 @@ class Faulty:
 def test_listeners_are_called_in_the_order_of_registration_with_the_arguments_that_they_take():
     calls = []
     relay = bound(Recorder(calls, "first"), Recorder(calls, "second")).relay
-    assert relay.start("world", "layout") is None
+    assert relay.start("world", "layout", True) is None
     relay.finish()
     assert calls == [("first", "layout"), ("second", "layout"), ("first", "finish"), ("second", "finish")]
 
 
 def test_a_hook_without_listeners_can_be_called():
-    assert bound().relay.start("world", "layout") is None
+    assert bound().relay.start("world", "layout", True) is None
 
 
 def test_a_failing_listener_is_warned_of_once_and_switched_off_and_the_next_is_called():
@@ -245,8 +245,8 @@ def test_a_failing_listener_is_warned_of_once_and_switched_off_and_the_next_is_c
     relay = bound(Faulty(), Recorder(calls)).relay
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        relay.start("world", "layout")
-        relay.start("world", "layout")
+        relay.start("world", "layout", True)
+        relay.start("world", "layout", True)
         relay.finish()
     assert [one.category for one in warned] == [RuntimeWarning]
     message = str(warned[0].message)
@@ -262,7 +262,7 @@ def test_the_warning_names_the_distribution_of_the_plugin(monkeypatch):
     type(strategy.component).start = hookimpl(Faulty.start)
     relay = activate([strategy], Defaults()).relay
     with pytest.warns(RuntimeWarning, match=r"the strategy 'fsdp' \(fake_fsdp.FSDP of accel-fsdp 0.3.0\) raised"):
-        relay.start("world", "layout")
+        relay.start("world", "layout", True)
 
 
 def test_a_listener_switched_off_in_one_relay_is_heard_in_another():
@@ -365,7 +365,7 @@ def test_a_marked_method_that_resembles_no_hook_is_answered_with_the_list():
 
     message = refused(Mine())
     assert "marks 'zzz' as a hook" in message
-    assert "Hooks are: start, finish, layout, prepare_model," in message
+    assert "Hooks are: start, finish, layout, build_model," in message
 
 
 def test_an_argument_that_the_spec_does_not_have_is_answered_with_its_arguments():

@@ -61,9 +61,19 @@ def test_world_of_one_needs_no_group_for_anything() -> None:
     world.end()
 
 
-def test_subgroup_of_a_world_of_one_is_an_error() -> None:
-    with pytest.raises(WorldError, match=r"subgroup\(\[0\]\) was asked for, but this process is alone \(alone\)"):
-        World.current().subgroup([0])
+def group_of_one() -> tuple[int, object, bool, bool, bool, bool]:
+    first = World.current()
+    group = first.subgroup([0])
+    dist.all_reduce(torch.ones(1), group=group)
+    kept = first.subgroup([0]) is group, World.current() is first
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    del group
+    first.end()
+    return first.size, timeout, *kept, dist.is_initialized(), World.current() is first
+
+
+def test_a_world_of_one_starts_a_group_when_it_is_asked_for_one() -> None:
+    assert run_ranks(group_of_one, 1) == [(1, World.current().timeout, True, True, False, False)]
 
 
 def launched_alone() -> tuple[str, int, bool]:

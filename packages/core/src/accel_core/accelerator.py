@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from accel_core.prepare import (
 )
 from accel_core.process_control import ProcessControl
 from accel_core.project import resolve_project
+from accel_core.repointing import Repointing
 from accel_core.scheduler import gate_scheduler, is_scheduler, rule_of
 from accel_core.seeding import agree_seed
 from accel_core.state import AcceleratorState, PartialState
@@ -200,7 +202,7 @@ class Accelerator(ProcessControl):
         self._state = _state_of(parts, chosen)
         if parts.detects_nonfinite:
             self._detect_nonfinite()
-        self._relay.start(self._world, self._layout)
+        self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
     def _take(self, parts: Assembly) -> None:
         """Takes the parts, and makes what the loop keeps its state in."""
@@ -213,7 +215,7 @@ class Accelerator(ProcessControl):
         steps = parts.accumulation.num_steps
         assert steps is not None, "the plugin checks it"
         self._feed = Feed(steps)
-        self._prepared = Prepared(self._world)
+        self._prepared = Prepared(self._world, self._relay.held_gradients if owners["held_gradients"] else None)
         self._accumulation = Accumulation(
             steps,
             self._feed,
@@ -482,6 +484,7 @@ class Accelerator(ProcessControl):
                 Accelerator was told.
         """
         require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
+        self._relay.check_optimizer(optimizer)
         if self._detector is not None:
             fused_backward.refuse_detection(optimizer)
         if not self._has_gate(optimizer):
@@ -539,6 +542,36 @@ class Accelerator(ProcessControl):
         if unwrap and self._is_laid_out(model):
             return self._gathered_state(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def build_model(
+        self, factory: Callable[[], nn.Module], checkpoint: str | os.PathLike[str] | None = None
+    ) -> nn.Module:
+        """Builds a model that may be too large for one process; pass it to `prepare`, and build its optimizer from it as usual.
+
+            model = accelerator.build_model(lambda: GPT(config))
+
+        Under a strategy that cuts models it has no data until `prepare`, where each process is given its part. Elsewhere it is
+        what the factory gives. Collective, as `prepare` is.
+
+        Args:
+            factory: builds the model, called without arguments, the same on every rank. What it does beside that, such as printing,
+                may happen on any rank, and more than once.
+            checkpoint: a file or a folder whose weights the model gets, as in `load_checkpoint_in_model`. None: those that the
+                factory gives on rank 0.
+
+        Raises:
+            TypeError: if the factory gives no module.
+            CheckpointError: if the weights do not fit, or cannot be read.
+        """
+        if not callable(factory):
+            raise TypeError(
+                f"build_model() was given a {type(factory).__name__}, expected what builds the model: a function without arguments, "
+                f"e.g. build_model(lambda: GPT(config)). A model that is built already goes to prepare()."
+            )
+        with self._world.collective("build_model()"):
+            model = self._relay.build_model(factory, None if checkpoint is None else Path(checkpoint))
+        require("build_model()", model, nn.Module, "a factory that returns a torch.nn.Module")
+        return model
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a submodule of `model` is spread over several places by its `hf_device_map`."""
@@ -724,7 +757,7 @@ class Accelerator(ProcessControl):
         clipped = gradients.as_list(parameters)
         if self._accumulation.open:
             pending = [parameter.grad for parameter in clipped if parameter.grad is not None]
-            return nn.utils.get_total_norm(pending, norm_type)
+            return nn.utils.get_total_norm([*pending, *self._prepared.held_gradients(clipped)], norm_type)
         self._unscale_holders(clipped)
         return self._relay.clip_gradients(clipped, max_norm, norm_type)
 
@@ -769,6 +802,40 @@ class Accelerator(ProcessControl):
         handler = autocast_handler or self._parts.autocast
         cache = handler.cache_enabled if cache_enabled is None else cache_enabled
         return torch.autocast(self.device.type, dtype=compute, enabled=handler.enabled, cache_enabled=cache)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Shares sequences out over the ranks of a context-parallel strategy; without one, nothing happens.
+
+        with accelerator.maybe_context_parallel([ids, labels], [1, 1]):
+            loss = loss_fn(model(ids), labels)      # each rank has a part of every sequence
+            accelerator.backward(loss)
+
+        Args:
+            buffers: tensors that lie along the sequence: ids, labels, masks, tables of positions. They are changed in place.
+            buffer_seq_dims: for each of them, the dim of the sequence.
+            no_restore_buffers: those of them that are not needed whole behind the block.
+
+        Raises:
+            ValueError: if there is not one dim per tensor, or a tensor has no such dim.
+        """
+        given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+        if len(given) != len(dims):
+            raise ValueError(
+                f"maybe_context_parallel() was given {len(given)} buffers and {len(dims)} buffer_seq_dims. Give the dim of the "
+                f"sequence for each tensor, in the same order."
+            )
+        for number, (buffer, dim) in enumerate(zip(given, dims, strict=True)):
+            if not -buffer.dim() <= dim < buffer.dim():
+                raise ValueError(
+                    f"maybe_context_parallel(): buffer {number} has the shape {tuple(buffer.shape)}, and buffer_seq_dims says that its "
+                    f"sequence lies along dim {dim}. Give one of its dims."
+                )
+        return self._relay.context_parallel(given, dims, list(no_restore_buffers or ()))
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
@@ -1098,14 +1165,19 @@ class Accelerator(ProcessControl):
             device_type=self.device.type,
             evaluation=evaluation,
             compile_options=self._parts.compile_options,
+            autocast=self._parts.autocast,
         )
         with self._world.collective("prepare()"):
             holders = self._prepared.holders(model, optimizers)
+            repointing = Repointing(model, holders)
+            self._relay.convert_model(model, evaluation)
+            repointing.apply()
             prepared = self._relay.prepare_model(model, holders, request)
             check_state_kept(holders)
         # What is given may be a wrapper already, that of an earlier Accelerator for instance.
         inner = self.unwrap_model(model)
-        self._prepared.models.append(PreparedModel(inner, prepared, evaluation, tuple(prepared.parameters())))
+        named = dict(inner.named_parameters(remove_duplicate=False))
+        self._prepared.models.append(PreparedModel(inner, prepared, evaluation, tuple(prepared.parameters()), named))
         if self._detector is not None and not evaluation:
             self._detector.watch(inner)
         return prepared

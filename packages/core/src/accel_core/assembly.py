@@ -84,7 +84,7 @@ def assemble(given: Arguments) -> Assembly:
     nonfinite = flag("detect_nonfinite", given.detect_nonfinite, "ACCELERATE_DETECT_NONFINITE", False)
     backend, compile_options = resolve_compilation(given.dynamo_backend, given.dynamo_plugin)
     offers = list_offers()
-    precision = _precision(given.mixed_precision, offers)
+    precision = _precision(given.mixed_precision, handlers, offers)
     loader, loader_options = _loader(given, offers)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
     process_group = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
@@ -142,7 +142,7 @@ def _warn_of_idle(
     handlers: Mapping[type[KwargsHandler], Any], strategy: Choice, precision: Choice, world: World
 ) -> None:
     """Options without effect say so, once, at the line that gave them."""
-    taken: set[type] = {type(strategy.selected.component).handler or object}
+    taken: set[type] = {type(strategy.selected.component).handler or object, *precision.selected.component.handlers}
     if world.group is not None:
         taken.add(InitProcessGroupKwargs)
     if precision.selected.component.policy.compute is not None:
@@ -200,10 +200,23 @@ def _accumulation(given: Arguments) -> tuple[GradientAccumulationPlugin, Option[
 _STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
-def _precision(argument: object, offers: Sequence[Offer]) -> Choice:
+def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer]) -> Choice:
     option: Option[object] = resolve(argument, "ACCELERATE_MIXED_PRECISION", as_text, "no")
     choice = getattr(option.value, "value", option.value)  # an enumeration's member stands for its value
-    selected = build("accel.precisions", choice, offers=offers)
+    factory = find("accel.precisions", choice, offers).load() if isinstance(choice, str) else type(choice)
+    given = [handlers[kind] for kind in getattr(factory, "handlers", ()) if kind in handlers]
+    names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
+    if len(given) > 1:
+        raise ValueError(
+            f"kwargs_handlers has {names}, and each of them configures mixed_precision={option.value!r}. Leave in the one that "
+            f"is to hold."
+        )
+    if given and not isinstance(choice, str):
+        raise ValueError(
+            f"mixed_precision={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure "
+            f"it. An object built in code is complete: give it the options."
+        )
+    selected = build("accel.precisions", choice, given[0].to_kwargs() if given else None, offers)
     if not isinstance(selected.component, Precision):
         raise TypeError(
             f"mixed_precision={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from accel_core.world import World
 
 _NOTHING = nullcontext()
+_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class CoreDefaults:
@@ -57,6 +60,34 @@ class CoreDefaults:
                 f"give the loader a torch.utils.data.DistributedSampler and leave it out of prepare()."
             )
         return prepare_local_loader(loader, feed, device)
+
+    @hookimpl
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
+        """All of it, here."""
+        model = factory()
+        if checkpoint is not None:
+            from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
+
+            load_checkpoint_in_model(model, checkpoint)
+        return model
+
+    @hookimpl
+    def convert_model(self) -> None:
+        """Modules stay what they are."""
+
+    @hookimpl
+    def check_optimizer(self) -> None:
+        """Parameters are plain tensors, which every optimizer can step."""
+
+    @hookimpl
+    def held_gradients(self) -> Mapping[str, torch.Tensor]:
+        """All gradients are in `.grad`."""
+        return _NONE
+
+    @hookimpl
+    def context_parallel(self) -> AbstractContextManager[None]:
+        """Every rank has whole sequences."""
+        return _NOTHING
 
     @hookimpl
     def no_sync(self) -> AbstractContextManager[None]:

@@ -15,8 +15,9 @@ name, and leaving out the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pluggy
@@ -63,10 +64,12 @@ class HookSpecs:
     """The training loop, with the hooks in the order in which they run.
 
         accelerator = Accelerator(...)              # layout, start
+        model = accelerator.build_model(factory)    # build_model; or however the user builds it
         model, optimizer, loader, scheduler = accelerator.prepare(...)
-                                                    # prepare_model (per model), prepare_loader (per loader)
+                                                    # convert_model, prepare_model (per model), prepare_loader (per loader),
+                                                    # check_optimizer (per optimizer)
         for batch in loader:
-            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window
+            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window; held_gradients
                 loss = model(batch)
                 accelerator.backward(loss)          # scale_loss, backward
                 accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
@@ -85,11 +88,12 @@ class HookSpecs:
     """
 
     @listener
-    def start(self, world: World, layout: Layout) -> None:
+    def start(self, world: World, layout: Layout, replicated: bool) -> None:
         """The Accelerator is about to be ready.
 
         When: at the end of the constructor, on every rank.
-        Arguments: the processes, and which part of the data this one reads.
+        Arguments: the processes; which part of the data this one reads; whether every data-parallel rank holds all parameters, so
+            that all of them see the same gradients.
         """
 
     @listener
@@ -107,6 +111,28 @@ class HookSpecs:
         Usual owner: the strategy.
         Returns: the layout. May create process groups through `world.subgroup`, the same on every rank.
         Default: pure data parallelism.
+        """
+
+    @owner
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:  # type: ignore[empty-body]
+        """Builds a model that may be too large for one process.
+
+        When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without data until `prepare_model`.
+        Arguments: what builds the model, called without arguments; a file or folder with weights, None to keep those that the
+            factory gives.
+        Returns: a model of the factory's class, with its parameters, which `prepare` accepts.
+        Default: `factory()`, then the weights are loaded.
+        """
+
+    @owner
+    def convert_model(self, model: nn.Module, evaluation: bool) -> None:
+        """Replaces modules of a model by such that compute in another way, in place.
+
+        When: once per model in `prepare`, before `prepare_model`, so before anything is sharded.
+        Usual owner: the precision. Arguments: the user's model; whether it is only evaluated.
+        The model itself, and the names of its parameters and of its state, stay. Optimizers that hold a parameter which is
+        replaced get the new one of that name.
+        Default: nothing happens.
         """
 
     @owner
@@ -155,6 +181,14 @@ class HookSpecs:
         """
 
     @owner
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
+
+        When: once per optimizer in `prepare`, after the models of that call; its model may come in a later call.
+        Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing happens.
+        """
+
+    @owner
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
         """Forwards inside the context lead to backwards that do not synchronise gradients.
 
@@ -170,6 +204,34 @@ class HookSpecs:
 
         When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
         Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        """
+
+    @owner
+    def held_gradients(  # type: ignore[empty-body]
+        self, model: nn.Module, prepared: nn.Module
+    ) -> Mapping[str, torch.Tensor]:
+        """The gradients of backwards that did not synchronise, as far as they are not in `.grad`.
+
+        When: where a window turns out shorter than it looked, where its pending norm is asked for, and where gradients are
+            cleared. Usual owner: the strategy, if it holds them elsewhere. No collective.
+        Arguments: the user's model, and what the loop calls.
+        Returns: the live tensors by the name of the parameter: what is done to them in place is done to the gradient.
+        Default: none; they are in `.grad`.
+        """
+
+    @owner
+    def context_parallel(  # type: ignore[empty-body]
+        self,
+        buffers: Sequence[torch.Tensor],
+        buffer_seq_dims: Sequence[int],
+        no_restore_buffers: Collection[torch.Tensor],
+    ) -> AbstractContextManager[None]:
+        """Inside the context, tensors hold this rank's part of a sequence, and attention runs over the parts of all peers.
+
+        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy.
+        Arguments: the tensors, changed in place; the dim of the sequence in each; those of them that are not restored at the end.
+        Returns: a context manager; entering it is a collective over the peers, if there are any.
+        Default: nothing happens.
         """
 
     @owner

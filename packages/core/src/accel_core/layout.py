@@ -40,11 +40,14 @@ class Layout:
         shard: the part of the data that this process reads.
         data_group: the ranks over which a global batch is spread, one for each shard, in shard order. None: the whole world.
         mesh: the device mesh of the strategy, if it has one.
+        gradient_group: the ranks over which a gradient is the mean, if they are more than those of `data_group`: peers that
+            compute different parts of the same samples, of a long sequence for instance. None: those of `data_group`.
     """
 
     shard: Shard
     data_group: ProcessGroup | None = None
     mesh: Any = None
+    gradient_group: ProcessGroup | None = None
 
     @classmethod
     def data_parallel(cls, world: World) -> Layout:

@@ -67,6 +67,7 @@ class OptimizerGate:
 
     __slots__ = (
         "_checked",
+        "_holds",
         "_inside",
         "_needs_backward",
         "_own_add_param_group",
@@ -96,6 +97,7 @@ class OptimizerGate:
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
+        self._holds = prepared is not None and prepared.holds_gradients
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self._checked = False
         self._needs_backward = needs_backward or is_fused(optimizer)
@@ -202,6 +204,10 @@ class OptimizerGate:
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
+        if self._holds:
+            prepared = self.owner()
+            if prepared is not None:
+                prepared.clear_held(self)
         self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
     def _clear_on_closing(self, clear: Callable[[], None]) -> None:

@@ -7,16 +7,21 @@ converted modules) is the business of the precision component that brings the po
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from accel_core.dressing import Dress, dress, undress
+from accel_core.handlers import AutocastKwargs
 from accel_core.tree import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from accel_core.handlers import KwargsHandler
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class PrecisionPolicy:
         """Whether calls of a model need anything done around them."""
         return self.compute is not None or self.output is not None or self.input is not None
 
+    def __str__(self) -> str:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in named.items() if dtype is not None]
+        return ", ".join(given) or "as it is"
+
 
 FULL = PrecisionPolicy()
 """Full precision: nothing is cast anywhere, and nothing is spent on finding that out."""
@@ -60,9 +70,19 @@ class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
     """What a precision component is: a policy, and whichever hooks it needs (`scale_loss`, `optimizer_step`, …).
 
     The constructor's arguments are its options, all optional. Subclass it directly, and set `policy`.
+
+    Attributes:
+        policy: the dtypes.
+        handlers: the classes of option objects for `kwargs_handlers` that stand for its constructor's arguments; one of them may
+            be given.
     """
 
     policy: PrecisionPolicy = FULL
+    handlers: ClassVar[tuple[type[KwargsHandler], ...]] = ()
+
+    def details(self) -> Mapping[str, str]:
+        """What `accelerator.explain()` says of it, in words: what was asked for, and what has become of it."""
+        return MappingProxyType({} if self.policy == FULL else {"policy": str(self.policy)})
 
 
 class FullPrecision(Precision):
@@ -74,27 +94,47 @@ _POLICY = "_accel_policy"
 
 class _Precise(Dress):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device_type, policy = vars(self)[_POLICY]
+        device_type, policy, autocast = vars(self)[_POLICY]
         if policy.input is not None:
             args, kwargs = _cast(args, policy.input), _cast(kwargs, policy.input)
         if policy.compute is None:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         else:
-            with torch.autocast(device_type, dtype=policy.compute):
+            with torch.autocast(device_type, policy.compute, autocast.enabled, autocast.cache_enabled):
                 output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return output if policy.output is None else _cast(output, policy.output)
 
 
-def apply_policy(model: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
-    """Makes a model honour `param`, `compute`, `output` and `input`, in place.
+def apply_policy(
+    model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
+) -> None:
+    """Makes a model honour `param`, `compute`, `output` and `input`, in place: `cast_parameters`, then `dress_calls`."""
+    cast_parameters(model, policy)
+    dress_calls(model, policy, device_type, autocast)
+
+
+def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Makes a model's parameters and floating buffers have the dtype `param`, in place. They stay the objects that they are."""
+    if policy.param is not None:
+        model.to(policy.param)
+
+
+def dress_calls(
+    model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
+) -> None:
+    """Makes calls of a model honour `compute`, `output` and `input`, in place.
 
     `__call__` is overridden, and not `forward`: that would be bypassed by forwards set on the instance, by compilation
     and by scripting, which then run in full precision without a word. A full-precision policy leaves the model alone.
+
+    Args:
+        model: the model; a strategy that changes its class does so before.
+        policy: the dtypes.
+        device_type: where it runs.
+        autocast: options of the context; None: torch's defaults.
     """
-    if policy.param is not None:
-        model.to(policy.param)
     if policy.dresses_calls:
-        vars(model)[_POLICY] = (device_type, policy)
+        vars(model)[_POLICY] = (device_type, policy, autocast or AutocastKwargs())
         dress(model, _Precise)
 
 

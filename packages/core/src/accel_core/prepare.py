@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from accel_core import gradients
 from accel_core.batch_stream import is_batch_stream
 from accel_core.compilation import forget_compiled
 from accel_core.config import as_sequence
+from accel_core.handlers import AutocastKwargs
 from accel_core.optimizer import gate_of
 from accel_core.precision import remove_policy
 from accel_core.scheduler import is_scheduler, ungate_scheduler
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from accel_core.precision import PrecisionPolicy
     from accel_core.world import World
 
+Held = Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
 ORDER: tuple[Kind, ...] = ("model", "loader", "optimizer", "scheduler", "other")
@@ -40,6 +42,7 @@ class PrepareRequest:
         device_type: the kind of device on which it will run.
         evaluation: whether it is only evaluated: precision and compilation apply, gradients are not synchronised.
         compile_options: arguments of `torch.nn.Module.compile`, None to leave compilation out.
+        autocast: options of the context in which calls compute, where the policy has a `compute`.
     """
 
     policy: PrecisionPolicy
@@ -47,6 +50,7 @@ class PrepareRequest:
     device_type: str
     evaluation: bool = False
     compile_options: Mapping[str, Any] | None = None
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,14 @@ class PreparedModel:
 
     Args:
         parameters: those that it had when it was prepared. A strategy may show others for a while: gathered ones, in the forward.
+        named: those of the user's model by name, at that time.
     """
 
     original: nn.Module
     prepared: nn.Module
     evaluation: bool
     parameters: tuple[nn.Parameter, ...] = ()
+    named: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
 class Prepared:
@@ -68,10 +74,12 @@ class Prepared:
 
     Args:
         world: in a larger one, optimizers of models that are not prepared are refused.
+        held: the hook `held_gradients`; None: nobody owns it.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, held: Held | None = None) -> None:
         self._world = world
+        self._held = held
         self.models: list[PreparedModel] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -146,6 +154,38 @@ class Prepared:
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients that are pending."""
         gradients.scale(self.learned(), factor)
+        for held in self.held_gradients():
+            held.mul_(factor)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the strategy may hold gradients outside of `.grad`."""
+        return self._held is not None
+
+    def held_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
+        """The gradients of trained models that a strategy holds outside of `.grad`, live.
+
+        Args:
+            parameters: those of these alone; None: all.
+        """
+        if self._held is None:
+            return
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        for record in self.models:
+            held = {} if record.evaluation else self._held(record.original, record.prepared)
+            if not held:
+                continue
+            now = dict(record.original.named_parameters(remove_duplicate=False))
+            for name, gradient in held.items():
+                if wanted is None or {id(now.get(name)), id(record.named.get(name))} & wanted:
+                    yield gradient
+
+    def clear_held(self, gate: OptimizerGate) -> None:
+        """Makes the gradients zero that a strategy holds of the parameters of one optimizer."""
+        for optimizer in self.optimizers:
+            if gate_of(optimizer) is gate:
+                for gradient in self.held_gradients(held_by(optimizer)):
+                    gradient.zero_()
 
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
         """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""

@@ -32,7 +32,9 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "fsdp": "accel-fsdp",
             "megatron_lm": "accel-megatron",
         },
-        "accel.precisions": dict.fromkeys(("bf16", "fp16", "fp8"), "accel-precision"),
+        "accel.precisions": dict.fromkeys(
+            ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8"), "accel-precision"
+        ),
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": dict.fromkeys(_TRACKERS, "accel-trackers"),
     }

@@ -50,7 +50,8 @@ class WindowLoop:
         self._accumulation = accumulation
         self._prepared = weakref.ref(prepared)
         self._world = world
-        self._layout = layout
+        self._group = layout.gradient_group or layout.data_group
+        self._ranks = layout.shard.count if layout.gradient_group is None else layout.gradient_group.size()
         self._reference: float | None = None
 
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
@@ -93,7 +94,7 @@ class WindowLoop:
         loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
         part = (loss.detach(), weight)
         if self._reference is None:
-            self._reference = self._total([part])[1] / self._layout.shard.count or 1.0
+            self._reference = self._total([part])[1] / self._ranks or 1.0
         self._accumulation.count_backward()
         relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
         return part
@@ -113,15 +114,14 @@ class WindowLoop:
             return math.nan, 1.0  # nothing was summed: the gradient is zero, and there is no mean
         assert self._reference is not None
         # The strategy has averaged over the ranks what is to be summed, hence the number of ranks.
-        ranks = self._layout.shard.count
-        correction = ranks * self._reference / total_weight
-        self._reference = total_weight / ranks  # the same on all ranks, as it has to be
+        correction = self._ranks * self._reference / total_weight
+        self._reference = total_weight / self._ranks  # the same on all ranks, as it has to be
         return total_loss / total_weight, correction
 
     def _total(self, parts: list[Part]) -> tuple[float, float]:
         # Collected on the host at once, so that a device is waited for once in a window.
         local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
-        loss, weight = reduce(local, self._world, "sum", group=self._layout.data_group).tolist()
+        loss, weight = reduce(local, self._world, "sum", group=self._group).tolist()
         return loss, weight
 
 

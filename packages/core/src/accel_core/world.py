@@ -160,6 +160,18 @@ class World:
         _check_timeouts(group, timeout)
         return world._share(group)
 
+    def _start_alone(self) -> ProcessGroup:
+        """torch's default group with this process alone, for a world that was made without."""
+        self._store = dist.HashStore()
+        dist.init_process_group(
+            _default_backend(self.device), timeout=self.timeout, rank=0, world_size=1, store=self._store
+        )
+        group = _default_group()
+        assert group is not None, "init_process_group has returned"
+        self._group = weakref.ref(group)
+        self._share(group)
+        return group
+
     def _share(self, group: ProcessGroup) -> World:
         _shared[group] = self
         _all.add(self)
@@ -253,11 +265,11 @@ class World:
         """The process group of `ranks`, made once, with this world's timeout and backend.
 
         A collective: every rank of the world calls it, with the same ranks and in the same order of calls. On a rank that
-        is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`, as from `torch.distributed.new_group`.
+        is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`, as from `torch.distributed.new_group`. In a world of
+        one that has no group yet, torch's default group is started with this process alone.
 
         Raises:
             ValueError: if a rank occurs twice or does not exist.
-            WorldError: in a world of one, which has no process groups.
         """
         members = tuple(sorted(ranks))
         if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= self.size:
@@ -265,12 +277,7 @@ class World:
                 f"subgroup({list(ranks)}) was asked for in a world of {self.size} ranks: give ranks from 0 to "
                 f"{self.size - 1}, at least one and each once."
             )
-        group = self.group
-        if group is None:
-            raise WorldError(
-                f"subgroup({list(ranks)}) was asked for, but this process is alone ({self.source}) and has no process groups. "
-                f"Start several processes (`torchrun --nproc-per-node 2 script.py`), or do without a group when size is 1."
-            )
+        group = self.group or self._start_alone()
         if len(members) == self.size:
             return group
         if members not in self._subgroups:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.errors import PluginError
 from accel_core.plugins.offers import Offer, list_offers
+from accel_core.precision import Precision
+from accel_core.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from accel_core.config import Option
@@ -38,6 +40,15 @@ class Setting(NamedTuple):
     source: str
 
 
+class Detail(NamedTuple):
+    """One thing that an active component says of itself."""
+
+    role: str
+    name: str
+    about: str
+    text: str
+
+
 class Inactive(NamedTuple):
     """One offer that is installed and not active."""
 
@@ -58,6 +69,7 @@ class Explanation:
         owners: for each owner hook, who owns it.
         listeners: for each listener hook, who listens, in order of call.
         inactive: what else is installed. Whether it can be imported is not tried.
+        details: what components say of themselves, so far: of models that are prepared later, more.
     """
 
     parts: tuple[Part, ...]
@@ -65,11 +77,13 @@ class Explanation:
     owners: dict[str, str]
     listeners: dict[str, list[str]]
     inactive: tuple[Inactive, ...]
+    details: tuple[Detail, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and strings, under the names of the fields."""
         return {
             "parts": [part._asdict() for part in self.parts],
+            "details": [detail._asdict() for detail in self.details],
             "settings": [setting._asdict() for setting in self.settings],
             "owners": dict(self.owners),
             "listeners": {hook: list(names) for hook, names in self.listeners.items()},
@@ -84,6 +98,7 @@ class Explanation:
         ]
         blocks = [
             table(("role", "name", "distribution", "component", "chosen by"), parts),
+            *([table(("role", "name", "about", "what it says"), self.details)] if self.details else []),
             *([table(("option", "value", "set by"), self.settings)] if self.settings else []),
             table(("hook", "runs"), hooks),
             table(("installed, not active", "name", "distribution", "version", "state"), self.inactive),
@@ -119,6 +134,12 @@ def explain(
             Inactive(offer.group, offer.name, offer.distribution, offer.version, state(offer, offers))
             for offer in offers
             if offer not in active
+        ),
+        details=tuple(
+            Detail(role, selected.name, about, text)
+            for role, selected, _ in selections
+            if isinstance(selected.component, (Precision, Strategy))
+            for about, text in selected.component.details().items()
         ),
     )
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -39,9 +40,14 @@ class Relay:
     __slots__ = (
         "__weakref__",
         "backward",
+        "build_model",
+        "check_optimizer",
         "clip_gradients",
+        "context_parallel",
+        "convert_model",
         "finish",
         "forward_backward",
+        "held_gradients",
         "layout",
         "load_optimizer_state",
         "model_loaded",
@@ -58,10 +64,13 @@ class Relay:
         "unscale_gradients",
     )
 
-    start: Callable[[World, Layout], None]
+    start: Callable[[World, Layout, bool], None]
     finish: Callable[[], None]
     layout: Callable[[World], Layout]
+    build_model: Callable[[Callable[[], nn.Module], Path | None], nn.Module]
+    convert_model: Callable[[nn.Module, bool], None]
     prepare_model: Callable[[nn.Module, Sequence[Optimizer], PrepareRequest], nn.Module]
+    check_optimizer: Callable[[Optimizer], None]
     prepare_loader: Callable[
         [
             DataLoader[Any],
@@ -77,6 +86,10 @@ class Relay:
     ]
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]
     trigger_sync_in_backward: Callable[[nn.Module], AbstractContextManager[None]]
+    held_gradients: Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
+    context_parallel: Callable[
+        [Sequence[torch.Tensor], Sequence[int], Collection[torch.Tensor]], AbstractContextManager[None]
+    ]
     scale_loss: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor, float, bool, dict[str, Any]], None]
     unscale_gradients: Callable[[Optimizer], None]

@@ -27,7 +27,7 @@ def place_model(model: nn.Module, request: PrepareRequest) -> None:
     """
     if request.device is not None:
         _move(model, request.device)
-    apply_policy(model, request.policy, request.device_type)
+    apply_policy(model, request.policy, request.device_type, request.autocast)
     if request.compile_options is not None:
         compile_calls(model, request.compile_options)
 

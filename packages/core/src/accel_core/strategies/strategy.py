@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Strategy(ABC):
     replicates_parameters: ClassVar[bool] = False
     distributed_type: ClassVar[str | Mapping[str, str] | None] = None
     older_names: ClassVar[tuple[str, ...]] = ()
+
+    def details(self) -> Mapping[str, str]:
+        """What `accelerator.explain()` says of it, in words: its mesh, say, and how models were cut."""
+        return MappingProxyType({})
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
