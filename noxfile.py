@@ -29,16 +29,18 @@ TESTED = [name for name, folder in PACKAGES.items() if (folder / "tests").is_dir
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 QUICKSTART = "examples/quickstart.py"
+SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 EXAMPLES = ("-r", "examples/requirements.txt")
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """The main job: examples/quickstart.py in one process, then in two."""
-    install(session, ["core", "data"], *EXAMPLES)
+    """The main job: examples/quickstart.py in one process, then in two, then sharded and in bf16."""
+    install(session, ["core", "data", "precision", "fsdp-plugin"], *EXAMPLES)
     run_script(session, QUICKSTART, world=1)
     run_script(session, QUICKSTART, world=2)
+    run_script(session, QUICKSTART, *SHARDED, world=2)
 
 
 @nox.session
@@ -123,14 +125,15 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The main job on the accelerators of this machine: on one, then on all."""
-    install(session, ["core", "data"], *EXAMPLES)
+    """The main job on the accelerators of this machine: on one, then on all, then sharded and in bf16."""
+    install(session, ["core", "data", "precision", "fsdp-plugin"], *EXAMPLES)
     printed = str(session.run("python", "-c", COUNT_DEVICES, silent=True))
     version, devices = printed.splitlines()[-1].split()  # torch may warn before
     if devices == "0":
         session.skip(f"torch {version} finds no accelerator on this machine: nothing was run.")
     run_script(session, QUICKSTART, world=1)
     run_script(session, QUICKSTART, world=int(devices))
+    run_script(session, QUICKSTART, *SHARDED, world=int(devices))
 
 
 def chosen(session: nox.Session) -> tuple[list[str], list[str]]:
@@ -153,10 +156,10 @@ def check_types(session: nox.Session) -> None:
     session.run("mypy", *[str(folder / "src") for folder in PACKAGES.values() if (folder / "src").is_dir()])
 
 
-def run_script(session: nox.Session, script: str, world: int) -> None:
+def run_script(session: nox.Session, script: str, *arguments: str, world: int) -> None:
     """Runs a script as one process, or as `world` ranks on this machine on a free port."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    session.run("python", *launch, script)
+    session.run("python", *launch, script, *arguments)
 
 
 def install(session: nox.Session, names: Iterable[str], *requirements: str, others: Sequence[Path] = ()) -> None:

@@ -38,6 +38,10 @@ ROWS = {
         Measure("P4 DDP on 2 ranks, CPU of the main thread", "cpu", 1, "/"),
         Measure("P4 DDP on 2 ranks, on the wall", "wall", None, "/"),
     ],
+    "P5": [
+        Measure("P5 bf16 call, output left alone, over autocast", "cpu", 3, "-"),
+        Measure("P5 bf16 call, fp32 outputs, over casts by hand", "cpu", 0, "-", base="cast", ours="accel_fp32"),
+    ],
     "P6": [
         Measure("P6 loader, a batch", "single", 0, "-"),
         Measure("P6 loader, a batch, by __getitems__", "many", 0, "-"),
@@ -91,6 +95,10 @@ ROWS = {
         Measure("P10 order of 10^9, an index", "order", 0.1, ""),
         Measure("P10 order of 10^9, over randperm(10^7)", "order", None, "/"),
     ],
+    "P11": [
+        Measure("P11 FSDP2 on 2 ranks, CPU of the main thread", "cpu", 1.02, "/"),
+        Measure("P11 FSDP2 on 2 ranks, on the wall", "wall", None, "/"),
+    ],
 }
 
 
@@ -106,6 +114,10 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("steps.py", loops, world=1, accumulation=4, **common)
     if row == "P4":
         return measure("steps.py", loops, world=2, **common)
+    if row == "P5":
+        return measure("forward.py", ["plain", "cast", "accel_fp32", *libraries], world=1, **common)
+    if row == "P11":
+        return measure("sharding.py", ["plain", *libraries], world=2, **common)
     if row == "P6":
         return measure("reading.py", loops, world=1, **common)
     if row == "P6d":

@@ -25,6 +25,7 @@ class Measure:
         base: the raw loop that is compared with.
         unit: of the figure; "x" for a ratio.
         scale: from seconds to the unit.
+        ours: the name under which ours was measured.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Measure:
     base: str = "plain"
     unit: str = "µs"
     scale: float = 1e6
+    ours: str = OURS
 
     def values(self, library: str, rounds: Sequence[Round]) -> list[float]:
         """The figure of each round that has this library."""
@@ -52,7 +54,7 @@ class Measure:
 
     def row(self, rounds: Sequence[Round]) -> dict[str, str]:
         """The cells, by column."""
-        values = self.values(OURS, rounds)
+        values = self.values(self.ours, rounds)
         low, middle, high = quartiles(values)
         bases = [measured[self.base] for measured in rounds if self.base in measured]
         raw = [figures[self.figure] * self.scale for figures in bases] if self.against else []

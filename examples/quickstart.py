@@ -8,6 +8,7 @@ each batch, gradients are averaged, and each sequence of the validation set is c
 
     python examples/quickstart.py --save run                                       # saves as it goes, and on SIGTERM
     torchrun --nproc-per-node 2 examples/quickstart.py --save run --resume         # goes on, in as many processes as you like
+    torchrun --nproc-per-node 2 examples/quickstart.py --strategy fsdp --mixed-precision bf16
 """
 
 import argparse
@@ -126,7 +127,12 @@ def main():
     scheduler = LambdaLR(optimizer, lambda _: learning_rate(progress.used))
 
     project = options.save and ProjectConfiguration(options.save, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, project_config=project)  # 2
+    accelerator = Accelerator(  # 2
+        gradient_accumulation_steps=ACCUMULATION,
+        project_config=project,
+        strategy=options.strategy,
+        mixed_precision=options.mixed_precision,
+    )
     model, optimizer, scheduler, train_loader, valid_loader = accelerator.prepare(  # 3
         model, optimizer, scheduler, train_loader, valid_loader
     )
@@ -173,6 +179,8 @@ def main():
         steps = len(progress.train)
         result = {
             "processes": world,
+            "distributed": str(accelerator.distributed_type),
+            "precision": accelerator.mixed_precision,
             "effective batch": effective,
             "steps": steps,
             "samples per second": round(effective * (steps - first) / (time.perf_counter() - start), 1),
@@ -224,6 +232,10 @@ def arguments():
     parser.add_argument("--save", type=Path, metavar="DIR", help="folder of checkpoints; the newest two are kept")
     parser.add_argument("--every", type=int, default=50, metavar="STEPS", help="how often one is saved")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument(
+        "--strategy", help="how training is distributed, such as fsdp; the default is that of Accelerator()"
+    )
+    parser.add_argument("--mixed-precision", help="such as bf16; the default is that of Accelerator()")
     options = parser.parse_args()
     if options.resume and not options.save:
         parser.error("--resume needs --save DIR, the folder of the run that is to go on")

@@ -1,7 +1,8 @@
 """Trains with whatever is installed and compares the weights with plain torch in one process.
 
-`nox -s matrix` runs it from wheels in worlds of one and two. Without a loader plugin a larger world must refuse to prepare
-a loader, and trains with a sampler of its own.
+`nox -s matrix` runs it from wheels in worlds of one and two: with the default strategy and with every other one that is
+installed, in full precision and in every precision for which autocast alone is needed. Without a loader plugin a larger world
+must refuse to prepare a loader, and trains with a sampler of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from accel_core import Accelerator
 from accel_core.errors import NotInstalledError
 
 BATCH, SAMPLES = 4, 32
+TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
+DEFAULTS = ("single", "ddp")
 
 
 def dataset():
@@ -51,23 +54,34 @@ def prepared_loader(accelerator, loader_plugins):
     return DataLoader(dataset(), batch_size=BATCH, sampler=sampler)
 
 
-def main():
-    plugins = sorted(point.name for point in metadata.entry_points(group="accel.loaders"))
-    accelerator = Accelerator()
-    loader = prepared_loader(accelerator, plugins)
-    original, optimizer = model_and_optimizer()
-    model, optimizer = accelerator.prepare(original, optimizer)
+def offered(group):
+    return sorted({point.name for point in metadata.entry_points(group=group)})
+
+
+def compared(strategy, precision):
+    """Trains, and compares the weights on the main process."""
+    accelerator = Accelerator(strategy=strategy, mixed_precision=precision)
+    loader = prepared_loader(accelerator, offered("accel.loaders"))
+    model, optimizer = accelerator.prepare(*model_and_optimizer())
     train(model, optimizer, loader, accelerator.backward, accelerator.device)
+    trained = accelerator.get_state_dict(model)
 
     reference, its_optimizer = model_and_optimizer()
     whole = DataLoader(dataset(), batch_size=BATCH * accelerator.num_processes)
     train(reference, its_optimizer, whole, torch.Tensor.backward, "cpu")
-    for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        torch.testing.assert_close(
-            parameter.detach().cpu(), reference.get_parameter(name).detach(), atol=1e-6, rtol=1e-5
-        )
-    accelerator.print(f"world of {accelerator.num_processes}, loader plugins {plugins}: trained as plain torch does")
-    accelerator.end_training()
+    for name, parameter in reference.state_dict().items() if accelerator.is_main_process else ():
+        torch.testing.assert_close(trained[name].detach().cpu(), parameter, atol=TOLERANCES[precision], rtol=1e-5)
+    told = f"world of {accelerator.num_processes}, {accelerator.distributed_type}, {precision}: trained as plain torch does"
+    accelerator.print(told)
+    return accelerator
+
+
+def main():
+    strategies = [None, *(name for name in offered("accel.strategies") if name not in DEFAULTS)]
+    precisions = [name for name in offered("accel.precisions") if name in TOLERANCES]
+    ran = [compared(strategy, precision) for strategy in strategies for precision in precisions]
+    for accelerator in ran:
+        accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ converted modules) is the business of the precision component that brings the po
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from operator import methodcaller
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -144,5 +145,28 @@ def remove_policy(model: nn.Module) -> None:
     vars(model).pop(_POLICY, None)
 
 
+# `tensor.float()` takes two thirds of the time of `tensor.to(torch.float32)`.
+_CASTS: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.float32: torch.Tensor.float,
+    torch.float16: torch.Tensor.half,
+    torch.bfloat16: torch.Tensor.bfloat16,
+}
+
+
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+    """A tree like `tree`, its floating tensors in `dtype`."""
+    return _cast_by(_CASTS.get(dtype) or methodcaller("to", dtype), tree)
+
+
+def _cast_by(cast: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    # The plain containers first: this is done to every output.
+    kind = type(tree)
+    if kind is torch.Tensor:
+        return cast(tree) if tree.is_floating_point() else tree
+    if kind is dict:
+        return {key: _cast_by(cast, value) for key, value in tree.items()}
+    if kind is list:
+        return [_cast_by(cast, value) for value in tree]
+    if kind is tuple:
+        return tuple([_cast_by(cast, value) for value in tree])
+    return map_tensors(lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor, tree)
