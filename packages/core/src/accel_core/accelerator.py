@@ -734,7 +734,9 @@ class Accelerator(ProcessControl):
         with ExitStack() as stack:
             stack.enter_context(evenness(self._feed, even_batches, bool(joining)))
             if joining:
-                stack.enter_context(joined(joining, self._world, self._prepared, self._accumulation))
+                stack.enter_context(
+                    joined(joining, self._world, self._prepared, self._accumulation, self._scales())
+                )
             yield
 
     def clip_grad_norm_(
@@ -1115,6 +1117,12 @@ class Accelerator(ProcessControl):
     def _declares_layout(self) -> bool:
         """Whether the strategy says by hooks how it lays out models and optimizers."""
         return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
+
+    def _scales(self) -> list[Any]:
+        """What changes with the steps of this rank, and has to be the same on all: the precision, if it has a state."""
+        from accel_core.checkpoint.content import has_state
+
+        return [self._parts.precision] if has_state(self._parts.precision) else []
 
     def _preempted(self) -> Preemption:
         if self._preemption is None:

@@ -11,7 +11,7 @@ import warnings
 from typing import NamedTuple
 
 # Whose frames are not the place where a user wrote something: ours, and what may stand between a user's line and ours.
-_NOT_THE_USERS = ("accel_core", "accel_data", "contextlib", "enum", "functools")
+_NOT_THE_USERS = ("accel_", "contextlib.", "enum.", "functools.")
 
 
 class Deprecation(NamedTuple):
@@ -42,6 +42,6 @@ class Deprecation(NamedTuple):
 def level_of_the_user() -> int:
     """How many frames above the caller's the user's line is, as `stacklevel` counts; the caller's own frame is 1."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
     return level

@@ -72,7 +72,11 @@ def as_joinables(given: Sequence[Any]) -> list[Joinable]:
 
 @contextmanager
 def joined(
-    joinables: Sequence[Joinable], world: World, prepared: Prepared, accumulation: Accumulation
+    joinables: Sequence[Joinable],
+    world: World,
+    prepared: Prepared,
+    accumulation: Accumulation,
+    others: Sequence[Any] = (),
 ) -> Iterator[None]:
     """A block in which ranks may make different numbers of steps. A collective at its end, unless an exception ends it.
 
@@ -81,10 +85,11 @@ def joined(
         world: the processes, more than one.
         prepared: whose optimizers and schedulers agree afterwards.
         accumulation: whose window, if it is open at the end, is dropped: it is open on some ranks only.
+        others: what else has a state that changes with the steps, such as a loss scale.
     """
     before = [each._join_config for each in joinables]
     try:
-        join = Join([*joinables, _Followers(joinables[0], world, prepared)])
+        join = Join([*joinables, _Followers(joinables[0], world, prepared, others)])
         # One collective as a whole: a rank that has ended takes part in the backwards of the others from its end.
         with collective("join_uneven_inputs()"):
             yield
@@ -99,8 +104,9 @@ def joined(
 class _Followers(Joinable):
     """Optimizers and schedulers: they take no part in the others' steps, and follow the rank that went on longest."""
 
-    def __init__(self, leader: Joinable, world: World, prepared: Prepared) -> None:
+    def __init__(self, leader: Joinable, world: World, prepared: Prepared, others: Sequence[Any]) -> None:
         super().__init__()
+        self.others = others
         self._leader = leader
         self.world = world
         self.prepared = prepared
@@ -129,7 +135,7 @@ class _Follow(JoinHook):
         if all(last):
             return
         source = max(rank for rank, went_on in enumerate(last) if went_on)
-        followers = [*prepared.optimizers, *prepared.schedulers]
+        followers = [*prepared.optimizers, *prepared.schedulers, *self._followers.others]
         states = collectives.broadcast_object([each.state_dict() for each in followers], world, source, group)
         if not is_last_joiner:
             for each, state in zip(followers, states, strict=True):

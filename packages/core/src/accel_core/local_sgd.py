@@ -137,6 +137,9 @@ class LocalSGD:
             for parameter, mean in zip(parameters, means, strict=True):
                 parameter.copy_(mean)
             _take_from_first(list(self._model.buffers()), world.channel(group).device, group)
+        # A loss scale shrinks on the rank whose gradients overflow; steps that ranks take together need one.
+        for each in self._accelerator._scales():
+            each.load_state_dict(collectives.broadcast_object(each.state_dict(), world, group=group))
 
 
 def _take_from_first(tensors: list[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
