@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -65,3 +66,39 @@ def test_a_pickle_is_dressed_when_it_is_read() -> None:
     """L14."""
     net = pickle.loads(pickle.dumps(dress(Net(), Louder)))
     assert net(torch.tensor(2.0)) == 20
+
+
+class Outer(Dress):
+    def greet(self):
+        return "outer " + super().greet()
+
+
+class Inner(Dress):
+    def greet(self):
+        return "inner " + super().greet()
+
+
+class Plain:
+    def greet(self):
+        return "plain"
+
+
+def test_a_dress_is_taken_off_from_under_another():
+    obj = dress(dress(Plain(), Inner), Outer)
+    assert obj.greet() == "outer inner plain"
+    undress(obj, Inner)
+    assert obj.greet() == "outer plain"
+    assert type(obj).__bases__ == (Outer, Plain)
+    undress(obj, Outer)
+    assert type(obj) is Plain
+
+
+def test_a_dress_under_a_class_of_somebody_else_stays_and_says_so():
+    obj = dress(Plain(), Inner)
+    made = type("Theirs", (type("Mixin", (), {}), type(obj)), {})
+    obj.__class__ = made
+    with pytest.raises(
+        TypeError, match="Inner was to be taken off an object of the class Theirs, which was made around it"
+    ):
+        undress(obj, Inner)
+    assert obj.greet() == "inner plain"

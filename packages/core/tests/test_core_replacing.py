@@ -33,6 +33,11 @@ class Doubling(Precision):
             doubled.load_state_dict(child.state_dict())
             setattr(model, name, doubled)
 
+    @hookimpl
+    def revert_model(self, model):
+        for layer in model.children():
+            layer.__class__ = nn.Linear
+
     def details(self):
         return {"converted": f"{len(self.seen)} models"}
 
@@ -65,6 +70,13 @@ def test_a_model_is_converted_before_it_is_prepared_and_optimizers_train_what_re
     accelerator.backward(output.sum())
     optimizer.step()
     assert all(not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_a_model_that_is_freed_computes_as_it_did_before():
+    accelerator = Accelerator(mixed_precision=Doubling(), cpu=True)
+    model = accelerator.prepare(chain())
+    accelerator.free_memory()
+    assert [type(layer) for layer in model] == [nn.Linear] * 2
 
 
 def test_explain_shows_what_components_say_of_themselves_so_far():

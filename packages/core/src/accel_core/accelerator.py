@@ -589,7 +589,11 @@ class Accelerator(ProcessControl):
         count = len(objects)
         del objects
         self._prepared.await_copies()
+        models = [record.original for record in self._prepared.models]
         self._prepared.release()
+        for model in models:
+            self._relay.revert_model(model)
+        del models[:]
         self._accumulation.reset()
         if self._detector is not None:
             self._detector.release()
@@ -734,9 +738,7 @@ class Accelerator(ProcessControl):
         with ExitStack() as stack:
             stack.enter_context(evenness(self._feed, even_batches, bool(joining)))
             if joining:
-                stack.enter_context(
-                    joined(joining, self._world, self._prepared, self._accumulation, self._scales())
-                )
+                stack.enter_context(joined(joining, self._world, self._prepared, self._accumulation, self._scales()))
             yield
 
     def clip_grad_norm_(

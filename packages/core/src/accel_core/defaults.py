@@ -76,6 +76,10 @@ class CoreDefaults:
         """Modules stay what they are."""
 
     @hookimpl
+    def revert_model(self) -> None:
+        """Modules are what they were."""
+
+    @hookimpl
     def check_optimizer(self) -> None:
         """Parameters are plain tensors, which every optimizer can step."""
 

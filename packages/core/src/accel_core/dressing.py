@@ -38,10 +38,26 @@ def dress(obj: T, overrides: type[Dress]) -> T:
 
 
 def undress(obj: T, overrides: type[Dress]) -> T:
-    """Gives `obj` its original class back, in place."""
+    """Takes `overrides` away from `obj`, in place; other dresses stay on.
+
+    Raises:
+        TypeError: if somebody has put a class of their own around the dress.
+    """
     if isinstance(obj, overrides):
-        obj.__class__ = type(obj).__bases__[1]
+        obj.__class__ = _without(type(obj), overrides)
     return obj
+
+
+def _without(dressed: type, overrides: type[Dress]) -> type:
+    outer, *inner = dressed.__bases__
+    if outer is overrides:
+        return inner[0]
+    if not inner or not issubclass(outer, Dress):
+        raise TypeError(
+            f"{overrides.__name__} was to be taken off an object of the class {dressed.__name__}, which was made around it and cannot "
+            f"do without. Undo what made that class first, or leave it as it is."
+        )
+    return dressed_class(_without(inner[0], overrides), outer)
 
 
 def dressed_class(original: type, overrides: type) -> type:

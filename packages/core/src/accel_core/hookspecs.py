@@ -79,6 +79,7 @@ class HookSpecs:
             accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
             accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
         accelerator.end_training()                  # finish
+        accelerator.free_memory()                   # revert_model (per model)
 
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
@@ -133,6 +134,14 @@ class HookSpecs:
         The model itself, and the names of its parameters and of its state, stay. Optimizers that hold a parameter which is
         replaced get the new one of that name.
         Default: nothing happens.
+        """
+
+    @owner
+    def revert_model(self, model: nn.Module) -> None:
+        """Undoes `convert_model`, in place: the model computes as its user built it.
+
+        When: in `free_memory`, for every model that was prepared. Usual owner: that of `convert_model`.
+        Arguments: the user's model. Default: nothing happens.
         """
 
     @owner

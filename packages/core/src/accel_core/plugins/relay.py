@@ -58,6 +58,7 @@ class Relay:
         "optimizer_step",
         "prepare_loader",
         "prepare_model",
+        "revert_model",
         "scale_loss",
         "start",
         "trigger_sync_in_backward",
@@ -69,6 +70,7 @@ class Relay:
     layout: Callable[[World], Layout]
     build_model: Callable[[Callable[[], nn.Module], Path | None], nn.Module]
     convert_model: Callable[[nn.Module, bool], None]
+    revert_model: Callable[[nn.Module], None]
     prepare_model: Callable[[nn.Module, Sequence[Optimizer], PrepareRequest], nn.Module]
     check_optimizer: Callable[[Optimizer], None]
     prepare_loader: Callable[

@@ -1,0 +1,191 @@
+"""Half precision: mixed, where matrix products run in it and all else in full precision; and pure, where all of it does.
+
+bfloat16 has the range of single precision, and needs nothing else. float16 has more digits and a small range, so that losses
+are scaled: see `accel_precision.scaling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import Precision, PrecisionPolicy, World, hookimpl
+from accel_precision.capability import require
+from accel_precision.handlers import GradScalerKwargs
+from accel_precision.scaling import LossScaling
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class HalfPrecision(Precision):
+    """What the precisions here have in common: models are refused on hardware that cannot compute in the dtype.
+
+    Abstract: a subclass sets `policy`.
+
+    Attributes:
+        scaling: the loss scale; None: losses are not scaled.
+    """
+
+    scaling: LossScaling | None = None
+    _device: torch.device | None = None
+
+    @hookimpl
+    def start(self, world: World, replicated: bool) -> None:
+        """Remembers where models will run, and puts the scale there."""
+        self._device = world.device
+        if self.scaling is not None:
+            self.scaling.start(world, replicated)
+
+    @hookimpl
+    def convert_model(self) -> None:
+        """Changes no model; raises `ValueError` if the device cannot compute in the dtype."""
+        dtype = self.policy.compute or self.policy.param
+        if self._device is not None and dtype is not None:
+            require(f"{type(self).__name__}()", dtype, self._device)
+
+
+class ScaledPrecision(HalfPrecision):
+    """What the precisions with loss scaling have in common. Abstract: a subclass sets `policy` and `scaling`.
+
+    An optimizer whose step is left out has `step_was_skipped`, and `accelerator.optimizer_step_was_skipped` is True. What is
+    saved and loaded is the scale.
+    """
+
+    scaling: LossScaling
+    handlers = (GradScalerKwargs,)
+
+    @hookimpl
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """See `LossScaling.scale`."""
+        return self.scaling.scale(loss)
+
+    @hookimpl
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """See `LossScaling.unscale`."""
+        self.scaling.unscale(optimizer)
+
+    @hookimpl
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """See `LossScaling.step`."""
+        return self.scaling.step(optimizer, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `LossScaling.state_dict`."""
+        return self.scaling.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `LossScaling.load_state_dict`."""
+        self.scaling.load_state_dict(state)
+
+    def details(self) -> Mapping[str, str]:
+        """The dtypes, and where the scale stands. Waits for the device."""
+        return {"policy": str(self.policy), "scaler": str(self.scaling)}
+
+
+class BF16(HalfPrecision):
+    """`mixed_precision="bf16"`: matrix products in bfloat16, parameters, gradients and all else as they are.
+
+    Args:
+        output_dtype: floating leaves of what the model returns are cast to it, so that losses are computed in it. None leaves
+            them alone and costs nothing.
+        reduce_dtype: in which gradients travel between ranks; None: as they are.
+    """
+
+    def __init__(
+        self, output_dtype: torch.dtype | None = torch.float32, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        self.policy = PrecisionPolicy(compute=torch.bfloat16, output=output_dtype, reduce=reduce_dtype)
+
+
+class BF16True(HalfPrecision):
+    """`mixed_precision="bf16-true"`: parameters, gradients, optimizer state and all products in bfloat16.
+
+    Half the memory. Updates that are smaller than 1/256 of a parameter are lost, unless the optimizer rounds them by chance or
+    keeps what is left over. Floating inputs of the model are cast; integers are not.
+
+    Args:
+        output_dtype: as for `BF16`.
+        reduce_dtype: as for `BF16`.
+    """
+
+    def __init__(
+        self, output_dtype: torch.dtype | None = torch.float32, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        self.policy = _pure(torch.bfloat16, output_dtype, reduce_dtype)
+
+
+class FP16(ScaledPrecision):
+    """`mixed_precision="fp16"`: matrix products in float16 with dynamic loss scaling, parameters and all else as they are.
+
+    Args:
+        output_dtype: as for `BF16`.
+        reduce_dtype: as for `BF16`.
+        init_scale: what losses are multiplied by at first, above 0.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row without overflow, above 1.
+        backoff_factor: what the scale is multiplied by after an overflow, between 0 and 1.
+        growth_interval: in steps, at least 1.
+        enabled: False leaves losses as they are, and leaves no step out.
+
+    Raises:
+        ValueError: for a value out of its range.
+        TypeError: for a value of another type.
+    """
+
+    def __init__(
+        self,
+        output_dtype: torch.dtype | None = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self.policy = PrecisionPolicy(compute=torch.float16, output=output_dtype, reduce=reduce_dtype)
+        self.scaling = LossScaling(
+            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        )
+
+
+class FP16True(ScaledPrecision):
+    """`mixed_precision="fp16-true"`: parameters, gradients, optimizer state and all products in float16, losses scaled.
+
+    Half the memory, and for small or careful models only: gradients are float16 after unscaling too, so what is below 6e-8
+    is lost before the step, and an optimizer's epsilon below that is zero. Floating inputs of the model are cast; integers are
+    not.
+
+    Args:
+        output_dtype: as for `BF16`.
+        reduce_dtype: as for `BF16`.
+        init_scale: as for `FP16`, as are the following.
+        growth_factor: when the scale grows, by how much.
+        backoff_factor: when it shrinks.
+        growth_interval: in steps.
+        enabled: whether losses are scaled.
+
+    Raises:
+        ValueError: for a value out of its range.
+        TypeError: for a value of another type.
+    """
+
+    def __init__(
+        self,
+        output_dtype: torch.dtype | None = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self.policy = _pure(torch.float16, output_dtype, reduce_dtype)
+        self.scaling = LossScaling(
+            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        )
+
+
+def _pure(dtype: torch.dtype, output: torch.dtype | None, reduce: torch.dtype | None) -> PrecisionPolicy:
+    return PrecisionPolicy(param=dtype, input=dtype, output=output, reduce=reduce)

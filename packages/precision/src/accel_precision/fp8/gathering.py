@@ -1,0 +1,23 @@
+"""Weights that are gathered in fp8: their scales, computed together. Imports torchao; import it where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+from accel_core.dressing import Dress
+
+
+class Gathering(Dress):
+    """Before each call of a model, one all-reduce for the scales of all its sharded weights, instead of one per weight.
+
+    It runs at the call and not after the optimizer's step: weights change in other ways too, by `load_state` for one, and a scale
+    that is too old would cut values off without a word. For the same reason call the model as a whole: a part of it that is called
+    alone after a step would be gathered with the scales of the last whole call.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the scales, then calls the model."""
+        precompute_float8_dynamic_scale_for_fsdp(self)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
