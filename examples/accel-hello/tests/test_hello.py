@@ -1,12 +1,14 @@
-"""`hello` is a strategy, as accel-core understands it; what else it promises follows below."""
+"""`hello` is a strategy, and `hello-rounding` a precision, as accel-core understands them; what else they promise follows below."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from accel_core import Accelerator
 from accel_core.testing import CheckpointSuite, StrategySuite, run_ranks
-from accel_hello import Hello
+from accel_core.testing.precision_suite import PrecisionSuite
+from accel_hello import Hello, HelloRounding
 
 
 def dividing_first():
@@ -24,6 +26,13 @@ class TestCheckpointsOfHello(CheckpointSuite):
 class TestHelloDividingFirst(StrategySuite):
     strategy = dividing_first
     worlds = (2,)
+
+
+class TestRounding(PrecisionSuite):
+    precision = "hello-rounding"
+    strategies = (("single", 1), ("hello", 2))
+    tolerance = 1e-2
+    gradient_tolerance = 3e-2
 
 
 def gradients_of_a_model_that_one_rank_uses_in_part():
@@ -52,3 +61,17 @@ def sparse_gradients_are_refused():
 
 def test_sparse_gradients_are_refused():
     assert all("sparse" in message.lower() for message in run_ranks(sparse_gradients_are_refused, 2))
+
+
+def test_weights_are_rounded_to_as_many_levels_as_the_bits_give():
+    layer = torch.nn.Linear(16, 8, bias=False)
+    model = Accelerator(cpu=True, mixed_precision=HelloRounding(bits=2)).prepare(torch.nn.Sequential(layer))
+    used = model(torch.eye(16))
+    assert len(used.unique()) == 3
+    used.sum().backward()
+    assert torch.equal(layer.weight.grad, torch.ones(8, 16))
+
+
+def test_bits_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"HelloRounding\(bits=1\): expected 2 to 16"):
+        HelloRounding(bits=1)

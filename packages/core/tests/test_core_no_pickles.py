@@ -36,6 +36,7 @@ A_TEST_S = "the processes of a test send each other its function, its arguments 
 ALLOWED = {
     ("accel_core.pickling", "pickle.loads"): BETWEEN_RANKS,
     ("accel_data.wire", "pickle.loads"): BETWEEN_RANKS,
+    ("accel_core.testing.precision_jobs", "pickle.loads"): "a model is pickled and unpickled by the test that made it",
     (
         "accel_core.plugins.relay",
         "eval",

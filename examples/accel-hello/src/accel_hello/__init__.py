@@ -1,4 +1,4 @@
-"""A strategy in a distribution of its own: data parallelism in a hundred lines of torch.distributed."""
+"""A strategy in a distribution of its own: data parallelism in a hundred lines of torch.distributed. Beside it, a precision."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_core import Layout, PrepareRequest, Strategy, World, hookimpl, place_model
+from accel_hello.rounding import HelloRounding
 
-__all__ = ["Hello"]
+__all__ = ["Hello", "HelloRounding"]
 
 
 class Hello(Strategy):

@@ -225,7 +225,12 @@ class Accelerator(ProcessControl):
             synchronises=self._world.size > 1 and owners["no_sync"] is not None,
         )
         parts.defaults.window_loop = WindowLoop(
-            self._relay, self._accumulation, self._prepared, self._world, self._layout
+            self._relay,
+            self._accumulation,
+            self._prepared,
+            self._world,
+            self._layout,
+            together=parts.strategy.forward_is_collective,
         )
         self._trigger = Trigger(self._world)
         self._preemption: Preemption | None = None

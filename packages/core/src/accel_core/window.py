@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core import gradients
-from accel_core.collectives import reduce
+from accel_core.collectives import gather, reduce
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,15 +37,31 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
 Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
 
-_END = object()
+_END: Any = object()
+_EMPTY = (
+    "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out when the loader is "
+    "exhausted, on all ranks alike."
+)
 
 
 class WindowLoop:
-    """Forward and backward over the micro-batches of a window, one after the other."""
+    """Forward and backward over the micro-batches of a window, one after the other.
+
+    Args:
+        together: whether all ranks have to run equally many, because their forwards communicate. Those that have fewer run their
+            last micro-batch again, weighing nothing.
+    """
 
     def __init__(
-        self, relay: Relay, accumulation: Accumulation, prepared: Prepared, world: World, layout: Layout
+        self,
+        relay: Relay,
+        accumulation: Accumulation,
+        prepared: Prepared,
+        world: World,
+        layout: Layout,
+        together: bool = False,
     ) -> None:
+        self._together = together and world.size > 1
         self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
         self._accumulation = accumulation
         self._prepared = weakref.ref(prepared)
@@ -56,42 +72,55 @@ class WindowLoop:
 
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
-        batches = iter(micro_batches)
-        batch = next(batches, _END)
-        if batch is _END:
-            raise ValueError(
-                "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out when "
-                "the loader is exhausted, on all ranks alike."
-            )
+        batches = self._evened(micro_batches) if self._together else ((batch, True) for batch in micro_batches)
+        following = next(batches, _END)
+        if following is _END:
+            raise ValueError(_EMPTY)
         prepared = self._prepared()
         assert prepared is not None, "the Accelerator calls this"
         # The loss may go through other models and learn from them: all that is trained counts.
         parameters = prepared.learned(model)
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
+        _check_held(prepared)
         earlier = gradients.set_aside(parameters)
         try:
             parts = []
-            while batch is not _END:
-                following = next(batches, _END)
+            while following is not _END:
+                (batch, counts), following = following, next(batches, _END)
                 with ExitStack() as local:
                     for each in () if following is _END else models:
                         local.enter_context(self._no_sync(each))
-                    parts.append(self._micro_batch(model, batch, loss_fn, inputs, closes=following is _END))
-                batch = following
+                    parts.append(self._micro_batch(model, batch, loss_fn, inputs, following is _END, counts))
             mean, correction = self._settle(parts)
             gradients.scale(parameters, correction)
         except BaseException:
             gradients.set_aside(parameters)  # half a window is none: the call may be repeated
+            for held in prepared.held_gradients():
+                held.zero_()
             raise
         finally:
             gradients.bring_back(earlier)
         return torch.tensor(mean, device=self._world.device)
 
-    def _micro_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool) -> Part:
+    def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """As many micro-batches on every rank, and whether each counts. A collective. Raises `ValueError` if a rank has none."""
+        batches = list(micro_batches)
+        counts = gather(torch.tensor([len(batches)]), self._world).tolist()
+        if not all(counts):
+            lacking = [rank for rank, count in enumerate(counts) if not count]
+            raise ValueError(f"{_EMPTY} Ranks without: {', '.join(map(str, lacking))}.")
+        filling = [batches[-1]] * (max(counts) - len(batches))
+        return iter([*((batch, True) for batch in batches), *((batch, False) for batch in filling)])
+
+    def _micro_batch(
+        self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool, counts: bool
+    ) -> Part:
         relay = self._bound()
         args, kwargs = inputs(batch)
         loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
+        if not counts:
+            loss, weight = loss * 0, 0.0
         part = (loss.detach(), weight)
         if self._reference is None:
             self._reference = self._total([part])[1] / self._ranks or 1.0
@@ -123,6 +152,14 @@ class WindowLoop:
         local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
         loss, weight = reduce(local, self._world, "sum", group=self._group).tolist()
         return loss, weight
+
+
+def _check_held(prepared: Prepared) -> None:
+    if any(bool(held.any()) for held in prepared.held_gradients()):
+        raise RuntimeError(
+            "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would be weighed "
+            "with it. Let a backward outside of no_sync() synchronise them first, or drop them by optimizer.zero_grad()."
+        )
 
 
 def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

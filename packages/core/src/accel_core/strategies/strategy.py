@@ -32,6 +32,7 @@ class Strategy(ABC):
 
     - `handler`: the class of option objects for `kwargs_handlers` that stand for its constructor's arguments.
     - `places_models`: it puts models on their devices by itself, so `device_placement=[...]` per object is refused.
+    - `forward_is_collective`: a forward of a trained model communicates, so all ranks have to run equally many.
     - `replicates_parameters`: every data-parallel rank holds all parameters whole, so they can be averaged (`LocalSGD`).
     - `distributed_type`: the word that `accelerator.distributed_type` says; or one for each type of device that the processes
       compute on. Where it declares none, the word is its name.
@@ -41,6 +42,7 @@ class Strategy(ABC):
 
     handler: ClassVar[type[KwargsHandler] | None] = None
     places_models: ClassVar[bool] = False
+    forward_is_collective: ClassVar[bool] = False
     replicates_parameters: ClassVar[bool] = False
     distributed_type: ClassVar[str | Mapping[str, str] | None] = None
     older_names: ClassVar[tuple[str, ...]] = ()

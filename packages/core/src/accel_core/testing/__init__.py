@@ -3,14 +3,17 @@
 from accel_core.testing.checkpoint_suite import CheckpointSuite
 from accel_core.testing.leaks import assert_dies, live_objects, no_leaks
 from accel_core.testing.loader_suite import LoaderSuite
+from accel_core.testing.precision_suite import PrecisionSuite, Setting
 from accel_core.testing.ranks import RankReport, RanksFailed, run_ranks
 from accel_core.testing.strategy_suite import StrategySuite
 
 __all__ = [
     "CheckpointSuite",
     "LoaderSuite",
+    "PrecisionSuite",
     "RankReport",
     "RanksFailed",
+    "Setting",
     "StrategySuite",
     "assert_dies",
     "live_objects",

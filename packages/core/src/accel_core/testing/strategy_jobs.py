@@ -90,9 +90,14 @@ def fed(accelerator: Accelerator, batches: int) -> Iterator[int]:
 
 
 def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """Copies of the gradients under the user's parameter names, whole also where a strategy shards them."""
-    named = accelerator.unwrap_model(model).named_parameters()
-    return {name: _whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    """Copies of the gradients under the user's parameter names, whole also where a strategy shards them or holds them elsewhere."""
+    unwrapped = accelerator.unwrap_model(model)
+    found = {
+        name: _whole(parameter.grad) for name, parameter in unwrapped.named_parameters() if parameter.grad is not None
+    }
+    for name, held in accelerator._relay.held_gradients(unwrapped, model).items():
+        found[name] = found.get(name, 0) + _whole(held)
+    return found
 
 
 def state_of(accelerator: Accelerator, model: nn.Module) -> State:

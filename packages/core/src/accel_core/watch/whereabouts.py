@@ -140,7 +140,8 @@ def line_of(frame: FrameType) -> str:
         found = found.f_back
     if found is None:
         return "the end of the script"  # exit handlers run, for instance
-    code, number = found.f_code, found.f_lineno
+    # A frame that stands between two lines, in compiled code for instance, has none.
+    code, number = found.f_code, found.f_lineno or found.f_code.co_firstlineno
     text = linecache.getline(code.co_filename, number, found.f_globals).strip()
     return f"{code.co_filename}, line {number}, in {code.co_name}" + (f": {text}" if text else "")
 

@@ -4,23 +4,36 @@
 What is read and where it goes are compared before anything is changed, so weights that do not fit leave the model as it was.
 Then one tensor after another goes from its file into the parameter: into its very memory where dtype and layout are equal,
 else through one copy. A `.bin` is mapped into memory; one in the format of torch before 1.6 is read whole.
+
+Where a rank has only parts of a model, it reads those parts alone. They are found in the entries that the hook `model_state`
+gives; a strategy that lays out parameters in its own way leaves a function that returns these on the prepared model, under the
+name `accel_state`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from accel_core.checkpoint.weights.sources import CALL, Stored, listed, memory_of, stored_in, words_for
+from accel_core.checkpoint.boxes import Box
+from accel_core.checkpoint.weights.slots import Slot, check_memory, moved, slots_in, slots_of, unwrapped
+from accel_core.checkpoint.weights.sources import CALL, Stored, listed, stored_in, words_for
 from accel_core.errors import CheckpointError, NotInstalledError
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.layouts import State
+
+_SLAB = 16 << 20
+"""Bytes of a tied weight that are compared at a time, if the files have it twice."""
 
 _INSTALL = "Type: pip install accel-big-model, and call its function of the same name; or leave it out."
 
@@ -45,22 +58,24 @@ def load_checkpoint_in_model(
     memory in the model (tied weights) need one name in the files, and stay tied.
 
     Args:
-        model: its parameters have memory. What is inside a compiled or data-parallel wrapper is filled.
+        model: its parameters have memory. What is inside a compiled or data-parallel wrapper is filled; of a prepared model that
+            is cut into shards, what this rank has.
         checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a directory that holds a
             checkpoint of one model, as `save_state` writes it under any strategy, model.safetensors, pytorch_model.bin, an
             index of one of these names, or a single `.safetensors` file. Where there is more than one, the first in this
             order, the index of a name behind its file.
-        device_map: {"": device} moves the model there first.
+        device_map: {"": device} moves the model there first. Not for shards.
         offload_folder: not offered by accel-core.
-        dtype: which floating tensors that are read have afterwards. None: parameters keep theirs, and values are cast.
+        dtype: which floating tensors that are read have afterwards. None: parameters keep theirs, and values are cast. Not for
+            shards.
         offload_state_dict: not offered by accel-core.
         offload_buffers: not offered by accel-core.
         keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of them is float32 whatever
             `dtype` says.
         offload_8bit_bnb: not offered by accel-core.
         strict: False reads what fits, and warns of the rest.
-        full_state_dict: only True: plain weights are whole.
-        broadcast_from_rank0: only False: see above.
+        full_state_dict: only True: in the files, weights are whole.
+        broadcast_from_rank0: only False: every rank reads by itself.
 
     Raises:
         CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the weights do not fit, listing
@@ -73,9 +88,14 @@ def load_checkpoint_in_model(
     _refuse_offloading(offload_folder, offload_state_dict, offload_buffers, offload_8bit_bnb)
     _refuse_sharding(full_state_dict, broadcast_from_rank0)
     device = _device(device_map)
-    inner = _unwrapped(model)
-    _check_memory(inner)
-    slots = _slots(inner)
+    inner = unwrapped(model)
+    declared: Callable[[], State] | None = getattr(inner, "accel_state", None)
+    if declared is not None:
+        _refuse_changes(device_map=device_map, dtype=dtype, keep_in_fp32_modules=keep_in_fp32_modules)
+        slots = slots_of(declared())
+    else:
+        check_memory(inner)
+        slots = slots_in(inner)
     casts = _casts(slots, _dtype(dtype), keep_in_fp32_modules)
     with ExitStack() as files:
         stored = stored_in(Path(checkpoint), files)
@@ -88,13 +108,31 @@ def load_checkpoint_in_model(
                 )
             warnings.warn(f"{text}\nThe rest was read, because of strict=False.", stacklevel=2)
         if device is not None:
-            slots = _moved(inner, slots, device)
-        try:
-            _fill(slots, stored, misfits, casts)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error} {type(inner).__name__} is filled in part: fill it anew before it is used."
-            ) from error
+            slots = moved(inner, slots, device)
+        _fill(slots, stored, misfits, casts, type(inner).__name__)
+
+
+def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) -> None:
+    """Reads weights into the entries of a model, as the hook `model_state` gives them: all of them, or it raises.
+
+    No collective: each rank reads what it has of them, and nothing else, but for a buffer.
+
+    Args:
+        state: what is filled. Values are cast to the dtypes in it.
+        checkpoint: as for `load_checkpoint_in_model`.
+        name: of the model, in messages.
+
+    Raises:
+        CheckpointError, FileNotFoundError, ValueError: as `load_checkpoint_in_model`; on every rank alike, if all see the same
+            files, and the damage to a file does not lie in what one of them reads.
+    """
+    slots = slots_of(state)
+    with ExitStack() as files:
+        stored = stored_in(Path(checkpoint), files)
+        misfits = _compare(slots, stored)
+        if misfits.any:
+            raise CheckpointError(f"{misfits.text(name, checkpoint)}\nPass the weights of the same model.")
+        _fill(slots, stored, misfits, lambda _: None, name)
 
 
 @dataclass
@@ -119,83 +157,9 @@ class _Misfits:
         return "\n".join([f"{CALL} was asked to fill {model} from {checkpoint}, but they do not fit:", *lines])
 
 
-class _Slot(NamedTuple):
-    """A tensor of the model that is filled, with all names under which the model has it; None if it cannot be filled."""
-
-    names: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
-    obstacle: str | None = None
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        inner = inner.module
-    unwrapped: nn.Module = getattr(inner, "_orig_mod", inner)
-    return unwrapped
-
-
-def _check_memory(model: nn.Module) -> None:
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    meta = [name for name, tensor in named.items() if tensor.is_meta]
-    if meta:
-        raise ValueError(
-            f"{CALL} fills the memory of a model, but {len(meta)} of the {len(named)} tensors of {type(model).__name__} are on "
-            f"the meta device and have none: {listed(meta)}. Call model.to_empty(device=...) first, or use accel-big-model, "
-            f"which loads models that are built without memory."
-        )
-
-
-def _slots(model: nn.Module) -> list[_Slot]:
-    """One for each memory that the state dict shows, in its order."""
-    owned = _owned(model)
-    by_memory: dict[Any, list[str]] = {}
-    for name in model.state_dict():
-        by_memory.setdefault(_memory(owned.get(name), name), []).append(name)
-    slots = []
-    for names in by_memory.values():
-        tensors = _distinct(owned, names)
-        slots.append(_Slot(tuple(names), tensors, _obstacle(tensors[0] if tensors else None)))
-    return slots
-
-
-def _owned(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _distinct(owned: Mapping[str, torch.Tensor], names: Iterable[str]) -> tuple[torch.Tensor, ...]:
-    return tuple({id(owned[name]): owned[name] for name in names if name in owned}.values())
-
-
-def _moved(model: nn.Module, slots: Iterable[_Slot], device: torch.device) -> list[_Slot]:
-    """Moves the model, with its ties: those of parameters that share no more than memory would be lost."""
-    model.to(device)
-    owned = _owned(model)
-    moved = [slot._replace(tensors=_distinct(owned, slot.names)) for slot in slots]
-    for slot in moved:
-        for tensor in slot.tensors[1:]:
-            tensor.data = slot.tensors[0].data
-    return moved
-
-
-def _memory(tensor: torch.Tensor | None, name: str) -> Any:
-    if tensor is None:
-        return name
-    return id(tensor) if _obstacle(tensor) else memory_of(tensor)
-
-
-def _obstacle(tensor: torch.Tensor | None) -> str | None:
-    """Why values cannot be copied into a tensor of the model, if so."""
-    if tensor is None:
-        return "neither a parameter nor a buffer of the model, which fills it by its own load_state_dict"
-    if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided:
-        return f"a {type(tensor.data).__name__} of layout {tensor.layout} in the model"
-    return None
-
-
 def _casts(
-    slots: Iterable[_Slot], dtype: torch.dtype | None, keep_in_fp32: Sequence[str] | None
-) -> Callable[[_Slot], torch.dtype | None]:
+    slots: Iterable[Slot], dtype: torch.dtype | None, keep_in_fp32: Sequence[str] | None
+) -> Callable[[Slot], torch.dtype | None]:
     """Which dtype a slot is to have; None: the one it has."""
     modules = list(keep_in_fp32 or ())
     if modules and dtype is None:
@@ -211,8 +175,8 @@ def _casts(
             f"Pass names of modules as they stand in the state dict, which begins with {listed(names)}."
         )
 
-    def cast(slot: _Slot) -> torch.dtype | None:
-        if dtype is None or not slot.tensors[0].is_floating_point():
+    def cast(slot: Slot) -> torch.dtype | None:
+        if dtype is None or slot.dtype is None or not slot.dtype.is_floating_point:
             return None
         kept = any(_is_below(name, module) for name in slot.names for module in modules)
         return torch.float32 if kept else dtype
@@ -224,7 +188,7 @@ def _is_below(name: str, module: str) -> bool:
     return f".{module}." in f".{name}"
 
 
-def _compare(slots: Sequence[_Slot], stored: Mapping[str, Stored]) -> _Misfits:
+def _compare(slots: Sequence[Slot], stored: Mapping[str, Stored]) -> _Misfits:
     names = {name for slot in slots for name in slot.names}
     misfits = _Misfits(unexpected=[name for name in stored if name not in names])
     for slot in slots:
@@ -241,12 +205,11 @@ def _compare(slots: Sequence[_Slot], stored: Mapping[str, Stored]) -> _Misfits:
     return misfits
 
 
-def _difference(slot: _Slot, stored: Stored) -> str | None:
+def _difference(slot: Slot, stored: Stored) -> str | None:
     if slot.obstacle is not None:
         return slot.obstacle
-    tensor = slot.tensors[0]
-    if stored.obstacle or tuple(tensor.shape) != stored.shape or _kind(tensor.dtype) != _kind(stored.dtype):
-        return f"{stored.words} in the file, {words_for(tensor.dtype, tensor.shape)} in the model"
+    if stored.obstacle or slot.shape != stored.shape or _kind(slot.dtype) != _kind(stored.dtype):
+        return f"{stored.words} in the file, {words_for(slot.dtype, slot.shape)} in the model"
     return None
 
 
@@ -254,15 +217,29 @@ def _contradiction(tied: Sequence[Stored], stored: Stored) -> str | None:
     """What to say if the model ties a tensor to those, and the files have another value for it."""
     if not tied or (tied[0].file, tied[0].key) == (stored.file, stored.key):
         return None
-    ours, theirs = (_bytes_of(each) for each in (stored, tied[0]))
-    if torch.equal(ours, theirs):
+    if stored.dtype == tied[0].dtype and all(
+        torch.equal(_bytes_of(stored, box), _bytes_of(tied[0], box)) for box in _slabs(stored)
+    ):
         return None
     return f"tied to {tied[0].key} in the model, but of another value in the file"
 
 
-def _bytes_of(stored: Stored) -> torch.Tensor:
-    value = torch.empty(stored.shape, dtype=stored.dtype)
-    stored.read_into(value)
+def _slabs(stored: Stored) -> Iterator[Box]:
+    """Boxes of a tensor that follow each other, so small that two of them need no memory worth mentioning."""
+    assert stored.dtype is not None, "it fits"
+    nbytes = math.prod(stored.shape) * stored.dtype.itemsize
+    if nbytes <= _SLAB:
+        yield Box.whole(stored.shape)
+        return
+    length, *rest = stored.shape
+    rows = max(_SLAB * length // nbytes, 1)
+    for start in range(0, length, rows):
+        yield Box((start, *(0 for _ in rest)), (min(rows, length - start), *rest))
+
+
+def _bytes_of(stored: Stored, box: Box) -> torch.Tensor:
+    value = torch.empty(box.sizes, dtype=stored.dtype)
+    stored.read_box(box, value)
     return value.view(-1).view(torch.uint8)
 
 
@@ -275,16 +252,21 @@ def _kind(dtype: torch.dtype | None) -> str:
 
 @torch.no_grad()
 def _fill(
-    slots: Iterable[_Slot],
+    slots: Iterable[Slot],
     stored: Mapping[str, Stored],
     misfits: _Misfits,
-    casts: Callable[[_Slot], torch.dtype | None],
+    casts: Callable[[Slot], torch.dtype | None],
+    model: str,
 ) -> None:
-    for slot in slots:
-        source = next((name for name in slot.names if name in stored and name not in misfits.different), None)
-        if source is not None:
-            _cast(slot.tensors, casts(slot))
-            stored[source].read_into(slot.tensors[0])
+    try:
+        for slot in slots:
+            source = next((name for name in slot.names if name in stored and name not in misfits.different), None)
+            if source is not None:
+                _cast(slot.tensors, casts(slot))
+                for box, data in slot.pieces:
+                    stored[source].read_box(box, data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {model} is filled in part: fill it anew before it is used.") from error
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
@@ -315,6 +297,16 @@ def _refuse_offloading(
         )
 
 
+def _refuse_changes(**given: object) -> None:
+    asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if asked:
+        raise ValueError(
+            f"{CALL} was asked for {' and '.join(asked)}, but this model is cut into shards, which stay where they are and as "
+            f"they are. Leave it out: values are cast to the dtypes that the parameters have. Choose these before prepare(), or "
+            f"by mixed_precision=."
+        )
+
+
 def _refuse_sharding(full_state_dict: bool, broadcast_from_rank0: bool) -> None:
     asked = []
     if not full_state_dict:
@@ -323,8 +315,8 @@ def _refuse_sharding(full_state_dict: bool, broadcast_from_rank0: bool) -> None:
         asked.append("broadcast_from_rank0=True")
     if asked:
         raise ValueError(
-            f"{CALL} was asked for {' and '.join(asked)}, but every rank reads whole weights by itself. Leave it out; for a "
-            f"model that is sharded over ranks save and load with accelerator.save_state() and accelerator.load_state()."
+            f"{CALL} was asked for {' and '.join(asked)}, but every rank reads whole weights by itself, or "
+            f"what it has of them where a prepared model is cut into shards. Leave it out."
         )
 
 

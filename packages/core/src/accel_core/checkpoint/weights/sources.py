@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
+import math
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +50,7 @@ class Stored(NamedTuple):
         file, key: where it is; tied weights are in one place.
         dtype: None where torch has none such.
         shape: of the tensor.
-        read_into: fills a tensor of this shape, of any dtype and on any device.
+        read_box: fills a tensor, of any dtype and on any device, with the values in a box of this one. No others are read.
         obstacle: why it cannot be read, if so.
     """
 
@@ -56,7 +58,7 @@ class Stored(NamedTuple):
     key: str
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    read_into: Callable[[torch.Tensor], None]
+    read_box: Callable[[Box, torch.Tensor], None]
     obstacle: str | None = None
 
     @property
@@ -144,17 +146,16 @@ def _of_checkpoint(checkpoint: Checkpoint, unit: str, name: str) -> Stored:
     # What every rank had alike is there once, as one box.
     boxes = [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
     stored = StoredBoxes(full, index.boxes(full) if record["kind"] == "elementwise" else boxes)
-    reads = [  # every file is opened here, so that one which is not as it was is found before anything is changed
-        (copy.target, partial(checkpoint.reader(copy.stored.file).read_box, copy.stored.key, copy.source))
-        for copy in stored.copies(whole)
-    ]
-    return Stored(checkpoint.folder, key, index.dtype(full), whole.sizes, partial(_read_boxes, reads))
+    for copy in stored.copies(whole):
+        checkpoint.reader(copy.stored.file)  # is opened here, so that damage is found before anything is changed
+    return Stored(checkpoint.folder, key, index.dtype(full), whole.sizes, partial(_read_copies, checkpoint, stored))
 
 
-def _read_boxes(reads: Sequence[tuple[Box, Callable[..., None]]], target: torch.Tensor) -> None:
+def _read_copies(checkpoint: Checkpoint, stored: StoredBoxes, box: Box, target: torch.Tensor) -> None:
     data = target.detach().as_subclass(torch.Tensor)
-    for box, read in reads:
-        read(data[box.slices], cast=True)
+    for copy in stored.copies(box):
+        read = checkpoint.reader(copy.stored.file).read_box
+        read(copy.stored.key, copy.source, data[copy.target.slices], cast=True)
     torch.autograd.graph.increment_version(target)  # it has not seen what was read into its very memory
 
 
@@ -221,14 +222,10 @@ def _open_safetensors(path: Path, files: ExitStack) -> dict[str, Stored]:
     header.pop("__metadata__", None)
     stored = {}
     for key, entry in header.items():
-        dtype, shape, position = (
-            _DTYPES.get(entry["dtype"]),
-            tuple(entry["shape"]),
-            8 + length + entry["data_offsets"][0],
-        )
+        dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
         obstacle = f"of dtype {entry['dtype']}, which torch lacks," if dtype is None else None
-        read_into = partial(_read_into, file, position, dtype)
-        stored[key] = Stored(path, key, dtype, shape, read_into, obstacle)
+        read_box = partial(_read_box, file, 8 + length + entry["data_offsets"][0], dtype, shape)
+        stored[key] = Stored(path, key, dtype, shape, read_box, obstacle)
     return {**stored, **{alias: stored[kept] for alias, kept in _aliases(path, metadata, stored).items()}}
 
 
@@ -247,25 +244,48 @@ def _aliases(path: Path, metadata: Mapping[str, str], stored: Mapping[str, Store
     return aliases
 
 
-def _read_into(file: FileIO, position: int, dtype: torch.dtype | None, target: torch.Tensor) -> None:
-    """Fills a tensor with what lies at a position: its own memory if it can be, else by way of a copy."""
+def _read_box(
+    file: FileIO, position: int, dtype: torch.dtype | None, shape: tuple[int, ...], box: Box, target: torch.Tensor
+) -> None:
+    """Fills a tensor with a box of what lies at a position: its own memory if it can be, else by way of a copy."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
     direct = plain and target.dtype == dtype
     memory = target if direct else torch.empty(target.shape, dtype=dtype)
-    file.seek(position)
     if memory.numel():
         view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise CheckpointError(
-                    f"{file.name} has become shorter while it was read. Read it again when it is complete."
-                )
-            view = view[count:]
+        for run in _runs(shape, box):
+            nbytes = len(run) * memory.itemsize
+            file.seek(position + run.start * memory.itemsize)
+            _fill(view[:nbytes], file)
+            view = view[nbytes:]
     if direct:
         torch.autograd.graph.increment_version(target)  # it has not seen the change
     else:
         target.copy_(memory)
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> Iterator[range]:
+    """The elements of a box that is not empty, as they follow each other in the whole tensor, in row-major order."""
+    cut = len(shape)
+    while cut and box.sizes[cut - 1] == shape[cut - 1]:
+        cut -= 1  # what is whole in the last dims hangs together, and the dim before them goes with it
+    outer = max(cut - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(box.sizes[outer:])
+    for index in itertools.product(*(range(size) for size in box.sizes[:outer])):
+        place = map(sum, itertools.zip_longest(box.offsets, index, fillvalue=0))
+        start = sum(at * stride for at, stride in zip(place, strides, strict=True))
+        yield range(start, start + length)
+
+
+def _fill(view: memoryview, file: FileIO) -> None:
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise CheckpointError(
+                f"{file.name} has become shorter while it was read. Read it again when it is complete."
+            )
+        view = view[count:]
 
 
 def _open_bin(path: Path) -> dict[str, Stored]:
@@ -295,15 +315,15 @@ def _stored_in_bin(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str
             yield name, Stored(path, name, None, (), _never, f"a {type(value).__name__}, no plain tensor,")
             continue
         key = first.setdefault(memory_of(value), name)
-        yield name, Stored(path, key, value.dtype, tuple(value.shape), partial(_copy_into, value.detach()))
+        yield name, Stored(path, key, value.dtype, tuple(value.shape), partial(_copy_box, value.detach()))
 
 
-def _never(target: torch.Tensor) -> None:  # noqa: ARG001  (it stands where one is taken)
+def _never(box: Box, target: torch.Tensor) -> None:  # noqa: ARG001  (it stands where one is taken)
     raise AssertionError("what has an obstacle is not read")
 
 
-def _copy_into(value: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(value)
+def _copy_box(value: torch.Tensor, box: Box, target: torch.Tensor) -> None:
+    target.copy_(value[box.slices])
 
 
 def memory_of(tensor: torch.Tensor) -> Any:

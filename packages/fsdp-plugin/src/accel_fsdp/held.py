@@ -1,0 +1,95 @@
+"""Gradients that have not travelled, and other state of torch's engine that has no public name.
+
+All private attributes of `torch.distributed.fsdp` that this package uses are used here. Tried with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def cut_parameters(units: Iterable[nn.Module]) -> list[Any]:
+    """The engine's record of each parameter of some units; once, also where several modules make one unit."""
+    states = {id(state): state for state in map(engine_state, units)}
+    return [cut for state in states.values() for group in state._fsdp_param_groups for cut in group.fsdp_params]
+
+
+def held_gradients(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """The whole local gradients that wait for a backward that synchronises, live, by the name of their parameter.
+
+    Args:
+        model: the root.
+        cuts: all its `cut_parameters`.
+    """
+    held = [(cut, gradient) for cut in cuts if (gradient := _held(cut)) is not None]
+    return _by_name(model, held) if held else {}
+
+
+def drop_held(cuts: Iterable[Any]) -> None:
+    """Forgets them."""
+    for cut in cuts:
+        if _held(cut) is not None:
+            cut.unsharded_accumulated_grad = cut._unsharded_param.grad = None
+
+
+def gathered_parameters(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """The whole parameters that the model computes with, and shows while it does, by name; they are not the ones to be stepped."""
+    return _by_name(model, [(cut, cut._unsharded_param) for cut in cuts if _is_gathered_once(cut)])
+
+
+def was_interrupted(state: Any) -> bool:
+    """Whether a backward raised before its end. The engine goes on from there without a word, and reduces nothing any more.
+
+    A backward queues a callback for its end, and the flag is cleared there.
+
+    Args:
+        state: the `engine_state` of a root.
+    """
+    queued: bool = state._state_ctx.post_backward_final_callback_queued
+    return queued and torch._C._current_graph_task_id() == -1  # else this call is a part of it: recomputation
+
+
+def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
+    """Between forward and backward, a unit's parameters are kept in parts on the second dim of `mesh`: fewer ranks than shards.
+
+    That is what a number as `reshard_after_forward` of `fully_shard` does, with a mesh that was made elsewhere.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in engine_state(unit[0] if isinstance(unit, list) else unit)._fsdp_param_groups:
+        group.post_forward_mesh_info = info
+        for cut in group.fsdp_params:
+            cut.post_forward_mesh_info = info
+            cut._init_sharded_post_forward_param_metadata(torch.empty(cut._orig_size, device="meta"))
+
+
+def engine_state(module: nn.Module) -> Any:
+    """What the engine keeps of a sharded module; None for any other module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def _held(cut: Any) -> torch.Tensor | None:
+    # The second has another dtype than the gradients of a backward: that in which they travel.
+    if not _is_gathered_once(cut):
+        return None
+    gradient: torch.Tensor | None = cut._unsharded_param.grad
+    return gradient if gradient is not None else cut.unsharded_accumulated_grad
+
+
+def _is_gathered_once(cut: Any) -> bool:
+    return hasattr(cut, "_unsharded_param")
+
+
+def _by_name(model: nn.Module, found: Iterable[tuple[Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    return {prefixes[id(cut._module_info.module)] + cut._module_info.param_name: tensor for cut, tensor in found}

@@ -1,0 +1,380 @@
+"""The order in which a model is made ready to be trained in parts: `prepare`.
+
+Each step stands where it has to. Weights of rank 0 are taken before anything is cut. Plans of tensor parallelism cut whole
+parameters, so they come before `fully_shard`, which cuts what they left. Units are sharded from the inside out. Optimizers follow
+when parameters are final; classes are dressed last, because `fully_shard` changes them too; and what is compiled is the
+result of it all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_core.compilation import compile_calls
+from accel_core.dressing import dress
+from accel_core.precision import cast_parameters, dress_calls
+from accel_core.repointing import Repointing
+from accel_core.strategies import place_model
+from accel_fsdp.activation_checkpointing import checkpoint_units
+from accel_fsdp.held import engine_state, gathered_parameters, keep_in_parts
+from accel_fsdp.materialising import is_meta
+from accel_fsdp.optimizers import carry, carrying
+from accel_fsdp.synchronising import ShardedModel, Synchronisation, attach, average_whole, synchronisation_of
+from accel_fsdp.tensor_parallel import apply_plan
+from accel_fsdp.units import check_ignored, check_wrap, describe_units, find_units, ignored_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from accel_core.precision import PrecisionPolicy
+    from accel_core.prepare import PrepareRequest
+    from accel_core.world import World
+    from accel_fsdp.materialising import Recipes
+    from accel_fsdp.mesh import Meshes
+    from accel_fsdp.tensor_parallel import Plan
+    from accel_fsdp.units import Ignored, Unit, Wrap
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `FSDP` cuts models: its arguments, without those that say how processes are arranged."""
+
+    reshard_after_forward: bool | int
+    wrap: Wrap
+    parallelize_plan: Plan | None
+    cpu_offload: bool
+    activation_checkpointing: bool
+    ignored_modules: Ignored
+    gather_dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        check_wrap(self.wrap)
+        check_ignored(self.ignored_modules)
+        for name in ("cpu_offload", "activation_checkpointing"):
+            value: object = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"FSDP({name}={value!r}) is a {type(value).__name__}: expected True or False.")
+        number: object = self.reshard_after_forward
+        if not isinstance(number, int) or (not isinstance(number, bool) and number < 2):
+            raise ValueError(
+                f"FSDP(reshard_after_forward={number!r}): expected True or False, or the number of ranks, at least 2, on which parameters "
+                f"are kept in parts between forward and backward."
+            )
+        dtype: object = self.gather_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"FSDP(gather_dtype={dtype!r}): expected a floating torch.dtype such as torch.bfloat16, or None to gather parameters in "
+                f"their own."
+            )
+
+    def check_shards(self, shards: int) -> None:
+        """Raises if parameters cannot be kept on as many ranks as asked for, of so many that hold the shards."""
+        number = self.reshard_after_forward
+        if not isinstance(number, bool) and shards % number:
+            raise ValueError(
+                f"FSDP(reshard_after_forward={number}) was asked for, but {shards} ranks hold the shards, and {shards} % {number} is "
+                f"{shards % number}. Give a divisor of {shards}, or True."
+            )
+
+    def describe(self) -> dict[str, str]:
+        """What differs from the defaults, in words."""
+        kept = "" if self.reshard_after_forward else "until the backward"
+        if not isinstance(self.reshard_after_forward, bool):
+            kept = f"in parts on {self.reshard_after_forward} ranks, until the backward"
+        found = {
+            "gathered": "" if self.gather_dtype is None else str(self.gather_dtype).removeprefix("torch."),
+            "kept gathered": kept,
+            "offload": "parts are in the memory of the host" if self.cpu_offload else "",
+            "activations": "computed again in the backward" if self.activation_checkpointing else "",
+        }
+        return {name: words for name, words in found.items() if words}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model goes.
+
+    Args:
+        world: the processes.
+        meshes: their arrangement.
+        recipes: how models without data are filled.
+    """
+
+    world: World
+    meshes: Meshes
+    recipes: Recipes
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What is remembered of a sharded model.
+
+    Args:
+        units: in words.
+        former: by name, the parameters that it had before, as long as somebody holds them.
+    """
+
+    units: str
+    former: Mapping[str, weakref.ref[nn.Parameter]]
+
+
+def prepare(
+    model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest, options: Options, place: Place
+) -> Sharded:
+    """Shards a model in place, and all that goes with it. A collective.
+
+    Args:
+        model: of the user, trained, not sharded yet; or without data, from `build_model`.
+        optimizers: those that hold one of its parameters.
+        request: dtypes and compilation.
+        options: how to cut.
+        place: where to.
+
+    Raises:
+        ValueError: on every rank, before anything is cut, for what cannot be cut as it is asked for.
+    """
+    empty = is_meta(model)
+    ignored = ignored_parameters(model, options.ignored_modules)
+    check(model, ignored)
+    whole = ignored | {parameter for parameter in model.parameters() if not parameter.dim()}
+    units = find_units(model, options.wrap, options.ignored_modules)
+    repointing, move = Repointing(model, optimizers), carrying(model, optimizers, whole)
+    # Not of those that stay: torch cannot give data to an empty parameter that somebody refers to weakly.
+    former = {
+        name: weakref.ref(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter not in whole
+    }
+    share_weights(model, place.world)
+    cast_parameters(model, request.policy)
+    cut_layers(model, options, place)
+    check_dtypes(model, units, whole)
+    if options.activation_checkpointing:
+        checkpoint_units(units)
+    sharded = Sharded(describe_units(model, units, whole), former)
+    shard(model, units, whole, request.policy, options, place)
+    if empty:
+        place.recipes.materialise(
+            model, place.world, torch.device("cpu") if options.cpu_offload else place.world.device
+        )
+    repointing.apply(move)
+    follow(model, whole, request.policy, options, place)
+    dress_and_compile(model, request)
+    return sharded
+
+
+def dress_and_compile(model: nn.Module, request: PrepareRequest) -> None:
+    """Has calls of a model that is sharded go by a request; its parameters stay as they are."""
+    dress_calls(model, request.policy, request.device_type, request.autocast)
+    if request.compile_options is not None:
+        compile_calls(model, request.compile_options)
+
+
+def prepare_whole(model: nn.Module, request: PrepareRequest, place: Place) -> None:
+    """Places a model that is not trained, in place and whole. A collective if it has no data yet."""
+    if is_meta(model):
+        place.recipes.materialise(model, place.world, place.world.device)
+    place_model(model, replace(request, device=place.world.device))
+
+
+def adopt(model: nn.Module, former: Mapping[str, weakref.ref[nn.Parameter]], optimizer: Optimizer) -> None:
+    """Has an optimizer step the parts of a model whose former parameters it holds, or gathered ones, as if it had been there before."""
+    own = synchronisation_of(model)
+    assert own is not None, "it was sharded here"
+    names = {id(old): name for name, reference in former.items() if (old := reference()) is not None}
+    names.update((id(gathered), name) for name, gathered in gathered_parameters(model, own.cuts).items())
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
+    if not held:
+        return
+    own.reshard()
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups:
+        group["params"][:] = [now.get(names.get(id(each), ""), each) for each in group["params"]]
+    for old in held:
+        if optimizer.state.get(old):
+            new = now[names[id(old)]]
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = carry(old, new, state, optimizer, names[id(old)])
+
+
+def check(model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """Raises for parameters that `fully_shard` could not cut."""
+    if engine_state(model) is not None:
+        raise ValueError(
+            f"prepare() was given a {type(model).__name__} that torch's fully_shard has sharded already. Pass the model as it is "
+            f"before that, and say how to cut it: strategy=FSDP(wrap=..., reshard_after_forward=...)."
+        )
+    for name, module in model.named_modules():
+        if synchronisation_of(module) is not None:
+            raise ValueError(
+                f"prepare() was given a {type(model).__name__} whose {name!r} has been prepared by itself, and a parameter cannot be cut "
+                f"twice. Prepare the whole model alone, before any of its parts."
+            )
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in ignored]
+    lazy = [name for name, parameter in named if isinstance(parameter, nn.UninitializedParameter)]
+    if lazy:
+        raise ValueError(
+            f"prepare() was given a {type(model).__name__} with parameters that have no shape yet: {_listed(lazy)}. Run a batch through "
+            f"the model first, then it can be cut."
+        )
+    strided = [name for name, parameter in named if not parameter.is_contiguous()]
+    if strided:
+        raise ValueError(
+            f"prepare() was given a {type(model).__name__} with parameters that do not lie in memory row by row: {_listed(strided)}, and "
+            f"FSDP cuts rows. Type model.to(memory_format=torch.contiguous_format) before prepare(), or assign "
+            f"parameter.data = parameter.data.contiguous()."
+        )
+
+
+def check_dtypes(model: nn.Module, units: Iterable[Unit], whole: Collection[nn.Parameter]) -> None:
+    """Raises where a unit has trained parameters of several dtypes: their gradients travel as one."""
+    for parameters in _cut_together(model, units, whole):
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(name)
+        if len(by_dtype) > 1:
+            found = "; ".join(f"{dtype}: {_listed(names)}" for dtype, names in by_dtype.items())
+            raise ValueError(
+                f"FSDP was to shard trained parameters of several dtypes as one unit, whose gradients travel together: {found}. Give "
+                f"them one dtype (model.to(dtype), or a precision such as mixed_precision='bf16-true'), or separate them into units "
+                f"by FSDP(wrap=...)."
+            )
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, world: World) -> None:
+    """Every rank gets the parameters and buffers of rank 0 that have data, one after the other. A collective."""
+    if world.size == 1:
+        return
+    for tensor in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
+        for part in _flattened(tensor.detach()):
+            sent = part.to(world.device).contiguous()  # the same memory, if it is there already
+            if sent.numel():
+                # As bytes: gloo knows no narrow floats.
+                dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=world.group)
+            if sent is not part:
+                part.copy_(sent)
+
+
+def cut_layers(model: nn.Module, options: Options, place: Place) -> None:
+    """Cuts the layers that a plan of tensor parallelism names, if there is one."""
+    if place.meshes.tensor is None:
+        return
+    assert options.parallelize_plan is not None, "they are checked together"
+    if not is_meta(model):
+        model.to(place.world.device)
+    apply_plan(model, options.parallelize_plan, place.meshes.tensor)
+
+
+def shard(
+    model: nn.Module,
+    units: Iterable[Unit],
+    whole: Collection[nn.Parameter],
+    policy: PrecisionPolicy,
+    options: Options,
+    place: Place,
+) -> None:
+    """Cuts the units, and then what is left, as the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    reshard = options.reshard_after_forward
+    settings: dict[str, Any] = {
+        "mesh": place.meshes.fsdp,
+        "mp_policy": dtypes(policy, options),
+        "ignored_params": set(whole),
+        **offloading(options, place.world.device),
+    }
+    for parameter in (each for each in whole if not each.is_meta):
+        parameter.data = parameter.data.to(place.world.device)
+    partly = neighbours(reshard, place)
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=bool(reshard), **settings)
+        if partly is not None:
+            keep_in_parts(unit, partly)
+    # The root is needed first in the backward, so torch's own choice for it is to keep it gathered until then.
+    fully_shard(model, reshard_after_forward=None if reshard else False, **settings)
+
+
+def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:
+    """The mesh on whose second dim parameters are kept in parts between forward and backward; None if they are not.
+
+    torch makes one by itself, for every unit anew, with process groups that have neither the world's timeout nor an end.
+    """
+    shards = place.meshes.fsdp.size(-1)
+    if isinstance(number, bool) or number == shards:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world, ranks = place.world, place.meshes.fsdp.mesh.view(-1, number)
+    lines = [[(line, world.subgroup(line)) for line in lines.tolist()] for lines in (ranks.T, ranks)]
+    mine = [next(group for line, group in each if world.rank in line) for each in lines]
+    return DeviceMesh.from_group(mine, world.device.type, mesh=ranks, mesh_dim_names=("kept", "part"))
+
+
+def follow(
+    model: nn.Module, whole: Iterable[nn.Parameter], policy: PrecisionPolicy, options: Options, place: Place
+) -> None:
+    """Has calls of the model say when gradients travel, also those of parameters that are not cut."""
+    own = Synchronisation(model, reshards=bool(options.reshard_after_forward))
+    attach(model, own)
+    average_whole((each for each in whole if each.requires_grad), own, place.meshes.fsdp, policy.reduce)
+    user = next(kind for kind in type(model).__mro__[2:] if kind.__name__ != "FSDPModule")
+    dress(model, ShardedModel)
+    # torch calls its class "FSDP" and the user's name; ours passes for the user's class, as every dress does.
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(type(model), attribute, getattr(user, attribute))
+
+
+def dtypes(policy: PrecisionPolicy, options: Options) -> Any:
+    """In which dtypes parameters are gathered and gradients travel, as torch's `MixedPrecisionPolicy`.
+
+    Inputs and outputs are cast by the calls of the root alone, as under every strategy.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=options.gather_dtype, reduce_dtype=policy.reduce or policy.param, cast_forward_inputs=False
+    )
+
+
+def offloading(options: Options, device: torch.device) -> Mapping[str, Any]:
+    """The `offload_policy` of `fully_shard`, where parts are kept in the memory of the host."""
+    if not options.cpu_offload:
+        return {}
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")}
+
+
+def _cut_together(
+    model: nn.Module, units: Iterable[Unit], whole: Collection[nn.Parameter]
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken = {id(parameter) for parameter in whole}
+    for unit in (*units, model):
+        members = unit if isinstance(unit, list) else [unit]
+        own = {id(parameter): parameter for member in members for parameter in member.parameters()}
+        yield [(names[key], parameter) for key, parameter in own.items() if key not in taken]
+        taken |= own.keys()
+
+
+def _flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor consists of: itself, or what a wrapper of others holds."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _flattened(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,272 @@
+"""Fully sharded data parallelism over torch's `fully_shard`.
+
+Every process holds a part of each parameter, of its gradient and of what the optimizer keeps for it. A unit of the model is gathered
+when it computes, and let go of afterwards; gradients are averaged and cut as soon as a unit's backward is done. So memory for
+parameters, gradients and optimizer state shrinks with the number of processes, for about half as much communication again as under
+DDP. See Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.hookspecs import hookimpl
+from accel_core.strategies import Strategy
+from accel_core.vocabulary import DistributedType
+from accel_fsdp.clipping import clip
+from accel_fsdp.held import drop_held
+from accel_fsdp.materialising import Recipes
+from accel_fsdp.optimizers import check
+from accel_fsdp.preparing import Options, Place, Sharded, adopt, dress_and_compile, prepare, prepare_whole
+from accel_fsdp.sharding import DTensorSharding
+from accel_fsdp.synchronising import NoSync, synchronisation_of, triggered
+from accel_fsdp.tensor_parallel import check_plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.layout import Layout
+    from accel_core.prepare import PrepareRequest
+    from accel_core.world import World
+    from accel_fsdp.tensor_parallel import Plan
+    from accel_fsdp.units import Ignored, Wrap
+
+_NOTHING = contextlib.nullcontext()
+_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+class FSDP(Strategy):
+    """Fully sharded data parallelism, with replicas, tensor parallelism and context parallelism as further dimensions.
+
+    `replicate * shards * context_parallel * tensor_parallel` is the number of processes; the number of shards follows.
+
+    What a model computes is what it computes under any other strategy, in every dtype: parameters keep their dtype, and a `compute`
+    dtype is that of autocast. They are gathered in their own dtype too, unless `gather_dtype` says otherwise: gathered in
+    bfloat16 they need half the memory and half the communication, but whatever autocast leaves alone then computes with rounded
+    parameters, and in bfloat16 (embeddings, norms), or refuses to (on a CPU, a norm of a float32 input).
+
+    A model that is frozen as a whole, or prepared for evaluation only, is not sharded: one rank alone may call it.
+
+    Args:
+        reshard_after_forward: whether a unit's gathered parameters are let go of between its forward and its backward. False keeps
+            them, which costs memory and saves a gather. A number: they are kept in parts, on so many neighbouring ranks.
+        replicate: how many groups of processes hold a whole set of shards each: 2 on two machines keeps gathering inside of each.
+        tensor_parallel: how many processes share each layer that `parallelize_plan` names.
+        context_parallel: how many processes share each sequence, inside `accelerator.maybe_context_parallel`.
+        wrap: which modules are units: None, the repeated blocks; names of classes; the least number of parameters; "none", only the
+            model as a whole; or a function of a module and its name.
+        parallelize_plan: how layers are cut among tensor-parallel peers: names, with "*", and styles of
+            `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …; or a function of the model and the mesh.
+        cpu_offload: whether parts, their gradients and the state of optimizers are kept in the memory of the host.
+        activation_checkpointing: whether units compute their forward again in the backward, instead of keeping what it made.
+        ignored_modules: modules, or names of such with "*", whose parameters every rank keeps whole; their gradients are averaged.
+        gather_dtype: in which parameters are gathered; None: in their own.
+
+    Raises:
+        TypeError, ValueError: for a value of another type, or out of range.
+    """
+
+    distributed_type = DistributedType.FSDP.value
+    places_models = True
+    forward_is_collective = True
+    replicates_parameters = False
+
+    def __init__(
+        self,
+        reshard_after_forward: bool | int = True,
+        replicate: int = 1,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+        wrap: Wrap = None,
+        parallelize_plan: Plan | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        ignored_modules: Ignored = None,
+        gather_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, count in (
+            ("replicate", replicate),
+            ("tensor_parallel", tensor_parallel),
+            ("context_parallel", context_parallel),
+        ):
+            _check_count(name, count)
+        check_plan(parallelize_plan, tensor_parallel)
+        if tensor_parallel > 1 and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"FSDP(reshard_after_forward={reshard_after_forward!r}, tensor_parallel={tensor_parallel}) was asked for, but parameters "
+                f"that tensor parallelism has cut cannot be kept in parts on fewer ranks. Give reshard_after_forward=True or False."
+            )
+        self._sizes = {"replicate": replicate, "context": context_parallel, "tensor": tensor_parallel}
+        self._options = Options(
+            reshard_after_forward=reshard_after_forward,
+            wrap=wrap,
+            parallelize_plan=parallelize_plan,
+            cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
+            ignored_modules=ignored_modules,
+            gather_dtype=gather_dtype,
+        )
+        self._place: Place | None = None
+        self._models: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+        self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def details(self) -> Mapping[str, str]:
+        """The mesh, the units of every model, dtypes, and what is kept where."""
+        described = {"mesh": self._here.meshes.describe()} if self._place is not None else {}
+        for number, sharded in enumerate(self._models.values()):
+            described["units" if not number else f"units of model {number + 1}"] = sharded.units
+        return {**described, **self._options.describe()}
+
+    @hookimpl
+    def layout(self, world: World) -> Layout:
+        """Arranges the processes. Raises `ValueError` with the formula if the numbers do not multiply to the world size."""
+        from accel_fsdp.mesh import Meshes, Sizes
+
+        sizes = Sizes.of(world.size, **self._sizes)
+        self._options.check_shards(sizes.shard * sizes.context)  # before groups are made
+        meshes = Meshes.build(world, **self._sizes)
+        self._place = Place(world, meshes, Recipes())
+        return meshes.layout()
+
+    @hookimpl
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
+        """A model on the meta device; `prepare` gives each process its part."""
+        return self._here.recipes.build(factory, checkpoint)
+
+    @hookimpl
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
+        """Shards the model in place; one that is not trained is placed whole. See `accel_fsdp.preparing`."""
+        if synchronisation_of(model) is not None:
+            dress_and_compile(model, request)
+        elif request.evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
+            prepare_whole(model, request, self._here)
+        else:
+            self._models[model] = prepare(model, optimizers, request, self._options, self._here)
+        return model
+
+    @hookimpl
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises for an optimizer that cannot step parts of parameters. One that was built before its model was sharded gets them."""
+        for model, sharded in self._models.items():
+            adopt(model, sharded.former, optimizer)
+        check(optimizer)
+        if optimizer not in self._stepping:
+            self._stepping.add(optimizer)
+            optimizer.register_step_post_hook(_Outdating(self._models))
+
+    @hookimpl
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Backwards of forwards inside keep their gradients, whole, on each rank."""
+        own = synchronisation_of(model)
+        return _NOTHING if own is None else NoSync(own)
+
+    @hookimpl
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward synchronises, although its forward ran inside `no_sync`."""
+        own = synchronisation_of(model)
+        return _NOTHING if own is None else triggered(own)
+
+    @hookimpl
+    def held_gradients(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Whole local gradients of backwards that did not synchronise."""
+        own = synchronisation_of(model)
+        return _NONE if own is None else own.held(model)
+
+    @hookimpl
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """By the norm over all parts, of any mesh. A collective."""
+        with self._here.world.collective("clip_grad_norm_()"):
+            return clip(parameters, max_norm, norm_type)
+
+    @hookimpl
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor],
+        buffer_seq_dims: Sequence[int],
+        no_restore_buffers: Collection[torch.Tensor],
+    ) -> AbstractContextManager[None]:
+        """Inside, the tensors hold this rank's part of the sequence, and attention spans all parts."""
+        mesh = self._here.meshes.context
+        if mesh is None:
+            return _NOTHING
+        from accel_fsdp.context_parallel import split_sequence
+
+        return split_sequence(mesh.get_group(), buffers, buffer_seq_dims, set(no_restore_buffers))
+
+    @hookimpl
+    def model_state(self, model: nn.Module) -> State:
+        """The parts on this rank."""
+        from accel_core.checkpoint.model_state import capture
+
+        own = synchronisation_of(model)
+        if own is not None:
+            own.reshard()
+        return capture(model, DTensorSharding())
+
+    @hookimpl
+    def model_loaded(self, model: nn.Module) -> None:
+        """What was held back belongs to the parameters before."""
+        own = synchronisation_of(model)
+        if own is not None:
+            drop_held(own.cuts)
+
+    @hookimpl
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+        """The parts on this rank."""
+        from accel_core.checkpoint.optimizers.optimizer_state import capture
+
+        return capture(optimizer, names, DTensorSharding())
+
+    @hookimpl
+    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+        """See `accel_core.checkpoint.optimizers.optimizer_state.misfits`."""
+        from accel_core.checkpoint.optimizers.optimizer_state import misfits
+
+        return misfits(optimizer, names, DTensorSharding(), saved)
+
+    @hookimpl
+    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+        """Each rank reads its parts."""
+        from accel_core.checkpoint.optimizers.optimizer_state import restore
+
+        restore(optimizer, names, DTensorSharding(), saved)
+
+    @property
+    def _here(self) -> Place:
+        assert self._place is not None, "layout() runs in the constructor of the Accelerator"
+        return self._place
+
+
+class _Outdating:
+    """After a step, units that are still gathered hold old values: they are cut again, and gathered anew when they are needed.
+
+    That happens where a model is called between its backward and the step.
+    """
+
+    def __init__(self, models: weakref.WeakKeyDictionary[nn.Module, Sharded]) -> None:
+        self._models = models
+
+    def __call__(self, *_: Any) -> None:
+        for model in self._models:
+            own = synchronisation_of(model)
+            assert own is not None, "it was sharded here"
+            own.reshard()
+
+
+def _check_count(name: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"FSDP({name}={count!r}): expected how many processes, a whole number of at least 1. Leave it out for 1."
+        )

@@ -1,0 +1,189 @@
+"""When gradients travel: decided where a forward runs, as under every strategy.
+
+torch's engine decides in the backward instead, by a switch in each unit. So every call of a sharded model turns the switches for the
+backward that follows, if they stand otherwise; and if they do not, which is the common case, it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from accel_core.dressing import Dress
+from accel_fsdp.held import cut_parameters, engine_state, held_gradients, was_interrupted
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
+
+    from accel_core.checkpoint.layouts import State
+
+_SYNCHRONISATION = "_accel_synchronisation"
+
+
+class Synchronisation:
+    """Whether the gradients of one sharded model travel in the next backward.
+
+    Args:
+        model: the root, with all its units.
+        reshards: whether its parameters are cut again after a forward that no backward follows.
+
+    Attributes:
+        units: the model, and the modules in it that are gathered by themselves.
+        cuts: the engine's records of its parameters.
+        held_back: whether forwards that run now lead to backwards that do not synchronise.
+        travels: what the units were told.
+    """
+
+    __slots__ = ("_may_hold", "cuts", "engine", "held_back", "reshards", "travels", "units")
+
+    def __init__(self, model: nn.Module, reshards: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.cuts = cut_parameters(self.units)
+        self.engine = engine_state(model)
+        self.reshards = reshards
+        self.held_back = False
+        self.travels = True
+        self._may_hold = False
+
+    def tell(self, travels: bool) -> None:
+        """The next backward synchronises, or does not."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(travels, recurse=False)
+        self.travels = travels
+        self._may_hold |= not travels
+
+    def held(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The gradients that have not travelled, whole and live, by name. Costs nothing where all travel at once."""
+        if not self._may_hold:
+            return {}
+        found = held_gradients(model, self.cuts)
+        self._may_hold = bool(found) or not self.travels
+        return found
+
+    def reshard(self) -> None:
+        """Puts the parts in the places of gathered parameters, where these are not needed any more or not up to date."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def synchronisation_of(model: nn.Module) -> Synchronisation | None:
+    """That of a model which `FSDP` has sharded; None for any other."""
+    found: Synchronisation | None = vars(model).get(_SYNCHRONISATION)
+    return found
+
+
+def attach(model: nn.Module, synchronisation: Synchronisation) -> None:
+    """Makes it the one that `synchronisation_of` finds, and that calls go by: the model is a `ShardedModel`."""
+    vars(model)[_SYNCHRONISATION] = synchronisation
+
+
+class ShardedModel(Dress):
+    """What a sharded model does beyond torch's: its calls say whether gradients travel, and it tells why it is not copied.
+
+    `__call__` is overridden, and no hook is registered: hooks would be compiled with the model.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model makes of its arguments."""
+        own: Synchronisation = vars(self)[_SYNCHRONISATION]
+        if was_interrupted(own.engine):
+            self.reset_iter_state()  # type: ignore[attr-defined]
+        learns = torch.is_grad_enabled()
+        if learns and own.travels is own.held_back:
+            own.tell(not own.held_back)
+        try:
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self.reset_iter_state()  # type: ignore[attr-defined]
+            raise
+        if own.reshards and not learns:
+            self.reshard()  # type: ignore[attr-defined]
+        return output
+
+    def accel_state(self) -> State:
+        """The parts on this rank, which `load_checkpoint_in_model` fills."""
+        from accel_core.checkpoint.model_state import capture
+        from accel_fsdp.sharding import DTensorSharding
+
+        vars(self)[_SYNCHRONISATION].reshard()
+        return capture(self, DTensorSharding())  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse_copy(self, "copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_copy(self, "copied or pickled")
+
+
+def _refuse_copy(model: object, done: str) -> NoReturn:
+    raise TypeError(
+        f"This {type(model).__name__} was to be {done}, but FSDP has sharded it: this process has a part of each parameter, in process "
+        f"groups that a copy could not join. Copy the model before prepare(); take its weights by accelerator.get_state_dict(model), or "
+        f"save them by accelerator.save_model(model, folder)."
+    )
+
+
+class NoSync:
+    """Forwards inside lead to backwards whose gradients stay here."""
+
+    __slots__ = ("_before", "_own")
+
+    def __init__(self, own: Synchronisation) -> None:
+        self._own = own
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._before, self._own.held_back = self._own.held_back, True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._own.held_back = self._before
+
+
+@contextmanager
+def triggered(own: Synchronisation) -> Iterator[None]:
+    """The next backward synchronises, whatever its forward said."""
+    own.tell(True)
+    yield
+
+
+def average_whole(
+    parameters: Iterable[nn.Parameter], own: Synchronisation, mesh: DeviceMesh, dtype: torch.dtype | None
+) -> list[RemovableHandle]:
+    """Has the gradients of parameters that are not cut averaged over the ranks of `mesh`, whenever the others travel.
+
+    A mean of means is the mean, so what travels is all that has been accumulated.
+
+    Args:
+        parameters: plain tensors, equal on all ranks.
+        own: says when.
+        mesh: over which the other parameters are cut and replicated.
+        dtype: in which gradients travel; None: their own.
+    """
+    groups = [mesh.get_group(number) for number in range(mesh.ndim) if mesh.size(number) > 1]
+    hook = _averaging(own, groups, mesh.size(), dtype)
+    return [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+
+
+def _averaging(
+    own: Synchronisation, groups: Sequence[dist.ProcessGroup], ranks: int, dtype: torch.dtype | None
+) -> Callable[[torch.Tensor], None]:
+    def average(parameter: torch.Tensor) -> None:
+        if not own.travels or parameter.grad is None:
+            return
+        gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
+        for group in groups:
+            dist.all_reduce(gradient, group=group)
+        parameter.grad.copy_(gradient.div_(ranks))
+
+    return average
