@@ -7,13 +7,15 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 import torch.distributed as dist
+from together import Together
 
 from accel_core.broadcasting import PARCEL, broadcast
 from accel_core.channel import Channel
-from accel_core.testing import run_ranks
 from accel_core.world import World
 
 Pair = namedtuple("Pair", "first second")
+
+ON = {size: Together(size) for size in (2, 3)}
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -71,12 +73,17 @@ def give_to_all(counts):
     assert broadcast({}, world) == {}
 
 
+for together in ON.values():
+    together.add(give_to_all, (4, 50_000, 2_000_000))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_get_the_tensors_of_the_source(size):
     """B2: any dtype, shape and layout in memory, small, packed together, and large."""
-    run_ranks(give_to_all, size, (4, 50_000, 2_000_000))
+    ON[size].run(give_to_all, (4, 50_000, 2_000_000))
 
 
+@ON[2]
 def give_to_placeholders():
     world = World.current()
     for count in (3, 2_000_000):
@@ -87,9 +94,10 @@ def give_to_placeholders():
 
 
 def test_a_meta_tensor_is_enough_where_nothing_is_sent():
-    run_ranks(give_to_placeholders)
+    ON[2].run(give_to_placeholders)
 
 
+@ON[3]
 def in_pairs():
     world = World.current()
     group = [world.subgroup([0, 1]), world.subgroup([2])][world.rank // 2]
@@ -98,9 +106,10 @@ def in_pairs():
 
 
 def test_a_source_is_counted_within_its_group():
-    assert run_ranks(in_pairs, 3) == [1, 1, 2]
+    assert ON[3].run(in_pairs) == [1, 1, 2]
 
 
+@ON[2]
 def calls_made():
     world = World.current()
     calls = []
@@ -127,11 +136,13 @@ def calls_made():
 
 
 def test_small_trees_take_one_collective_and_large_tensors_travel_alone():
-    for small, large in run_ranks(calls_made):
+    for small, large in ON[2].run(calls_made):
         assert small == ["exchange"]
         assert large == ["exchange", 4 * PARCEL, 60, PARCEL - 20]
 
 
+@ON[2]
+@ON[3]
 def raise_everywhere():
     world = World.current()
     last = world.rank == world.size - 1
@@ -162,7 +173,7 @@ def raise_everywhere():
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_does_not_fit_raises_on_every_rank(size):
     """L8."""
-    outcomes = run_ranks(raise_everywhere, size)
+    outcomes = ON[size].run(raise_everywhere)
     first, last = outcomes[0], outcomes[-1]
     wrong = "CollectiveMismatchError"
     for name in ("shape", "large shape", "dtype", "structure", "source"):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from together import Together
 
 from accel_core import channel as channel_module
 from accel_core.channel import Channel, Letter, from_bytes, to_bytes
@@ -21,6 +22,8 @@ from accel_core.errors import CollectiveMismatchError
 from accel_core.mismatch import describe, mismatch
 from accel_core.testing import run_ranks
 from accel_core.world import World
+
+ON_TWO = Together(2)
 
 DTYPES = (
     torch.bool,
@@ -94,6 +97,7 @@ def rows_of(rank: int, dtype: torch.dtype, rows: int, *sizes: int) -> torch.Tens
     return (torch.arange(count).reshape(rows, *sizes) * 3 + rank).to(dtype)
 
 
+@ON_TWO
 def gather_many() -> int:
     world = World.current()
     cases = 0
@@ -113,9 +117,10 @@ def gather_many() -> int:
 
 def test_gather_concatenates_ragged_rows_of_any_dtype() -> None:
     """B2, semantics 17: ranks may differ in dim 0, a rank may have no rows, any dtype, contiguous or not."""
-    assert run_ranks(gather_many) == [256, 256]
+    assert ON_TWO.run(gather_many) == [256, 256]
 
 
+@ON_TWO
 def gather_odd_ones() -> None:
     world = World.current()
     rank = float(world.rank)
@@ -141,7 +146,7 @@ def gather_odd_ones() -> None:
 
 def test_gather_of_scalars_gradients_views_and_inference_tensors() -> None:
     """Semantics 17: a 0-d leaf gives N elements. Results are detached and stay what they were."""
-    run_ranks(gather_odd_ones)
+    ON_TWO.run(gather_odd_ones)
 
 
 def test_a_world_of_one_copies_nothing() -> None:
@@ -247,6 +252,7 @@ def test_huge_buffers_are_not_kept() -> None:
         assert kept < 1 << 20
 
 
+@ON_TWO
 def reduce_many() -> None:
     world = World.current()
     rank = world.rank
@@ -286,7 +292,7 @@ def reduce_many() -> None:
 
 def test_reduce_sums_averages_and_leaves_its_input_alone() -> None:
     """B2, semantics 17: every reduction, small and large, for every kind of dtype; `"none"` returns its input."""
-    run_ranks(reduce_many)
+    ON_TWO.run(reduce_many)
 
 
 def test_a_world_of_one_gives_the_dtypes_of_a_larger_one() -> None:
@@ -302,6 +308,7 @@ def test_an_unknown_reduction_is_an_error_with_the_list() -> None:
         reduce(torch.zeros(1), ALONE, "avg")  # type: ignore[arg-type]
 
 
+@ON_TWO
 def reduce_collectives() -> list[list[str]]:
     world = World.current()
     large = [torch.zeros(100_000), torch.zeros(100_000), torch.zeros(4, dtype=torch.int64)]
@@ -309,11 +316,12 @@ def reduce_collectives() -> list[list[str]]:
 
 
 def test_a_large_reduce_compares_headers_and_calls_all_reduce_once_per_dtype() -> None:
-    for small, large in run_ranks(reduce_collectives):
+    for small, large in ON_TWO.run(reduce_collectives):
         assert small == ["all_gather_single"]
         assert large == ["all_gather_single", "all_reduce", "all_reduce"]
 
 
+@ON_TWO
 def move_objects() -> None:
     world = World.current()
     mine = [{"id": world.rank, "text": "x" * 100 * world.rank}] * (world.rank + 1)
@@ -331,7 +339,7 @@ def move_objects() -> None:
 
 def test_objects_are_gathered_and_broadcast() -> None:
     """B2: lists of any length on each rank, empty ones too; objects larger than a message."""
-    run_ranks(move_objects)
+    ON_TWO.run(move_objects)
 
 
 class Elsewhere:
@@ -388,6 +396,7 @@ def test_what_one_rank_cannot_unpickle_is_an_error_on_every_rank(size: int) -> N
     assert set(lost) == set(fine[0])
 
 
+@ON_TWO
 def collectives_of_objects() -> list[int]:
     world = World.current()
     plain = {"a": [1, 2.0, None, "text", b"bytes", (True,)], "b": torch.ones(2), "c": OrderedDict(d=torch.Size([1]))}
@@ -403,7 +412,7 @@ def collectives_of_objects() -> list[int]:
 
 
 def test_plain_objects_take_one_collective_and_others_a_second_one() -> None:
-    assert run_ranks(collectives_of_objects) == [[1, 1, 1, 1, 2, 2]] * 2
+    assert ON_TWO.run(collectives_of_objects) == [[1, 1, 1, 1, 2, 2]] * 2
 
 
 def replace_lists() -> dict[str, tuple[str, str]]:
@@ -535,6 +544,7 @@ CASES = (
 )
 
 
+@ON_TWO
 def raise_mismatches() -> dict[str, tuple[str, str, float]]:
     world = World.current()
     outcomes = {}
@@ -551,7 +561,7 @@ def raise_mismatches() -> dict[str, tuple[str, str, float]]:
 
 def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
     """L8, semantics 17: another structure, dtype, dimension, call or option is an error with a table."""
-    first, second = run_ranks(raise_mismatches)
+    first, second = ON_TWO.run(raise_mismatches)
     own = {
         "no tensor": ("TypeError",),
         "no pickle": ("AttributeError", "PicklingError"),
@@ -598,6 +608,7 @@ def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
     assert "rank 1: broadcast_object(source=1)" in first["source"][1]
 
 
+@ON_TWO
 def both_wrong() -> str:
     world = World.current()
     with pytest.raises(TypeError) as caught:
@@ -607,7 +618,7 @@ def both_wrong() -> str:
 
 
 def test_each_rank_reports_its_own_mistake_when_all_make_one() -> None:
-    first, second = run_ranks(both_wrong)
+    first, second = ON_TWO.run(both_wrong)
     assert "data is a str" in first
     assert "data is a float" in second
 
@@ -675,6 +686,7 @@ def test_digests_do_not_depend_on_the_process() -> None:
     assert channel_module._digest("a") == int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little", signed=True)
 
 
+@ON_TWO
 def maxima_with_nan() -> list[bool]:
     world = World.current()
     found = []
@@ -688,5 +700,5 @@ def maxima_with_nan() -> list[bool]:
 
 
 def test_the_maximum_of_a_nan_is_nan_in_small_tensors_and_in_large_ones():
-    for found in run_ranks(maxima_with_nan, 2):
+    for found in ON_TWO.run(maxima_with_nan):
         assert all(found)

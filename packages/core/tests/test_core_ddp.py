@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from together import Together
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,6 +31,8 @@ from accel_core import (
     place_model,
 )
 from accel_core.testing import RanksFailed, run_ranks
+
+ON_TWO = Together(2)
 
 
 def net() -> nn.Sequential:
@@ -62,6 +65,7 @@ def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     )
 
 
+@ON_TWO
 def synchronisation() -> dict[str, bool]:
     accelerator = Accelerator()
     x, found = rows(), {}
@@ -102,7 +106,7 @@ def synchronisation() -> dict[str, bool]:
 
 def test_where_the_forward_ran_decides_whether_a_backward_synchronises() -> None:
     """Semantics 10."""
-    for found in run_ranks(synchronisation, 2):
+    for found in ON_TWO.run(synchronisation):
         assert [name for name, holds in found.items() if not holds] == []
 
 
@@ -142,6 +146,7 @@ def train(steps: int, accumulation: int, order: str, options: dict[str, Any] | N
 ORDERS = ["together", "scheduler, optimizer, model", "one by one, optimizer first", "optimizer made after prepare"]
 
 
+@ON_TWO
 def every_order() -> dict[str, list[torch.Tensor]]:
     return {f"{order}, {accumulation}": train(3, accumulation, order) for order in ORDERS for accumulation in (1, 4)}
 
@@ -150,11 +155,12 @@ def test_any_order_of_prepare_trains_alike_on_one_process_and_on_two() -> None:
     """L1 (the LR trace), L5, L9 (the norm is that of one process)."""
     alone = every_order()
     reference = alone["together, 1"]
-    for results in (alone, *run_ranks(every_order, 2)):
+    for results in (alone, *ON_TWO.run(every_order)):
         for name, values in results.items():
             assert close(values, reference), name
 
 
+@ON_TWO
 def with_options() -> dict[str, list[torch.Tensor]]:
     choices: dict[str, dict[str, Any]] = {
         "static graph": {"static_graph": True},
@@ -175,7 +181,7 @@ def with_options() -> dict[str, list[torch.Tensor]]:
 def test_the_options_and_hooks_of_ddp_train() -> None:
     """D1: DDP with communication hooks. The static graph also under accumulation from the first iteration."""
     exact = train(2, 2, "together")
-    for results in run_ranks(with_options, 2):
+    for results in ON_TWO.run(with_options):
         for name in ("static graph", "bucket view", "unused"):
             assert close(results[name], exact), name
         for name in ("fp16", "bf16", "power_sgd"):
@@ -183,6 +189,7 @@ def test_the_options_and_hooks_of_ddp_train() -> None:
             assert not torch.equal(results[name][0], exact[0]), name
 
 
+@ON_TWO
 def two_models() -> list[torch.Tensor]:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     generator, critic = accelerator.prepare(net(), nn.Sequential(nn.Linear(1, 1)))
@@ -203,7 +210,7 @@ def two_models() -> list[torch.Tensor]:
 def test_two_models_and_optimizers_accumulate_in_one_loop() -> None:
     """L6."""
     torch.manual_seed(0)
-    first, second = run_ranks(two_models, 2)
+    first, second = ON_TWO.run(two_models)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -229,6 +236,7 @@ class Bf16(Precision):
     policy = PrecisionPolicy(compute=torch.bfloat16, output=torch.float32)
 
 
+@ON_TWO
 def gan() -> dict[str, Any]:
     under_ddp, by_hand = Accelerator(), Accelerator(strategy=Averaging(), mixed_precision=Bf16())
     torch.manual_seed(under_ddp.process_index)  # each rank starts elsewhere
@@ -253,7 +261,7 @@ def gan() -> dict[str, Any]:
 
 def test_a_gan_trains_with_two_strategies_and_two_precisions_in_one_process() -> None:
     """L6; law 7."""
-    first, second = run_ranks(gan, 2)
+    first, second = ON_TWO.run(gan)
     assert first["dtypes"] == {torch.bfloat16}
     assert first["wrapped"]
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
@@ -294,6 +302,7 @@ def test_fifty_runs_on_two_ranks_leave_nothing_behind() -> None:
         assert memory < 10
 
 
+@ON_TWO
 def norms() -> dict[str, torch.Tensor]:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = net()
@@ -323,12 +332,13 @@ def norms() -> dict[str, torch.Tensor]:
 def test_the_norm_is_that_of_one_process() -> None:
     """L9."""
     alone = norms()
-    for found in run_ranks(norms, 2):
+    for found in ON_TWO.run(norms):
         assert found["clipping in an open window touches nothing"]
         for name, norm in found.items():
             torch.testing.assert_close(norm, alone[name], msg=name)
 
 
+@ON_TWO
 def orphan() -> str:
     accelerator = Accelerator()
     model = accelerator.prepare(net())
@@ -340,11 +350,12 @@ def orphan() -> str:
 
 def test_an_optimizer_of_another_model_is_refused_on_every_rank() -> None:
     """L5; semantics 8."""
-    for message in run_ranks(orphan, 2):
+    for message in ON_TWO.run(orphan):
         assert "SGD holds parameters that belong to no prepared model: param_groups[0]['params'][0] (4, 3)" in message
         assert "Pass their model to prepare()" in message
 
 
+@ON_TWO
 def orphan_that_steps() -> str:
     accelerator = Accelerator()
     model = net()
@@ -361,10 +372,11 @@ def orphan_that_steps() -> str:
 
 def test_an_optimizer_whose_model_is_not_prepared_is_refused_at_its_step() -> None:
     """L5; semantics 8."""
-    for message in run_ranks(orphan_that_steps, 2):
+    for message in ON_TWO.run(orphan_that_steps):
         assert "Pass their model to prepare()" in message
 
 
+@ON_TWO
 def late_orphan() -> str:
     accelerator = Accelerator()
     model = accelerator.prepare(net())
@@ -379,9 +391,10 @@ def late_orphan() -> str:
 
 def test_a_group_that_is_added_later_is_checked_too() -> None:
     """L5."""
-    assert all("param_groups[1]['params'][0] (1, 1)" in message for message in run_ranks(late_orphan, 2))
+    assert all("param_groups[1]['params'][0] (1, 1)" in message for message in ON_TWO.run(late_orphan))
 
 
+@ON_TWO
 def closing_without_backward() -> str:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(net())
@@ -399,11 +412,12 @@ def closing_without_backward() -> str:
 
 def test_a_step_on_gradients_that_stayed_local_is_refused() -> None:
     """Law 8: parameters would drift apart in silence."""
-    for message in run_ranks(closing_without_backward, 2):
+    for message in ON_TWO.run(closing_without_backward):
         assert "closes this window of 2 ran no backward" in message
         assert "Leave the step out together with the backward" in message
 
 
+@ON_TWO
 def unfrozen() -> str:
     accelerator = Accelerator()
     module = net()
@@ -425,7 +439,7 @@ def unfrozen() -> str:
 
 def test_parameters_that_are_unfrozen_later_are_not_trained_apart() -> None:
     """Law 8: DDP knows the parameters that required a gradient when it wrapped the model."""
-    for message in run_ranks(unfrozen, 2):
+    for message in ON_TWO.run(unfrozen):
         assert "2 parameters were unfrozen after prepare(): 0.bias, 0.weight" in message
         assert "prepare the model and its optimizer again" in message
 
@@ -459,6 +473,7 @@ def test_a_wrapper_that_is_prepared_again_keeps_the_users_names() -> None:
         assert found == {"names": ["0.bias", "0.weight", "2.bias", "2.weight"], "class": "Sequential"}
 
 
+@ON_TWO
 def named_orphan() -> str:
     accelerator = Accelerator()
     accelerator.prepare(net())
@@ -471,7 +486,7 @@ def named_orphan() -> str:
 
 def test_orphans_are_called_by_their_names_where_the_optimizer_knows_them() -> None:
     """L5."""
-    for message in run_ranks(named_orphan, 2):
+    for message in ON_TWO.run(named_orphan):
         assert "0.weight (4, 3), 0.bias (4,), 2.weight (1, 4)" in message
 
 
@@ -484,6 +499,7 @@ class Partial(nn.Module):
         return self.used(x)
 
 
+@ON_TWO
 def unused() -> str:
     accelerator = Accelerator()
     model = accelerator.prepare(Partial())
@@ -495,12 +511,13 @@ def unused() -> str:
 
 def test_unused_parameters_are_named_with_the_option_to_set() -> None:
     """L13."""
-    for message in run_ranks(unused, 2):
+    for message in ON_TWO.run(unused):
         assert "2 parameters took no part in the loss" in message
         assert "spare.weight, spare.bias" in message
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in message
 
 
+@ON_TWO
 def other_errors_of_a_forward() -> str:
     model = Accelerator().prepare(net())
     with pytest.raises(RuntimeError) as raised:
@@ -509,9 +526,10 @@ def other_errors_of_a_forward() -> str:
 
 
 def test_other_errors_of_a_forward_pass_through() -> None:
-    assert all("shapes cannot be multiplied" in message for message in run_ranks(other_errors_of_a_forward, 2))
+    assert all("shapes cannot be multiplied" in message for message in ON_TWO.run(other_errors_of_a_forward))
 
 
+@ON_TWO
 def refusals() -> dict[str, str]:
     found = {}
     spread = nn.Sequential(nn.Linear(1, 1))
@@ -535,7 +553,7 @@ def refusals() -> dict[str, str]:
 
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
     """Semantics 13 (device map); design section 4 (a strategy that cannot honour a policy raises)."""
-    for found in run_ranks(refusals, 2):
+    for found in ON_TWO.run(refusals):
         assert "started 2 processes, which would train 2 separate models" in found["single"]
         assert (
             "is spread over several devices by its hf_device_map, and 2 processes were started" in found["device map"]
@@ -585,6 +603,7 @@ def test_the_timeout_asked_for_is_that_of_the_group_that_trains() -> None:
         assert found == [timedelta(seconds=77)] * 2
 
 
+@ON_TWO
 def world_under_cpu() -> tuple[int, str, bool]:
     accelerator = Accelerator(cpu=True)
     return accelerator.num_processes, accelerator.device.type, accelerator.use_distributed
@@ -592,13 +611,14 @@ def world_under_cpu() -> tuple[int, str, bool]:
 
 def test_cpu_chooses_the_device_and_not_the_number_of_processes() -> None:
     """L10; semantics 6."""
-    assert run_ranks(world_under_cpu, 2) == [(2, "cpu", True)] * 2
+    assert ON_TWO.run(world_under_cpu) == [(2, "cpu", True)] * 2
 
 
 class LowCompute(Precision):
     policy = PrecisionPolicy(compute=torch.bfloat16, reduce=torch.bfloat16, output=torch.float32)
 
 
+@ON_TWO
 def policy_under_ddp() -> list[torch.dtype]:
     accelerator = Accelerator(mixed_precision=LowCompute())
     seen: list[torch.dtype] = []
@@ -612,10 +632,11 @@ def policy_under_ddp() -> list[torch.dtype]:
 
 def test_a_policy_holds_under_ddp() -> None:
     """L11; semantics 15."""
-    for dtypes in run_ranks(policy_under_ddp, 2):
+    for dtypes in ON_TWO.run(policy_under_ddp):
         assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
 
 
+@ON_TWO
 def compiled() -> tuple[bool, list[torch.Tensor]]:
     accelerator = Accelerator(dynamo_backend="aot_eager")
     model = accelerator.prepare(net())
@@ -627,7 +648,7 @@ def compiled() -> tuple[bool, list[torch.Tensor]]:
 def test_compiled_models_train_under_ddp() -> None:
     """Semantics 14."""
     reference = reference_gradients(rows())
-    for was_compiled, found in run_ranks(compiled, 2, timeout=120):
+    for was_compiled, found in ON_TWO.run(compiled):
         assert was_compiled
         assert close(found, reference)
 
@@ -664,7 +685,7 @@ def test_everything_dies_with_its_last_reference_and_the_group_with_its_last_use
 
 
 def test_an_object_passed_as_strategy_is_used_as_it_is() -> None:
-    assert run_ranks(object_strategy, 2) == [3.0, 3.0]
+    assert ON_TWO.run(object_strategy) == [3.0, 3.0]
 
 
 def saves(folder: str) -> list[str]:
@@ -684,6 +705,7 @@ def test_saved_weights_have_the_names_of_the_users_model(tmp_path: Path) -> None
     assert all(torch.equal(loaded[name], value) for name, value in net().state_dict().items())
 
 
+@ON_TWO
 def object_strategy() -> float:
     model = Accelerator(strategy=DDP(bucket_cap_mb=3)).prepare(net())
     return model.bucket_bytes_cap / 2**20

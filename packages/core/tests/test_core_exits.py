@@ -19,7 +19,9 @@ from accel_core import Accelerator
 from accel_core.testing import RanksFailed, run_ranks
 from accel_core.world import World
 
-PAIRS = 100 if os.environ.get("ACCEL_SOAK") else 10
+SOAK = bool(os.environ.get("ACCEL_SOAK"))
+PAIRS = 100 if SOAK else 4
+LAUNCHES = 20 if SOAK else 1
 
 SCRIPT = """
 import copy, sys, torch
@@ -148,5 +150,5 @@ def train(ending: str) -> None:
 @pytest.mark.parametrize("ending", ["just ends", "destroyed by the script", "end_training", "adopted", "one is late"])
 def test_every_way_to_end_is_clean(ending: str) -> None:
     """The rank pool leaves through the interpreter's finalization and reports exit codes and aborts."""
-    for _ in range(3):
+    for _ in range(LAUNCHES):
         run_ranks(train, 2, ending)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from together import Together
 
 from accel_core.errors import CollectiveMismatchError
 from accel_core.feed import Feed, Rows
@@ -15,6 +16,7 @@ from accel_core.testing import run_ranks
 from accel_core.world import World
 
 PER_RANK = 3
+ON_TWO = Together(2)
 
 
 class Alone:
@@ -69,6 +71,7 @@ def test_every_sample_is_gathered_once_and_in_order(ranks: int) -> None:
     run_ranks(gather_all, ranks)
 
 
+@ON_TWO
 def gather_a_dead_iterators_batch() -> list[int]:
     """As `gather_for_metrics(next(iter(loader)))` does: 9 samples in batches of 5 on 2 ranks."""
     world = World.current()
@@ -83,9 +86,10 @@ def gather_a_dead_iterators_batch() -> list[int]:
 
 def test_the_batch_of_a_dead_iterator_is_exact_too() -> None:
     """Semantics 18."""
-    assert run_ranks(gather_a_dead_iterators_batch) == [list(range(9))] * 2
+    assert ON_TWO.run(gather_a_dead_iterators_batch) == [list(range(9))] * 2
 
 
+@ON_TWO
 def gather_without_rows() -> tuple[list[int], list[str]]:
     world = World.current()
     ids = torch.arange(world.rank + 1)
@@ -93,9 +97,10 @@ def gather_without_rows() -> tuple[list[int], list[str]]:
 
 
 def test_without_rows_everything_is_gathered() -> None:
-    assert run_ranks(gather_without_rows) == [([0, 0, 1], ["a"])] * 2
+    assert ON_TWO.run(gather_without_rows) == [([0, 0, 1], ["a"])] * 2
 
 
+@ON_TWO
 def count_collectives_of_an_epoch() -> list[int]:
     world = World.current()
     calls = 0
@@ -118,9 +123,10 @@ def count_collectives_of_an_epoch() -> list[int]:
 
 def test_one_collective_per_batch_also_for_the_last() -> None:
     """P7: exactly one collective."""
-    assert run_ranks(count_collectives_of_an_epoch) == [[1] * 9] * 2
+    assert ON_TWO.run(count_collectives_of_an_epoch) == [[1] * 9] * 2
 
 
+@ON_TWO
 def misuse() -> list[str]:
     world = World.current()
     full, padded = Rows(3, 3), Rows(3, 2 + world.rank)
@@ -143,7 +149,7 @@ def misuse() -> list[str]:
 
 
 def test_what_is_not_per_sample_fails_on_every_rank_and_on_full_batches() -> None:
-    first, second = run_ranks(misuse)
+    first, second = ON_TWO.run(misuse)
     assert first[:5] == second[:5]
     assert "data['all'][0] with shape [12] does not have one row per sample of the batch, which has 3 rows" in first[0]
     assert "Call gather_for_metrics once per batch, inside the loop" in first[0]

@@ -6,14 +6,16 @@ from collections import namedtuple
 
 import pytest
 import torch
+from together import Together
 
 from accel_core.channel import Channel
 from accel_core.collectives import gather
 from accel_core.padding import pad_across_processes, pad_input_tensors
-from accel_core.testing import run_ranks
 from accel_core.world import World
 
 Pair = namedtuple("Pair", "first second")
+
+ON = {size: Together(size) for size in (2, 3)}
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -26,6 +28,8 @@ def rows_of(rank, size, dtype=torch.float32):
     return ((torch.arange(2 * size).reshape(size, 2) + rank) % 2 + 1).to(dtype)
 
 
+@ON[2]
+@ON[3]
 def pad_many():
     world = World.current()
     sizes = [(3 * rank) % 4 for rank in range(world.size)]  # 0, 3, 2
@@ -48,9 +52,11 @@ def pad_many():
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_are_padded_to_the_largest_rank(size):
     """B2: along any dimension, before or behind, for every dtype."""
-    run_ranks(pad_many, size)
+    ON[size].run(pad_many)
 
 
+@ON[2]
+@ON[3]
 def pad_nested():
     world = World.current()
     rank, last = world.rank, world.size - 1
@@ -85,9 +91,10 @@ def pad_nested():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_nested_structures_are_really_padded(size):
-    run_ranks(pad_nested, size)
+    ON[size].run(pad_nested)
 
 
+@ON[3]
 def in_groups():
     world = World.current()
     groups = [world.subgroup([0, 1]), world.subgroup([2])]
@@ -95,9 +102,10 @@ def in_groups():
 
 
 def test_a_group_pads_by_itself():
-    assert run_ranks(in_groups, 3) == [1, 1, 2]
+    assert ON[3].run(in_groups) == [1, 1, 2]
 
 
+@ON[2]
 def exchanges():
     world = World.current()
     counts, exchange = [], Channel.exchange
@@ -115,10 +123,12 @@ def exchanges():
 
 
 def test_one_collective_carries_all_sizes_and_no_values():
-    for (size,) in run_ranks(exchanges):
+    for (size,) in ON[2].run(exchanges):
         assert size < 500
 
 
+@ON[2]
+@ON[3]
 def raise_everywhere():
     world = World.current()
     last = world.rank == world.size - 1
@@ -147,7 +157,7 @@ def raise_everywhere():
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_does_not_fit_raises_on_every_rank(size):
     """L8: also where a leaf does not have the dimension."""
-    outcomes = run_ranks(raise_everywhere, size)
+    outcomes = ON[size].run(raise_everywhere)
     first, last = outcomes[0], outcomes[-1]
     wrong = "CollectiveMismatchError"
     for name in ("dims", "dims out of reach", "dtype", "structure", "option"):

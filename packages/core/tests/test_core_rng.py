@@ -7,11 +7,14 @@ import warnings
 
 import pytest
 import torch
+from together import Together
 
 from accel_core.errors import CollectiveMismatchError
 from accel_core.rng import synchronize
 from accel_core.testing import run_ranks
 from accel_core.world import World
+
+ON_TWO = Together(2)
 
 
 def seed_by_rank(world):
@@ -78,6 +81,7 @@ def test_what_is_named_becomes_rank_zeros_and_all_else_goes_on(outcome, case):
         assert after_second[stream] == (before if stream in SHARED[case] else before_second)[stream]
 
 
+@ON_TWO
 def collectives_made():
     """How many messages the channel of the world has exchanged for each case."""
     from accel_core.collectives import channel_of
@@ -96,9 +100,10 @@ def collectives_made():
 
 
 def test_there_is_one_collective_for_all_and_none_for_nothing():
-    assert run_ranks(collectives_made, 2) == [[0, 0, 1]] * 2
+    assert ON_TWO.run(collectives_made) == [[0, 0, 1]] * 2
 
 
+@ON_TWO
 def warnings_given():
     world = World.current(cpu=True)
     generators = seed_by_rank(world)
@@ -111,7 +116,7 @@ def warnings_given():
 
 
 def test_a_device_that_is_not_in_use_is_warned_of_once_and_changes_nothing():
-    for messages, unchanged in run_ranks(warnings_given, 2):
+    for messages, unchanged in ON_TWO.run(warnings_given):
         assert unchanged
         assert len(messages) == 1
         assert messages[0].startswith(
@@ -119,6 +124,7 @@ def test_a_device_that_is_not_in_use_is_warned_of_once_and_changes_nothing():
         )
 
 
+@ON_TWO
 def refused():
     world = World.current(cpu=True)
     generators = seed_by_rank(world)
@@ -131,7 +137,7 @@ def refused():
 
 
 def test_ranks_with_different_numbers_of_generators_are_all_told():
-    first, second = run_ranks(refused, 2)
+    first, second = ON_TWO.run(refused)
     assert first == second
     message, unchanged = first
     assert unchanged

@@ -131,11 +131,13 @@ CAUGHT_BY = {
     wrong.AbortsAtExit: {EXIT},
     wrong.RaisesOnOneRank: {"test_clipping_gives_the_norm_of_one_process"},
 }
+GETS_STUCK = {wrong.SumsEachMicroBatchOfAWindow, wrong.IgnoresNoSync, wrong.RaisesOnOneRank}
+"""Some ranks wait in a collective that others never come to, until the patience of the suite is over."""
 NEEDS_A_LAUNCH = {wrong.Right, wrong.AbortsAtExit}  # the test of exiting costs one more, so it runs for these only
 
 
 def suite_of(factory, **attributes):
-    return type("TestIt", (StrategySuite,), {"strategy": factory, "worlds": (2,), "patience": 12.0, **attributes})
+    return type("TestIt", (StrategySuite,), {"strategy": factory, "worlds": (2,), **attributes})
 
 
 def failures(suite, tests):
@@ -152,7 +154,8 @@ def failures(suite, tests):
 @pytest.mark.parametrize("strategy", CAUGHT_BY, ids=lambda strategy: strategy.__name__)
 def test_a_wrong_strategy_is_caught_by_exactly_the_tests_that_should(strategy):
     tests = TESTS if strategy in NEEDS_A_LAUNCH else TESTS - {EXIT}
-    assert failures(suite_of(strategy), tests).keys() == CAUGHT_BY[strategy]
+    suite = suite_of(strategy, patience=6.0 if strategy in GETS_STUCK else 12.0)
+    assert failures(suite, tests).keys() == CAUGHT_BY[strategy]
 
 
 def test_every_wrong_strategy_stands_in_the_table():

@@ -7,11 +7,14 @@ import signal
 
 import pytest
 import torch
+from together import Together
 
 from accel_core.collectives import gather
 from accel_core.testing import run_ranks
 from accel_core.trigger import Trigger
 from accel_core.world import World
+
+ON_TWO = Together(2)
 
 
 def answers(setters):
@@ -42,6 +45,7 @@ def test_alone_a_trigger_is_a_flag():
     assert trigger.check() is False
 
 
+@ON_TWO
 def setting_is_local():
     world = World.current()
     trigger = Trigger(world)
@@ -54,7 +58,7 @@ def setting_is_local():
 
 
 def test_a_signal_handler_may_set_it():
-    assert run_ranks(setting_is_local, 2) == [True, True]
+    assert ON_TWO.run(setting_is_local) == [True, True]
 
 
 def set_while_it_travels(earlier):
@@ -79,15 +83,20 @@ def set_while_it_travels(earlier):
     return [*said, trigger.check(), trigger.check()]
 
 
+for earlier in (None, 0, 1):
+    ON_TWO.add(set_while_it_travels, earlier)
+
+
 def test_a_trigger_set_during_a_check_is_not_lost():
-    assert run_ranks(set_while_it_travels, 2, None) == [[False, True, False]] * 2
+    assert ON_TWO.run(set_while_it_travels, None) == [[False, True, False]] * 2
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_nor_is_one_that_meets_an_earlier_one(earlier):
-    assert run_ranks(set_while_it_travels, 2, earlier) == [[True, True, False]] * 2
+    assert ON_TWO.run(set_while_it_travels, earlier) == [[True, True, False]] * 2
 
 
+@ON_TWO
 def check_on_one_rank():
     world = World.current()
     try:
@@ -98,7 +107,7 @@ def check_on_one_rank():
 
 
 def test_a_check_on_one_rank_only_names_itself():
-    first, second = run_ranks(check_on_one_rank, 2)
+    first, second = ON_TWO.run(check_on_one_rank)
     assert first == second
     assert "rank 0: check_trigger" in first
     assert "a call that stands under a condition" in first
@@ -106,7 +115,7 @@ def test_a_check_on_one_rank_only_names_itself():
 
 @pytest.mark.parametrize("setter", [0, 1])
 def test_one_collective_tells_all(setter):
-    assert run_ranks(exchanges, 2, setter) == [[1, 1, 1]] * 2
+    assert ON_TWO.run(exchanges, setter) == [[1, 1, 1]] * 2
 
 
 def exchanges(setter):
@@ -121,4 +130,9 @@ def exchanges(setter):
         calls.clear()
         trigger.check()
         counts.append(len(calls))
+    channel.exchange = exchange
     return counts
+
+
+for setter in (0, 1):
+    ON_TWO.add(exchanges, setter)

@@ -1,7 +1,7 @@
 """One rank leaves, or the ranks call different collectives: all end within seconds, and say why (L7, L8, R6).
 
 Real ranks, real ends. `run_ranks` gives the others 15 s once a rank has failed; who then still runs is killed, and the test
-sees that.
+sees that. Most of the time all of them wait for each other, so the launches run side by side.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from side_by_side import side_by_side
 
 from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, World, WorldError
 from accel_core.testing import RanksFailed, live_objects, run_ranks
@@ -26,10 +30,7 @@ from accel_core.watch.watch import Watch
 
 WITHIN = 15.0
 
-
-@pytest.fixture(autouse=True)
-def others_have_fifteen_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_core.testing.ranks.GRACE", WITHIN)
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the launches of all
 
 
 def raise_error() -> None:
@@ -80,9 +81,54 @@ def train(leave: Callable[[], None], culprit: int, call: str) -> None:
     accelerator.end_training()
 
 
-def reports_of(function: Callable[..., object], size: int, *args: object, **options: object) -> list[RankReport]:
+LEAVING: list[tuple[Callable[[], None], str]] = [
+    (raise_error, "failed: ValueError: sample 5 is rotten"),
+    (raise_beside_a_stubborn_thread, "failed: ValueError: sample 5 is rotten"),
+    (leave_the_loop, "has ended its training, at "),
+    (exit_quietly, "has ended its training, at "),
+    (vanish, "ended without a word"),
+    (be_killed, "ended without a word"),
+    (be_stopped, "was stopped (SIGSTOP, or a debugger)"),
+]
+
+
+Launches = dict[Hashable, Future[list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("watch")
+
+
+@pytest.fixture(scope="module")
+def launches(folder: Path) -> Launches:
+    """What has become of every launch, those that take longest first."""
+    run = partial(partial, run_ranks, timeout=90)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel_core.testing.ranks.GRACE", WITHIN)
+        return side_by_side(
+            {
+                **{
+                    (leave, culprit): run(train, 3, leave, culprit, "backward")
+                    for leave in (raise_beside_a_stubborn_thread, be_stopped, *dict(LEAVING))
+                    for culprit in (0, 1)
+                },
+                be_slow: run(be_slow, 3),
+                be_suspended: run(be_suspended, 2, folder),
+                **{(exit_quietly, call): run(train, 2, exit_quietly, 1, call) for call in IN},
+                hold_the_interpreter: run(hold_the_interpreter, 2),
+                end_while_others_save: run(end_while_others_save, 2),
+                **{(call_alone, call): run(call_alone, 3, call, folder / "weights") for call in ALONE},
+                raw_barrier: run(raw_barrier, 2),
+                adopted: run(adopted, 2),
+                break_off_on_the_host: run(break_off_on_the_host, 3),
+            }
+        )
+
+
+def reports_of(launch: Future[list[Any]]) -> list[RankReport]:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(function, size, *args, timeout=90, **options)  # type: ignore[arg-type]
+        launch.result()
     return caught.value.reports
 
 
@@ -91,23 +137,11 @@ def said_by(report: RankReport) -> str:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(
-    ("leave", "reason"),
-    [
-        (raise_error, "failed: ValueError: sample 5 is rotten"),
-        (raise_beside_a_stubborn_thread, "failed: ValueError: sample 5 is rotten"),
-        (leave_the_loop, "has ended its training, at "),
-        (exit_quietly, "has ended its training, at "),
-        (vanish, "ended without a word"),
-        (be_killed, "ended without a word"),
-        (be_stopped, "was stopped (SIGSTOP, or a debugger)"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
+@pytest.mark.parametrize(("leave", "reason"), LEAVING, ids=lambda value: getattr(value, "__name__", None))
 def test_all_ranks_end_soon_when_one_leaves_and_say_which_and_why(
-    leave: Callable[[], None], reason: str, culprit: int
+    launches: Launches, leave: Callable[[], None], reason: str, culprit: int
 ) -> None:
-    for report in reports_of(train, 3, leave, culprit, "backward"):
+    for report in reports_of(launches[leave, culprit]):
         if report.rank != culprit:
             assert "killed" not in report.state, str(report)
             assert report.exit_code == 1
@@ -115,15 +149,18 @@ def test_all_ranks_end_soon_when_one_leaves_and_say_which_and_why(
             assert f"rank {culprit}" in said_by(report)
 
 
-@pytest.mark.parametrize("call", ["loss.backward", "gather"])
-def test_rank_that_leaves_is_named_whatever_the_others_are_in(call: str) -> None:
-    for report in reports_of(train, 2, exit_quietly, 1, call):
+IN = ["loss.backward", "gather"]
+
+
+@pytest.mark.parametrize("call", IN)
+def test_rank_that_leaves_is_named_whatever_the_others_are_in(launches: Launches, call: str) -> None:
+    for report in reports_of(launches[exit_quietly, call]):
         if report.rank == 0:
             assert "killed" not in report.state, str(report)
             assert "rank 1: has ended its training" in said_by(report), str(report)
 
 
-def gather_alone(call: str) -> None:
+def call_alone(call: str, folder: Path) -> None:
     """A collective under a condition that is true on one rank only, and then the loop."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(4, 1))
@@ -134,15 +171,20 @@ def gather_alone(call: str) -> None:
         elif call == "get_state_dict":
             accelerator.get_state_dict(model)  # only here
         elif call == "save_model":
-            accelerator.save_model(model, os.environ["FOLDER"])  # only here
+            accelerator.save_model(model, folder)  # only here
         else:
             accelerator.wait_for_everyone()  # only here
     accelerator.backward(model(torch.ones(2, 4)).sum())
 
 
-@pytest.mark.parametrize("call", ["gather", "get_state_dict", "save_model", "wait_for_everyone"])
-def test_collective_on_one_rank_only_ends_all_with_every_ranks_line(call: str, tmp_path: Path) -> None:
-    reports = reports_of(gather_alone, 3, call, env={"FOLDER": str(tmp_path / "weights")})
+ALONE = ["gather", "get_state_dict", "save_model", "wait_for_everyone"]
+
+
+@pytest.mark.parametrize("call", ALONE)
+def test_collective_on_one_rank_only_ends_all_with_every_ranks_line(
+    launches: Launches, folder: Path, call: str
+) -> None:
+    reports = reports_of(launches[call_alone, call])
     everything = "".join(map(said_by, reports))
     assert max(map(int, re.findall(r" for (\d+) s, at", everything))) <= 10
     for report in reports:
@@ -153,8 +195,8 @@ def test_collective_on_one_rank_only_ends_all_with_every_ranks_line(call: str, t
     assert "# only here" in everything
     # DDP communicates in this forward: its buckets are arranged anew after the first backward.
     assert "rank 1: in the forward of DistributedDataParallel for" in everything, everything
-    assert "in gather_alone: accelerator.backward(model(torch.ones(2, 4)).sum())" in everything
-    assert not (tmp_path / "weights").exists(), "nothing is written before all are there"
+    assert "in call_alone: accelerator.backward(model(torch.ones(2, 4)).sum())" in everything
+    assert not (folder / "weights").exists(), "nothing is written before all are there"
 
 
 def raw_barrier() -> None:
@@ -165,8 +207,8 @@ def raw_barrier() -> None:
         dist.all_reduce(torch.ones(1 << 16))
 
 
-def test_collective_of_torch_itself_is_recognised_where_it_waits() -> None:
-    everything = "".join(map(said_by, reports_of(raw_barrier, 2)))
+def test_collective_of_torch_itself_is_recognised_where_it_waits(launches: Launches) -> None:
+    everything = "".join(map(said_by, reports_of(launches[raw_barrier])))
     assert "rank 1: in torch.distributed.all_reduce()" in everything or "The connections of rank" in everything
     assert "in raw_barrier: dist.all_reduce(torch.ones(1 << 16))" in everything
 
@@ -182,8 +224,8 @@ def be_slow() -> list[float]:
     return accelerator.gather(torch.tensor([float(accelerator.process_index)])).tolist()  # type: ignore[no-any-return]
 
 
-def test_ranks_may_wait_for_one_that_is_busy() -> None:
-    assert run_ranks(be_slow, 3) == [[0.0, 1.0, 2.0]] * 3
+def test_ranks_may_wait_for_one_that_is_busy(launches: Launches) -> None:
+    assert launches[be_slow].result() == [[0.0, 1.0, 2.0]] * 3
 
 
 def hold_the_interpreter() -> list[float]:
@@ -198,19 +240,20 @@ def hold_the_interpreter() -> list[float]:
     return accelerator.gather(torch.tensor([float(accelerator.process_index)])).tolist()  # type: ignore[no-any-return]
 
 
-def test_rank_whose_threads_cannot_answer_is_seen_to_run_and_waited_for() -> None:
-    assert run_ranks(hold_the_interpreter, 2) == [[0.0, 1.0]] * 2
+def test_rank_whose_threads_cannot_answer_is_seen_to_run_and_waited_for(launches: Launches) -> None:
+    assert launches[hold_the_interpreter].result() == [[0.0, 1.0]] * 2
 
 
-def be_suspended(folder: str) -> list[float]:
+def be_suspended(folder: Path) -> list[float]:
     """A scheduler suspends the whole job, and resumes its ranks one after the other."""
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     if rank == 1:
         time.sleep(1)
         child = os.fork()
         if child == 0:
-            ranks = [int((Path(folder) / str(each)).read_text()) for each in range(2)]
+            ranks = [int((folder / str(each)).read_text()) for each in range(2)]
             for pid in ranks:
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(8)
@@ -223,13 +266,8 @@ def be_suspended(folder: str) -> list[float]:
     return accelerator.gather(torch.tensor([float(rank)])).tolist()  # type: ignore[no-any-return]
 
 
-def announce_and_be_suspended(folder: str) -> list[float]:
-    (Path(folder) / os.environ["RANK"]).write_text(str(os.getpid()))
-    return be_suspended(folder)
-
-
-def test_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(announce_and_be_suspended, 2, str(tmp_path)) == [[0.0, 1.0]] * 2
+def test_job_that_was_suspended_as_a_whole_goes_on(launches: Launches) -> None:
+    assert launches[be_suspended].result() == [[0.0, 1.0]] * 2
 
 
 def mismatch(kind: str) -> str:
@@ -317,8 +355,8 @@ def break_off_on_the_host() -> tuple[int, bool]:
     return world.watch._board.ask(False)
 
 
-def test_breaking_the_groups_leaves_the_store_to_those_who_ask_why() -> None:
-    assert run_ranks(break_off_on_the_host, 3) == [(0, False)] * 3
+def test_breaking_the_groups_leaves_the_store_to_those_who_ask_why(launches: Launches) -> None:
+    assert launches[break_off_on_the_host].result() == [(0, False)] * 3
 
 
 def adopted() -> None:
@@ -330,8 +368,8 @@ def adopted() -> None:
         dist.barrier()
 
 
-def test_group_that_somebody_else_started_is_watched_too() -> None:
-    for report in reports_of(adopted, 2):
+def test_group_that_somebody_else_started_is_watched_too(launches: Launches) -> None:
+    for report in reports_of(launches[adopted]):
         assert "killed" not in report.state, str(report)
         assert "gather()" in said_by(report), str(report)
 
@@ -349,5 +387,5 @@ def end_while_others_save() -> str:
     return "fine"
 
 
-def test_ranks_may_end_at_different_times() -> None:
-    assert run_ranks(end_while_others_save, 2) == ["fine"] * 2
+def test_ranks_may_end_at_different_times(launches: Launches) -> None:
+    assert launches[end_while_others_save].result() == ["fine"] * 2

@@ -6,12 +6,17 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
 from accel_core.testing import RanksFailed, run_ranks
@@ -24,6 +29,25 @@ from accel_core.watch.watch import Watch
 from accel_core.watch.whereabouts import Process
 
 LONG = 6.0  # seconds: the Watch sees within five that ranks do not come together
+
+Launches = dict[Hashable, Future[list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attacks")
+
+
+@pytest.fixture(scope="module")
+def launches(folder: Path) -> Launches:
+    return side_by_side(
+        {
+            **{how: partial(run_ranks, be_odd, 4, how) for how in ODD},
+            train_in_a_thread: partial(run_ranks, train_in_a_thread, 2, folder),
+            give_up: partial(run_ranks, give_up, 2),
+            differ_beside_a_pair: partial(run_ranks, differ_beside_a_pair, 4),
+        }
+    )
 
 
 class SlowBackward(torch.autograd.Function):
@@ -85,17 +109,24 @@ def fork_a_process_that_exits(accelerator: Accelerator) -> None:
     accelerator.gather(torch.ones(1))
 
 
-def be_odd() -> str:
-    accelerator = Accelerator(cpu=True)
-    broadcast_through_a_slow_rank(accelerator)
-    goes_on_computing_after_the_last_bucket(accelerator)
-    two_threads_communicate(accelerator)
-    fork_a_process_that_exits(accelerator)
+ODD = [
+    broadcast_through_a_slow_rank,
+    goes_on_computing_after_the_last_bucket,
+    two_threads_communicate,
+    fork_a_process_that_exits,
+]
+
+
+def be_odd(how: Callable[[Accelerator], None]) -> str:
+    how(Accelerator(cpu=True))
     return "fine"
 
 
-def test_odd_runs_in_which_all_come_together_in_the_end_are_left_alone() -> None:
-    assert run_ranks(be_odd, 4, timeout=120) == ["fine"] * 4
+@pytest.mark.parametrize("how", ODD)
+def test_odd_runs_in_which_all_come_together_in_the_end_are_left_alone(
+    launches: Launches, how: Callable[[Accelerator], None]
+) -> None:
+    assert launches[how].result() == ["fine"] * 4
 
 
 def train_in_a_thread(folder: Path) -> None:
@@ -111,9 +142,9 @@ def train_in_a_thread(folder: Path) -> None:
     threading.Thread(target=loop).start()
 
 
-def test_training_in_a_thread_may_outlive_the_main_thread(tmp_path: Path) -> None:
-    run_ranks(train_in_a_thread, 2, tmp_path)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 1]"] * 2
+def test_training_in_a_thread_may_outlive_the_main_thread(launches: Launches, folder: Path) -> None:
+    assert launches[train_in_a_thread].result() == [None] * 2
+    assert [(folder / str(rank)).read_text() for rank in range(2)] == ["[0, 1]"] * 2
 
 
 def differ_beside_a_pair() -> None:
@@ -126,9 +157,9 @@ def differ_beside_a_pair() -> None:
     accelerator.gather(torch.ones(1))
 
 
-def test_rank_that_is_no_member_of_some_groups_ends_too() -> None:
+def test_rank_that_is_no_member_of_some_groups_ends_too(launches: Launches) -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(differ_beside_a_pair, 4)
+        launches[differ_beside_a_pair].result()
     for report in caught.value.reports:
         assert "killed" not in report.state, str(report)
         assert "rank 2: in only_here() for" in report.traceback + report.output, str(report)
@@ -148,8 +179,8 @@ def give_up() -> tuple[float, str]:
     return waited, text
 
 
-def test_timeout_of_the_group_comes_in_time_and_is_told_as_what_it_is() -> None:
-    waited, text = run_ranks(give_up, 2)[0]
+def test_timeout_of_the_group_comes_in_time_and_is_told_as_what_it_is(launches: Launches) -> None:
+    waited, text = launches[give_up].result()[0]
     assert 4 <= waited < 10
     assert "Rank 0 gave up in gather(), after the timeout of its process group" in text
     assert "rank 1: at " in text

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from together import Together
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
 
 IGNORED = -100
+ON_TWO = Together(2)
 
 
 class Tagger(nn.Module):
@@ -60,6 +61,10 @@ def in_windows(micro_batches: int, twice: bool = False) -> tuple[float, list[tor
     return loss.item(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
+ON_TWO.add(in_windows, 2)
+ON_TWO.add(in_windows, 2, True)
+
+
 def assert_equal_to_one_batch(found: tuple[float, list[torch.Tensor]], times: int = 1) -> None:
     loss, gradients = one_big_batch()
     assert found[0] == pytest.approx(loss, rel=1e-6)
@@ -75,17 +80,18 @@ def test_micro_batches_weigh_the_tokens_that_they_hold(micro_batches: int) -> No
 
 def test_ranks_weigh_the_tokens_that_they_hold() -> None:
     """L2: (batch 8) = (2 ranks, batch 2, accumulation 2)."""
-    for found in run_ranks(in_windows, 2, 2):
+    for found in ON_TWO.run(in_windows, 2):
         assert_equal_to_one_batch(found)
 
 
 def test_gradients_add_to_those_that_are_there() -> None:
     """Two windows before a step: the correction of the second leaves the first alone."""
     assert_equal_to_one_batch(in_windows(4, twice=True), times=2)
-    for found in run_ranks(in_windows, 2, 2, twice=True):
+    for found in ON_TWO.run(in_windows, 2, True):
         assert_equal_to_one_batch(found, times=2)
 
 
+@ON_TWO
 def uneven() -> tuple[float, list[torch.Tensor]]:
     accelerator = Accelerator()
     model = accelerator.prepare(Tagger())
@@ -96,10 +102,11 @@ def uneven() -> tuple[float, list[torch.Tensor]]:
 
 
 def test_ranks_may_have_different_numbers_of_micro_batches() -> None:
-    for found in run_ranks(uneven, 2):
+    for found in ON_TWO.run(uneven):
         assert_equal_to_one_batch(found)
 
 
+@ON_TWO
 def two_models() -> list[torch.Tensor]:
     accelerator = Accelerator()
     torch.manual_seed(0)
@@ -115,7 +122,7 @@ def test_every_model_that_the_loss_learns_from_is_weighed_alike() -> None:
     encoder, decoder = nn.Linear(3, 2), nn.Linear(2, 1)
     decoder(encoder(torch.arange(24.0).view(8, 3))).pow(2).mean().backward()
     expected = [parameter.grad for model in (encoder, decoder) for parameter in model.parameters()]
-    for found in (two_models(), *run_ranks(two_models, 2)):
+    for found in (two_models(), *ON_TWO.run(two_models)):
         for gradient, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
 

@@ -44,6 +44,14 @@ def gathered_parameters(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torc
     return _by_name(model, [(cut, cut._unsharded_param) for cut in cuts if _is_gathered_once(cut)])
 
 
+def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
+    """Whether a tensor is a whole parameter that the model computes with, or a view of one: its memory goes when it is cut again."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    memory = tensor.untyped_storage().data_ptr()
+    return any(cut._unsharded_param.untyped_storage().data_ptr() == memory for cut in cuts if _is_gathered_once(cut))
+
+
 def was_interrupted(state: Any) -> bool:
     """Whether a backward raised before its end. The engine goes on from there without a word, and reduces nothing any more.
 

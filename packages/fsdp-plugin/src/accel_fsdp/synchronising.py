@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from accel_core.dressing import Dress
-from accel_fsdp.held import cut_parameters, engine_state, held_gradients, was_interrupted
+from accel_core.tree import map_tensors
+from accel_fsdp.held import cut_parameters, engine_state, held_gradients, is_gathered, was_interrupted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,13 +42,14 @@ class Synchronisation:
         travels: what the units were told.
     """
 
-    __slots__ = ("_may_hold", "cuts", "engine", "held_back", "reshards", "travels", "units")
+    __slots__ = ("_may_hold", "_of_root", "cuts", "engine", "held_back", "reshards", "travels", "units")
 
     def __init__(self, model: nn.Module, reshards: bool) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.cuts = cut_parameters(self.units)
+        self._of_root = cut_parameters([model])
         self.engine = engine_state(model)
         self.reshards = reshards
         self.held_back = False
@@ -68,6 +70,10 @@ class Synchronisation:
         found = held_gradients(model, self.cuts)
         self._may_hold = bool(found) or not self.travels
         return found
+
+    def outliving(self, output: torch.Tensor) -> torch.Tensor:
+        """What a model returns, as it may be used when the root is cut again: a copy of a parameter that it returns, or of a view."""
+        return output.clone() if is_gathered(output, self._of_root) else output
 
     def reshard(self) -> None:
         """Puts the parts in the places of gathered parameters, where these are not needed any more or not up to date."""
@@ -106,6 +112,7 @@ class ShardedModel(Dress):
             self.reset_iter_state()  # type: ignore[attr-defined]
             raise
         if own.reshards and not learns:
+            output = map_tensors(own.outliving, output)
             self.reshard()  # type: ignore[attr-defined]
         return output
 

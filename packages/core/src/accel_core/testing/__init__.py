@@ -4,7 +4,7 @@ from accel_core.testing.checkpoint_suite import CheckpointSuite
 from accel_core.testing.leaks import assert_dies, live_objects, no_leaks
 from accel_core.testing.loader_suite import LoaderSuite
 from accel_core.testing.precision_suite import PrecisionSuite, Setting
-from accel_core.testing.ranks import RankReport, RanksFailed, run_ranks
+from accel_core.testing.ranks import RankReport, RanksFailed, preload, run_ranks
 from accel_core.testing.strategy_suite import StrategySuite
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "assert_dies",
     "live_objects",
     "no_leaks",
+    "preload",
     "run_ranks",
 ]

@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -37,13 +38,24 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "accel_core")
-"""What the server imports before the first fork. The first optimizer of a process imports `torch._dynamo` (0.9 s)."""
+_preloaded = ["torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "accel_core"]
+# What the server imports before the first fork. The first optimizer of a process imports `torch._dynamo` (0.9 s).
+
+_processes = threading.Lock()
+# multiprocessing keeps one list of a process's children, and looks after it at each start: launches from several threads.
 
 GRACE = 5.0
 """Seconds that the other ranks have to end by themselves once one rank has failed."""
 
 _STACKS_SIGNAL = signal.SIGUSR1
+
+
+def preload(*modules: str) -> None:
+    """Has the server import modules before the first rank is forked, so that ranks find them: engines that take seconds.
+
+    Call it in a `conftest.py`. Behind the first `run_ranks` of a process it has no effect but on the next server.
+    """
+    _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ class _Rank:
     def start(self, task: bytes, environment: dict[str, str], timeout: float) -> None:
         context = multiprocessing.get_context("forkserver")
         # `pytest` started as a script is the main module, which each child imports once more.
-        context.set_forkserver_preload([*PRELOADED, *(["pytest"] if "pytest" in sys.modules else [])])
+        context.set_forkserver_preload([*_preloaded, *(["pytest"] if "pytest" in sys.modules else [])])
         self.results, theirs = context.Pipe(duplex=False)
         self.output_file.touch()
         self.process = context.Process(
@@ -159,7 +171,8 @@ class _Rank:
             args=(task, theirs, environment, str(self.output_file), str(self.stacks_file), timeout + 2 * GRACE),
             name=f"rank {self.rank}",
         )
-        self.process.start()
+        with _processes:
+            self.process.start()
         self.running = True
         theirs.close()
 
@@ -188,9 +201,10 @@ class _Rank:
 
     def reap(self) -> None:
         """Takes note of the exit of a process that has ended."""
-        self.process.join()
-        self.exit_code = self.process.exitcode
-        self.process.close()
+        with _processes:
+            self.process.join()
+            self.exit_code = self.process.exitcode
+            self.process.close()
         self.running = False
         if self.results is not None:
             self.receive()

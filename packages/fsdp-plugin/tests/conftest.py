@@ -1,0 +1,17 @@
+"""Every test of accel-fsdp leaves its process as it was, and its ranks find their engine imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accel_core.testing import no_leaks, preload
+
+preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+
+
+@pytest.fixture(autouse=True)
+def leak_police() -> Iterator[None]:
+    with no_leaks():
+        yield
