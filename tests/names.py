@@ -171,6 +171,28 @@ OLDER_NAMES: dict[tuple[str, str], tuple[str, ...]] = {
             "gradient_as_bucket_view, static_graph, comm_hook, comm_wrapper, comm_state_option)"
         ),
     ),
+    ("D2", "FSDP"): (
+        (
+            "accel_fsdp.FullyShardedDataParallelPlugin(fsdp_version, sharding_strategy, reshard_after_forward, backward_prefetch, "
+            "mixed_precision_policy, auto_wrap_policy, cpu_offload, ignored_modules, state_dict_type, state_dict_config, "
+            "optim_state_dict_config, limit_all_gathers, use_orig_params, param_init_fn, sync_module_states, forward_prefetch, "
+            "activation_checkpointing, activation_checkpointing_offload, cpu_ram_efficient_loading, "
+            "transformer_cls_names_to_wrap, min_num_params)"
+        ),
+    ),
+    ("D5", "Long sequences"): ("Accelerator.maybe_context_parallel(buffers, buffer_seq_dims, no_restore_buffers)",),
+    ("E", "Precision"): (
+        "accel_precision.GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)",
+        "accel_precision.AORecipeKwargs(config, module_filter_func, enable_fsdp_float8_all_gather)",
+        (
+            "accel_precision.TERecipeKwargs(use_autocast_during_eval, margin, interval, fp8_format, amax_history_len, "
+            "amax_compute_algo, override_linear_precision, use_mxfp8_block_scaling)"
+        ),
+        (
+            "accel_precision.FP8RecipeKwargs(backend, use_autocast_during_eval, margin, interval, fp8_format, amax_history_len, "
+            "amax_compute_algo, override_linear_precision, opt_level)"
+        ),
+    ),
     ("F1", "Checkpoints"): (
         "Accelerator.get_state_dict(model, unwrap)",
         "Accelerator.load_state(input_dir, **)",

@@ -14,6 +14,8 @@ from torch import nn
 
 import accel_core
 import accel_data
+import accel_fsdp
+import accel_precision
 from accel_core import Accelerator, CheckpointError, ProjectConfiguration, load_checkpoint_in_model
 
 ROOT = Path(__file__).parents[1]
@@ -21,11 +23,12 @@ PAGE = (ROOT / "docs/explanation/differences.md").read_text(encoding="utf-8")
 MISSING = PAGE.partition("## Not there yet")[2]
 ASKED_FOR = "\n".join(re.findall(r"^(\|[^|]*\|)", MISSING, re.MULTILINE))  # the first column
 OLDER = PAGE.partition("| Older | Write |")[2].partition("\n\n")[0]
+OURS = (accel_core, accel_data, accel_fsdp, accel_precision)
 ROOTS = {
     "accelerator": accel_core.Accelerator,
     "accel_core": accel_core,
     "torch": torch,
-    **{name: getattr(module, name) for module in (accel_core, accel_data) for name in module.__all__},
+    **{name: getattr(module, name) for module in OURS for name in module.__all__},
     **{name: value for name, value in vars(accel_core.Accelerator).items() if not name.startswith("_")},
 }
 
@@ -70,7 +73,7 @@ def test_a_name_that_is_said_to_be_missing_is_missing(name):
     assert not hasattr(ROOTS[first], attribute)
 
 
-@pytest.mark.parametrize("option", ["mixed_precision", "strategy", "log_with"])
+@pytest.mark.parametrize("option", ["strategy", "log_with"])
 def test_components_that_are_said_to_be_missing_are_named_with_their_distribution(option):
     (line,) = re.findall(rf"^\| `{option}=.*", MISSING, re.MULTILINE)
     distributions = re.findall(r"accel-\w+", line)

@@ -17,7 +17,12 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md"), *ROOT.glob("examples/**/*.md")]
 )
 NOT_RUN = "<!-- not run -->"
-IN_TWO_PROCESSES = ["README.md", "docs/tutorial/your-loop.md", "docs/how-to/save-and-resume.md"]  # pages that say so
+IN_TWO_PROCESSES = [  # pages that say so
+    "README.md",
+    "docs/tutorial/your-loop.md",
+    "docs/how-to/save-and-resume.md",
+    "docs/how-to/shard-a-model.md",
+]
 SECONDS = 90
 LAUNCH = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ACCEL.*|TORCHELASTIC.*)")
 

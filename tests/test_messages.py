@@ -19,6 +19,8 @@ import torch
 
 import accel_core
 import accel_data
+import accel_fsdp
+import accel_precision
 from accel_core.hookspecs import HookSpecs
 
 ROOT = Path(__file__).parents[1]
@@ -26,10 +28,11 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
-DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_core|accel_data|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
+DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_(?:core|data|fsdp|precision)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
-ROOTS = {"itertools": itertools, "torch": torch, "accel_core": accel_core, "accel_data": accel_data}
+OURS = (accel_core, accel_data, accel_fsdp, accel_precision)
+ROOTS = {"itertools": itertools, "torch": torch, **{package.__name__: package for package in OURS}}
 
 # What a variable in a message stands for, as in `accelerator.backward(loss)`.
 STANDS_FOR = {
@@ -42,6 +45,7 @@ STANDS_FOR = {
     "models": list,
     "optimizer": torch.optim.Optimizer,
     "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "weight": torch.Tensor,
     "weights": list,
     "y": torch.Tensor,
 }
@@ -49,17 +53,23 @@ STANDS_FOR = {
 # Whose members may be named bare, as in `prepare(): ...`.
 BARE = (
     *(accel_core.Accelerator, accel_core.Strategy, accel_core.World, HookSpecs),
-    *(accel_core, accel_data, accel_data.DataLoaderShard, torch, torch.utils.data, builtins),
+    *(*OURS, accel_data.DataLoaderShard, torch, torch.utils.data, builtins),
     *(torch.Tensor, torch.nn.Module, torch.nn.functional, torch.optim.lr_scheduler.LRScheduler),
 )
 
 ALLOWED = {
     ".__iter__",  # the method that a subclass of DataLoader brings
+    ".step",  # of an optimizer whose class a message fills in
+    "Float8LinearConfig.from_recipe_name",  # torchao's
+    "GPT",  # the user's model, in an example
     "broadcast_object",  # accel_core.collectives, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
     "hook",  # what the user registers
     "loss_fn",  # an argument of `forward_backward`
     "os._exit",  # how a process may have ended
+    "parameter.data.contiguous",  # torch.Tensor's; `data` says its type of instances only
+    "replicate",  # a factor in a formula, as in "replicate(2) * context_parallel(1)"
+    "tensor_parallel",  # another one
     "timedelta",  # datetime's
     "x",  # in the pattern of Slurm's "2(x3)"
 }

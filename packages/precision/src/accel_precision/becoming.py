@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.dressing import Dress, dress, undress
+from accel_core.dressing import Dress, dress
 
 _ADDED = "_accel_added"
 
@@ -35,15 +35,30 @@ def become(layer: nn.Linear, other: nn.Linear, calls: type[FilledRows]) -> None:
 
 
 def revert(layer: nn.Linear) -> None:
-    """Makes a layer an `nn.Linear` again that became something else; another one is left alone. Its weight stays what it is."""
-    added = vars(layer).pop(_ADDED, None)
-    if added is None:
+    """Makes a layer an `nn.Linear` again that became something else; another one is left alone. Its weight stays what it is.
+
+    Classes that a strategy has made around it since, to shard it for instance, stay around it. A layer whose weight is cut, and
+    arrives in the layer's own format when it is gathered, stays what it has become: an `nn.Linear` could not compute with that.
+    """
+    if not has_become(layer) or _arrives_converted(layer.weight):
         return
-    for calls in (Rows16, Rows32):
-        undress(layer, calls)
-    for name in added:
+    for name in vars(layer).pop(_ADDED):
         vars(layer).pop(name, None)
-    layer.__class__ = nn.Linear
+    layer.__class__ = _without(type(layer))
+
+
+def _without(kind: type) -> Any:
+    """A class like `kind`, around `nn.Linear` instead of what a layer became."""
+    if kind.__bases__[0] in (Rows16, Rows32):
+        return nn.Linear
+    bases = [_without(base) if issubclass(base, FilledRows) else base for base in kind.__bases__]
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, tuple(bases), own)
+
+
+def _arrives_converted(weight: Any) -> bool:
+    # The protocol by which a tensor tells `fully_shard` what is to travel in its place.
+    return hasattr(weight, "to_local") and hasattr(weight.detach().to_local(), "fsdp_pre_all_gather")
 
 
 def revert_all(model: nn.Module) -> None:

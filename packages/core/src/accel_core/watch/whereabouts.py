@@ -21,7 +21,7 @@ _PROC = Path("/proc")
 _UNREADABLE = "?"  # it may be there: this process has no descriptor left, for instance
 
 # Whose frames are not the user's own. Libraries that the user calls are: they are nearer to the cause than we.
-_MACHINERY = frozenset({"torch", "accel_core", "accel_data", "pluggy"}) | sys.stdlib_module_names
+_MACHINERY = frozenset({"torch", "pluggy"}) | sys.stdlib_module_names  # and every package "accel_…"
 
 # Where a thread waits for others, which is not the user's code. In torch's it may also compute.
 _WAITING_ROOMS = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed", "accel_")
@@ -153,7 +153,8 @@ def calling_line() -> str:
 
 def _is_machinery(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package != "__main__" and (package in _MACHINERY or not package)  # code made from text may have no module
+    # Code made from text may have no module.
+    return package != "__main__" and (package in _MACHINERY or package.startswith("accel_") or not package)
 
 
 def _meeting(frame: FrameType, module: str) -> str:

@@ -82,7 +82,7 @@ def emulates(asked: bool | None, found: Found, need: Need, remedies: Mapping[str
         hip = f", or AMD's {', '.join(need.hip)}" if need.hip else ""
         offered = "; ".join(f"{code} {effect}" for effect, code in remedies.items())
         raise ValueError(
-            f"{need.products.capitalize()} were asked for, and this is a {found}; they need compute capability "
+            f"{need.products[:1].upper()}{need.products[1:]} were asked for, and this is a {found}; they need compute capability "
             f"{'.'.join(map(str, need.cuda))} or more{hip}. Use {offered}."
         )
     return False

@@ -140,7 +140,10 @@ class FP8(Precision):
 
     @hookimpl
     def revert_model(self, model: nn.Module) -> None:
-        """Layers are `nn.Linear` again. Those of Transformer Engine stay, and compute in the dtype of their parameters."""
+        """Layers are `nn.Linear` again. Those of Transformer Engine stay, and compute in the dtype of their parameters.
+
+        So do sharded ones whose weights travel in fp8 (`enable_fsdp_float8_all_gather`): no other layer can compute with these.
+        """
         if self.backend == "transformer_engine":
             from accel_precision.fp8 import transformer_engine_backend
 
