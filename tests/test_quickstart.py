@@ -26,11 +26,11 @@ pytestmark = [
 ]
 
 
-def run(world, folder):
+def run(world, folder, *options, steps=STEPS):
     """Runs the script for a few steps; returns what each rank wrote, stdout and stderr together, by rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     launcher += ["--redirects", "3", "--log-dir", str(folder / "logs")]
-    script = [str(SCRIPT), "--seconds", "inf", "--steps", str(STEPS), "--out", str(folder / "out")]
+    script = [str(SCRIPT), "--seconds", "inf", "--steps", str(steps), "--out", str(folder / "out"), *options]
     command = [sys.executable, *(launcher if world > 1 else []), *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
@@ -71,6 +71,18 @@ def test_the_main_job_trains_alone_and_in_two_processes(tmp_path):
     assert all(picture.startswith(PNG) for picture in pictures.values())
     assert "100%|" in logs[2][0]
     assert logs[2][1] == "", "only the main process shows a bar and a table"
+
+
+@pytest.mark.timeout(150)
+def test_the_main_job_trains_sharded_and_in_low_precision(tmp_path):
+    """Nothing in the script knows of it: two options, and the loss falls as it does without them."""
+    shown = table(run(2, tmp_path, "--strategy", "fsdp", "--mixed-precision", "bf16", steps=3)[0])
+    assert (shown["distributed"], shown["precision"]) == ("FSDP", "bf16")
+    assert (shown["processes"], shown["steps"], shown["samples validated"]) == ("2", "3", str(VALIDATED))
+
+    result = json.loads(read(tmp_path / "out" / "quickstart-2.json"))
+    assert all(map(math.isfinite, result["train"]))
+    assert result["valid"][-1][1] < result["valid"][0][1] - 0.5
 
 
 def test_five_lines_are_marked():

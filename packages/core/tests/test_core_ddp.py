@@ -59,6 +59,11 @@ def reference_gradients(x: torch.Tensor) -> list[torch.Tensor]:
     return gradients(model)
 
 
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:
+    """Whether they are equal, bit by bit."""
+    return torch.tensor(all(torch.equal(a, b) for a, b in zip(left, right, strict=True)))
+
+
 def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(
         torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(left, right, strict=True)
@@ -308,6 +313,7 @@ def norms() -> dict[str, torch.Tensor]:
     model = net()
     model[0].requires_grad_(False)
     model = accelerator.prepare(model)
+    path = "module" if hasattr(model, "module") else ""
     x = rows()
     found: dict[str, torch.Tensor] = {}
     for _ in range(2):
@@ -315,9 +321,15 @@ def norms() -> dict[str, torch.Tensor]:
             accelerator.backward(model(own(x, accelerator)).pow(2).mean())
             if not accelerator.sync_gradients:
                 before = gradients(model)
-                accelerator.clip_grad_norm_(model.parameters(), 1e-6)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1e-6)
                 accelerator.clip_grad_value_(model.parameters(), 1e-6)
-                found["clipping in an open window touches nothing"] = torch.tensor(close(before, gradients(model)))
+                found["clipping in an open window touches nothing"] = same(before, gradients(model))
+                expected = torch.cat([gradient.flatten() for gradient in before]).norm()
+                found["the norm of an open window is that of this rank"] = torch.isclose(norm, expected)
+                model.get_submodule(path)[2].bias.grad.fill_(torch.inf)
+                accelerator.clip_grad_norm_(model.parameters(), 1e-6)
+                found["also of gradients that are not finite"] = same(before[:-1], gradients(model)[:-1])
+                model.get_submodule(path)[2].bias.grad.copy_(before[-1])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found["list"] = accelerator.clip_grad_norm_(parameters, 1e9)
     found["generator with a frozen backbone"] = accelerator.clip_grad_norm_(model.parameters(), 1e9)
@@ -333,7 +345,7 @@ def test_the_norm_is_that_of_one_process() -> None:
     """L9."""
     alone = norms()
     for found in ON_TWO.run(norms):
-        assert found["clipping in an open window touches nothing"]
+        assert [name for name, value in found.items() if value.dtype is torch.bool and not value] == []
         for name, norm in found.items():
             torch.testing.assert_close(norm, alone[name], msg=name)
 
@@ -442,6 +454,40 @@ def test_parameters_that_are_unfrozen_later_are_not_trained_apart() -> None:
     for message in ON_TWO.run(unfrozen):
         assert "2 parameters were unfrozen after prepare(): 0.bias, 0.weight" in message
         assert "prepare the model and its optimizer again" in message
+
+
+def thaw() -> str:
+    """A frozen model beside a trained one, held by one optimizer, is unfrozen after a step."""
+    accelerator = Accelerator()
+    backbone, head = net().requires_grad_(False), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*backbone.parameters(), *head.parameters()], lr=0.1)
+    accelerator.prepare(backbone, trained := accelerator.prepare(head), optimizer)
+
+    def step() -> None:
+        accelerator.backward(trained(backbone(own(rows(), accelerator))).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    backbone.requires_grad_(True)
+    before = [parameter.detach().clone() for parameter in (*backbone.parameters(), *head.parameters())]
+    try:
+        step()
+    except RuntimeError as error:
+        assert all(map(torch.equal, before, (*backbone.parameters(), *head.parameters())))
+        return str(error)
+    return "stepped"
+
+
+ON_TWO.add(thaw)
+
+
+def test_a_model_that_was_frozen_when_it_was_prepared_is_not_trained_apart() -> None:
+    """Law 8: there is no wrapper that would average its gradients. Alone, there is nothing to average."""
+    assert thaw() == "stepped"
+    for message in ON_TWO.run(thaw):
+        assert "SGD trains parameters that were unfrozen after prepare(): 0.weight of Sequential" in message
+        assert "Unfreeze before prepare(); or call accelerator.free_memory()" in message
 
 
 def wrappers_again() -> dict[str, Any]:

@@ -230,8 +230,16 @@ class Holding(Strategy):
             raise ValueError(f"{type(optimizer).__name__} cannot")
 
 
-def holding():
-    strategy = Holding()
+class Clipping(Holding):
+    """And has a norm of its own."""
+
+    @hookimpl
+    def clip_gradients(self, parameters, max_norm, norm_type):
+        return 2 * nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def holding(strategy=None):
+    strategy = strategy or Holding()
     accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(2, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -248,6 +256,18 @@ def test_gradients_that_a_strategy_holds_count_in_the_norm_of_an_open_window_and
     assert float(accelerator.clip_grad_norm_([], 1.0)) == 0.0
     accelerator._prepared.rescale(2.0)
     assert strategy.held["weight"].tolist() == [[3.0, 4.0]]
+
+
+def test_the_norm_of_an_open_window_is_that_of_the_strategy_and_nothing_is_clipped():
+    strategy, accelerator, model, _ = holding(Clipping())
+    model.weight.grad = torch.tensor([[0.0, 6.0]])
+    with accelerator.accumulate(model):
+        model.weight.grad, kept = None, model.weight.grad
+        accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+    model.weight.grad = kept
+    assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == 2 * 6.5
+    assert strategy.held["weight"].tolist() == [[1.5, 2.0]]
+    assert model.weight.grad.tolist() == [[0.0, 6.0]]
 
 
 def test_clearing_gradients_clears_those_that_a_strategy_holds():

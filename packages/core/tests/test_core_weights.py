@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import resource
 import stat
 import subprocess
 import sys
 import textwrap
+import time
 from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
+from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 
+from accel_core import Accelerator
+from accel_core.checkpoint.assembling import BUFFER, Gathering, Weights
+from accel_core.checkpoint.boxes import Box, flat_range
+from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Piece, Replicated
 from accel_core.checkpoint.weights import tensor_files
 from accel_core.checkpoint.weights.saving import parse_size, read_weights, save, save_weights, write_weights
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
@@ -556,6 +565,230 @@ def test_an_error_on_the_main_process_is_raised_on_every_rank(tmp_path):
     assert [name for name, _ in first] == ["ValueError", "NotADirectoryError", "ValueError", "Unpicklable"]
     assert second[:3] == first[:3]
     assert second[3] == ("RuntimeError", "Unpicklable on the main process: this and that")
+
+
+# What is cut into shards
+
+WIDE = (2, BUFFER // 2)
+"""Twice what travels at once in float32, and a row is more than that."""
+
+
+def everything():
+    """What the ranks have together."""
+    torch.manual_seed(0)
+    tensors = {
+        "rows": torch.rand(5, 3),
+        "columns": torch.rand(4, 5, dtype=torch.float64),
+        "flat": torch.rand(3, 4),
+        "wide": torch.rand(WIDE),
+        "wide columns": torch.rand(WIDE),
+        "there": torch.rand(3),
+        "here": torch.rand(3),
+        "both": torch.rand(2, 2),
+        "number": torch.rand(()),
+        "empty": torch.rand(0, 3),
+        "flags": torch.rand(6) > 0.5,
+        "eight bits": torch.rand(4, 2).to(torch.float8_e4m3fn),
+        "conjugate": torch.rand(4, 2, dtype=torch.complex64).conj(),
+    }
+    return {**tensors, "tied": tensors["rows"], "steps": torch.tensor(3), "steps too": torch.tensor(4)}
+
+
+def boxes_of(name, shape, rank):
+    if name == "flat":
+        return flat_range(shape, *((0, 5) if rank == 0 else (5, 12)))
+    if name in ("there", "here", "number", "both"):
+        holders = {"there": (1,), "number": (1,), "here": (0,), "both": (0, 1)}[name]
+        return [Box.whole(shape)] if rank in holders else []
+    dim = 1 if "columns" in name else 0
+    cut = shape[dim] // 2
+    start, size = (0, cut) if rank == 0 else (cut, shape[dim] - cut)
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = start, size
+    return [Box(tuple(offsets), tuple(sizes))]
+
+
+def presented(rank):
+    """What one rank presents of it."""
+    found = {}
+    for name, tensor in everything().items():
+        if name.startswith("steps"):
+            found[name] = Replicated(tensor)
+        elif name == "tied":
+            found[name] = Alias("rows")
+        else:
+            boxes = boxes_of(name, tuple(tensor.shape), rank)
+            pieces = tuple(Piece(box, tensor[box.slices]) for box in boxes)
+            found[name] = Elementwise(tuple(tensor.shape), tensor.dtype, pieces)
+    return found
+
+
+def as_if_inside(state):
+    return {f"model.{name}": Alias(f"model.{e.of}") if isinstance(e, Alias) else e for name, e in state.items()}
+
+
+@contextlib.contextmanager
+def file_size_limit(nbytes):
+    """No file of this process grows beyond `nbytes`: a disk that is full for it alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def said_by(work):
+    """The error, and within how many seconds it came."""
+    start = time.monotonic()
+    with pytest.raises(Exception) as error:
+        work()
+    return type(error.value).__name__, str(error.value), time.monotonic() - start
+
+
+def gathered(gathering):
+    return gathering.together("get_state_dict()", gathering.all) or {}
+
+
+def save_shards(folder):
+    world = World.current()
+    state = presented(world.rank)
+    save_weights(Gathering(state, world), folder / "one", "10GB", True, world)
+    save_weights(Gathering(as_if_inside(state), world, "model."), folder / "parts", 200, True, world)
+    save_weights(Gathering(state, world), folder / "pickled", 10**7, False, world)
+    main = gathered(Gathering(state, world))
+    assert_same(main, everything() if world.is_main else {})
+    if main:
+        assert main["tied"] is main["rows"]
+    hooked = Weights(state, world, replicated=False)
+    assert_same({name: hooked[name] for name in hooked}, everything())
+    alone = gathered(Gathering({"loose": Alias("rows"), "rows": state["rows"]}, world, "loose"))
+    assert_same(alone, {"": everything()["rows"]} if world.is_main else {})
+
+
+def refuse_shards(folder):
+    world = World.current()
+    first, state = world.is_main, {"a": presented(world.rank)["rows"]}
+    shape = Elementwise((2 + world.rank,), torch.float32, ())
+    more = {} if first else {"b": Replicated(torch.zeros(1))}
+    gap = {"a": Elementwise((5, 3), torch.float32, state["a"].pieces if first else ())}
+    broken = {"a": Elementwise((5, 3), torch.float32, state["a"].pieces if first else (None,))}
+    odd = {**state, "odd": Opaque({"step": 1}, "dict")}
+    wide = {"a": Elementwise((5, 3), torch.complex128, tuple(Piece(box, d.cdouble()) for box, d in state["a"].pieces))}
+    (folder / "file").touch()
+
+    def saving(state, name="new", size="10GB"):
+        return said_by(lambda: save_weights(Gathering(state, world), folder / name, size, True, world))
+
+    found = {
+        "shape": saving({"w": shape}),
+        "more": saving({**state, **more}),
+        "gap": saving(gap),
+        "gap, read everywhere": said_by(lambda: Weights(gap, world, replicated=False)["a"]),
+        "broken": saving(broken),
+        "odd": saving(odd),
+        "wide": saving(wide),
+        "file": saving(state, "file"),
+        "size": saving(state, size="x"),
+    }
+    save_weights(Gathering(state, world), folder / "good", "10GB", True, world)
+    return found
+
+
+def save_shards_on_a_full_disk(folder):
+    """What was there stays, bit for bit, and the next save works."""
+    world = World.current()
+    old, state = {"a": Replicated(torch.ones(9)), "b": Replicated(torch.ones(9))}, presented(world.rank)
+    save_weights(Gathering(old, world), folder, 40, True, world)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = []
+    for limit in ("10GB", 200):
+        with file_size_limit(1 << 20) if world.is_main else contextlib.nullcontext():
+            found.append(said_by(lambda limit=limit: save_weights(Gathering(state, world), folder, limit, True, world)))
+        world.barrier()
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        world.barrier()
+    save_weights(Gathering(state, world), folder, 200, True, world)
+    return found
+
+
+def save_under_strategies(folder):
+    for strategy in (Rows, Uneven, Flat):
+        torch.manual_seed(0)
+        model = Tied()
+        accelerator = Accelerator(strategy=strategy(), cpu=True)
+        called, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(called.module.head(called.module.embedding(torch.arange(10))).sum())
+        optimizer.step()
+        accelerator.save_model(called, folder / strategy.__name__, max_shard_size=100)
+        state = accelerator.get_state_dict(called)
+        assert_same(state, model.state_dict() if state else {})
+        assert_same(read_weights(folder / strategy.__name__), model.state_dict())
+
+
+def with_shards(folder):
+    save_shards(folder)
+    save_under_strategies(folder / "strategies")
+    return refuse_shards(folder), save_shards_on_a_full_disk(folder / "full")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    return folder, run_ranks(with_shards, 2, folder)
+
+
+def test_what_is_cut_into_shards_is_written_whole(sharded):
+    """Boxes of every kind, on one rank or the other or on both; also as a part of a model, in several files."""
+    folder, _ = sharded
+    for name in ("one", "parts", "full"):
+        loaded = read_weights(folder / name)
+        assert_same(loaded, everything())
+        assert loaded["tied"].data_ptr() == loaded["rows"].data_ptr()
+    assert_same(load_bin(folder / "pickled"), everything())
+    assert len(list((folder / "pickled").glob("*.bin"))) > 1
+
+
+def test_shards_are_split_into_files_and_tied_as_whole_tensors_are(sharded, tmp_path):
+    folder, _ = sharded
+    for name, size in (("one", "10GB"), ("parts", 200)):
+        write_weights(everything(), tmp_path / name, size)
+        assert names_in(folder / name) == names_in(tmp_path / name)
+        for path in (tmp_path / name).iterdir():
+            assert (folder / name / path.name).read_bytes() == path.read_bytes()
+
+
+REFUSED = {
+    "shape": ("CheckpointError", r"the ranks present different ones.*rank 0 has w: float32\[2\]; rank 1 has w: float32\[3\]\. Prep"),
+    "more": ("CheckpointError", r"rank 0 has nothing more; rank 1 has b: replicated\. Prepare the same model on every rank"),
+    "gap": ("CheckpointError", r"shape \[5, 3\] was to be put together, but .* \[2:5, 0:3\] is missing\. Correct the model_state"),
+    "gap, read everywhere": ("CheckpointError", r"\[2:5, 0:3\] is missing"),
+    "broken": ("AttributeError", r"'NoneType' object has no attribute 'box' \(on rank 1\)"),
+    "odd": ("ValueError", r"'odd' is a dict\. Make it a whole, plain tensor first"),
+    "wide": ("ValueError", r"safetensors cannot hold 'a', whose dtype is torch\.complex128"),
+    "file": ("NotADirectoryError", r"this is a file\. Pass another path"),
+    "size": ("ValueError", r"max_shard_size='x' is not the size of a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_shards_that_cannot_be_written_are_refused_alike_on_every_rank(sharded, case):
+    folder, ((first, _), (second, _)) = sharded
+    kind, message = REFUSED[case]
+    assert first[case][:2] == second[case][:2]
+    assert first[case][0] == kind
+    assert re.search(message, first[case][1])
+    assert not (folder / "new").exists() or not list((folder / "new").iterdir())
+
+
+def test_a_disk_that_is_full_for_the_main_process_is_said_on_every_rank_and_costs_nothing(sharded):
+    """F3, R3: within seconds; `save_shards_on_a_full_disk` compares what was there."""
+    _, ((_, first), (_, second)) = sharded
+    for mine, other in zip(first, second, strict=True):
+        assert mine[:2] == other[:2]
+        assert max(mine[2], other[2]) < 10
+        assert mine[0] == "OSError"
+        assert "[Errno 27] cannot be written: File too large. What was saved there is untouched. Make room" in mine[1]
 
 
 def save_objects(folder):

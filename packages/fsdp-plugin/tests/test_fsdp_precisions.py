@@ -1,16 +1,35 @@
-"""Precisions hold under FSDP as they do elsewhere: the same suite, on two ranks that hold parts of the parameters."""
+"""Precisions hold under FSDP as they do elsewhere: the same suite, on ranks that hold parts of the parameters."""
 
-from accel_core.testing import PrecisionSuite
+import pytest
+import torch
+from torch import nn
+
+from accel_core import Accelerator
+from accel_core.testing import PrecisionSuite, run_ranks
+from accel_fsdp import FSDP
+from accel_precision import FP16
 
 PICKLED = {
     "test_a_model_without_the_casts_can_be_pickled": "a sharded model refuses to be copied, and says what to copy instead"
 }
+NEEDS_AUTOCAST = "without autocast, a float32 input does not fit parameters that were gathered in bfloat16"
+
+
+def gathered_in_bfloat16():
+    return FSDP(gather_dtype=torch.bfloat16)
+
+
+def hybrid():
+    return FSDP(replicate=2)
 
 
 class TestBF16(PrecisionSuite):
     precision = "bf16"
-    strategies = (("fsdp", 2),)
-    lacks = PICKLED
+    strategies = (("fsdp", 2), (gathered_in_bfloat16, 2), (hybrid, 4))
+    lacks = PICKLED | {
+        "test_two_precisions_live_side_by_side[gathered_in_bfloat16-2]": NEEDS_AUTOCAST,
+        "test_weights_load_into_full_precision[gathered_in_bfloat16-2]": NEEDS_AUTOCAST,
+    }
     tolerance, gradient_tolerance = 2e-2, 5e-2
 
 
@@ -33,3 +52,66 @@ class TestFP8(PrecisionSuite):
     strategies = (("fsdp", 2),)
     lacks = PICKLED
     tolerance, gradient_tolerance = 5e-2, 0.2
+
+
+OVERFLOW = 1e38
+"""A factor of the loss that makes its gradients overflow once it is scaled too."""
+
+
+def scaled(**options):
+    """Loss scaling and nothing else: no product in float16, so that results are those without scaling, bit by bit."""
+    precision = FP16(output_dtype=None, **options)
+    object.__setattr__(precision.policy, "compute", None)
+    return precision
+
+
+def held_while_another_steps(strategy, precision, factor):
+    """The gradients of a model that waits, held back by `no_sync`, while another one steps twice, the first time as told."""
+    accelerator = Accelerator(strategy=strategy, mixed_precision=precision, cpu=True)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    stepping, waiting, optimizer, _ = accelerator.prepare(*models, *optimizers)
+    x = torch.arange(24.0).view(6, 4).sin()[accelerator.process_index :: 2]
+    with accelerator.no_sync(waiting):
+        accelerator.backward(waiting(x).square().mean())
+    for each in (factor, 1.0):
+        accelerator.backward(stepping(x).square().mean() * each)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.backward(waiting(x.cos()).square().mean())
+    accelerator.unscale_gradients()
+    gradients = [parameter.grad for parameter in waiting.parameters()]
+    return [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
+
+
+def all_that_wait():
+    return {
+        (strategy, how): held_while_another_steps(strategy, precision, factor)
+        for strategy in ("ddp", "fsdp")
+        for how, precision, factor in (
+            ("as it is", "no", 1.0),
+            ("grows", scaled(init_scale=4.0, growth_interval=1), 1.0),
+            ("overflows", scaled(init_scale=1024.0), OVERFLOW),
+        )
+    }
+
+
+@pytest.fixture(scope="module")
+def waited():
+    return run_ranks(all_that_wait, 2)
+
+
+@pytest.mark.parametrize("how", ["grows", "overflows"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_that_are_held_back_follow_the_scale(waited, strategy, how):
+    """Wherever a strategy keeps them: those under DDP are in `.grad`, and those under FSDP are not."""
+    for rank in waited:
+        for found, expected in zip(rank[strategy, how], rank[strategy, "as it is"], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_gradients_that_are_held_back_are_those_of_ddp(waited):
+    for rank in waited:
+        for found, expected in zip(rank["fsdp", "as it is"], rank["ddp", "as it is"], strict=True):
+            torch.testing.assert_close(found, expected)

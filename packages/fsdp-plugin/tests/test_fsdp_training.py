@@ -254,7 +254,8 @@ def in_bfloat16():
     """Losses computed in bfloat16, gathered in full and in bfloat16, and by a wrapper without shards."""
     return {
         "ddp": trained("ddp", mixed_precision=Narrow())[0],
-        "gathered in full": trained(FSDP(), mixed_precision=Narrow())[0],
+        "gathered in full": trained(FSDP(gather_dtype=torch.float32), mixed_precision=Narrow())[0],
+        "gathered as computed": trained(FSDP(), mixed_precision=Narrow())[0],
         "gathered in bfloat16": trained(FSDP(gather_dtype=torch.bfloat16), mixed_precision=Narrow())[0],
     }
 
@@ -482,6 +483,7 @@ def test_a_part_that_is_unfrozen_later_is_trained(facts):
 def test_a_compute_dtype_gives_the_losses_of_ddp(facts):
     for losses in (rank["in_bfloat16"] for rank in facts):
         assert losses["gathered in full"] == pytest.approx(losses["ddp"], rel=1e-6)
+        assert losses["gathered as computed"] == pytest.approx(losses["ddp"], rel=5e-3)
         assert losses["gathered in bfloat16"] == pytest.approx(losses["ddp"], rel=5e-3)
         assert losses["gathered in bfloat16"] != losses["ddp"]
 
@@ -517,7 +519,7 @@ def test_a_sharded_model_passes_for_its_class_and_is_explained(facts):
     assert (name, module) == ("Tiny", Tiny.__module__)
     assert details == {
         "mesh": "shard 2 = 2 processes",
-        "units": "3 × Block; 2 of 20 parameters are gathered with the whole model",
+        "units": "3 × Block; 1 of 19 parameters are gathered with the whole model",
         "units of model 2": "none inside; 4 of 4 parameters are gathered with the whole model",
         "gathered": "bfloat16",
         "offload": "parts are in the memory of the host",

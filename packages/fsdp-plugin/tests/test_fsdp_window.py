@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_core import Accelerator
+from accel_core import Accelerator, GradientAccumulationPlugin
 from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
 
@@ -39,6 +43,88 @@ def said(function, *args):
     return "nothing was raised"
 
 
+class Lazy(Sequence):
+    """Micro-batches that are made when they are asked for."""
+
+    def __init__(self, made):
+        self.made, self.asked = made, []
+
+    def __len__(self):
+        return len(self.made)
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return self.made[number]
+
+
+def passing(batches, alive):
+    """Yields them, and keeps none."""
+    while batches:
+        batch = batches.pop(0)
+        alive.append(weakref.ref(batch))
+        yield batch
+        del batch
+
+
+def read_when_due(accelerator, model):
+    """How many of the micro-batches a forward has asked for of a sequence, and how many of an iterator are alive then."""
+    lazy, alive = Lazy(batches(0)), []
+    asked, living = [], []
+
+    def counting(output, batch):
+        asked.append(len(lazy.asked))
+        living.append(sum(reference() is not None for reference in alive))
+        return summed(output, batch)
+
+    accelerator.forward_backward(model, lazy, counting)
+    asked_of_sequence, living[:] = list(asked), []
+    accelerator.forward_backward(model, passing(batches(0), alive), counting)
+    model.zero_grad()
+    return asked_of_sequence, living
+
+
+def infinite(output, batch):
+    """The sum is infinite; its gradient is not."""
+    return output.pow(2).sum() + math.inf, len(batch)
+
+
+def pending_norm(strategy, sync_each_batch):
+    """In an open window: the norm, that of the gradients of a whole model, and whether the gradients stayed what they were."""
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_plugin=plugin)
+    shard = accelerator._layout.shard
+    reference, model = built(), accelerator.prepare(built())
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_of(called, index):
+        return called(torch.linspace(-1, 1, 8).view(2, 4) + index).pow(2).mean()
+
+    read = range(shard.count) if sync_each_batch else [shard.index]
+    (sum(loss_of(reference, index) for index in read) / len(read) / 2).backward()
+    expected = nn.utils.get_total_norm([parameter.grad for parameter in reference.parameters()])
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, shard.index))
+        pending = [each.grad for each in model.parameters() if each.grad is not None]
+        pending += accelerator._prepared.held_gradients()
+        before = [local(each).clone() for each in pending]
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        kept = all(torch.equal(one, local(other)) for one, other in zip(before, pending, strict=True))
+    return type(norm) is torch.Tensor, norm.item(), expected.item(), kept, len(pending)
+
+
+def local(gradient):
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def pending_norms():
+    tensor_parallel = {"tensor_parallel": 2, "parallelize_plan": {"0": "colwise", "2": "rowwise"}}
+    return {
+        f"{options}, sync_each_batch={each}": pending_norm(FSDP(**options), each)
+        for options in ({}, {"ignored_modules": ["0"]}, tensor_parallel)
+        for each in (False, True)
+    }
+
+
 def windows():
     accelerator = Accelerator(strategy=FSDP(), cpu=True)
     model = accelerator.prepare(built())
@@ -57,7 +143,13 @@ def windows():
     held = said(window, mine)
     optimizer.zero_grad()
     again = window(mine).item()
-    return loss, gradients, empty, held, again, [whole(parameter.grad) for parameter in model.parameters()]
+    after = [whole(parameter.grad) for parameter in model.parameters()]
+    optimizer.zero_grad()
+    not_finite = accelerator.forward_backward(model, mine, infinite).item()
+    same = [whole(parameter.grad) for parameter in model.parameters()]
+    optimizer.zero_grad()
+    read = read_when_due(accelerator, model)
+    return loss, gradients, empty, held, again, after, (not_finite, same), read, pending_norms()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +175,7 @@ def test_a_rank_without_micro_batches_is_named_on_every_rank(ranks):
 
 
 def test_gradients_that_wait_to_travel_are_not_weighed_with_a_window(ranks):
-    for loss, gradients, _, held, again, after in ranks:
+    for loss, gradients, _, held, again, after, *_ in ranks:
         assert (
             "RuntimeError: forward_backward() weighs a whole window, but gradients of backwards inside no_sync()"
             in held
@@ -92,3 +184,26 @@ def test_gradients_that_wait_to_travel_are_not_weighed_with_a_window(ranks):
         assert again == pytest.approx(loss, rel=1e-6)
         for one, other in zip(gradients, after, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+
+
+def test_a_micro_batch_that_fills_up_adds_nothing_to_a_loss_that_is_not_finite(ranks):
+    for _, gradients, *_, (loss, same), _, _ in ranks:
+        assert loss == math.inf
+        for one, other in zip(gradients, same, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+
+
+def test_micro_batches_are_read_when_they_are_due_and_let_go_of(ranks):
+    """One is looked ahead. Of an iterator all are read first, because ranks tell each other how many they have."""
+    for *_, (asked, living), _ in ranks:
+        assert asked == [2, 3, 3]
+        assert living == [3, 2, 1]
+
+
+def test_the_norm_of_an_open_window_counts_what_was_sent_and_what_is_held_in_any_layout(ranks):
+    for *_, norms in ranks:
+        for name, (plain, norm, expected, kept, pending) in norms.items():
+            assert plain, name
+            assert norm == pytest.approx(expected, rel=1e-5), name
+            assert kept, name
+            assert pending == 4, name

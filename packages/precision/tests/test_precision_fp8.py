@@ -78,6 +78,8 @@ def test_it_trains_close_to_bf16_with_gradients_that_show_eight_bits(recipe, in_
     said = {each["about"]: each["text"] for each in accelerator.explain().as_dict()["details"]}
     assert said["back end"].startswith("torchao 0.")
     assert said["recipe"] == recipe
+    assert said["products"] == "emulated in float32"
+    assert said["converted of Net"].startswith("2 of 5 nn.Linear; left: first (the first linear layer)")
     assert type(model.body[0]).__name__ == "Float8Linear"
 
 

@@ -168,6 +168,18 @@ def torchao_config():
         (lambda: FP8("rowwise", backend=TE), ValueError, "was given recipe='rowwise', which are options of 'torchao'"),
         (lambda: FP8(backend=TE, emulate=True), ValueError, "was given emulate, which are options of 'torchao'"),
         (lambda: FP8(recipe=AORecipeKwargs(), emulate=True), ValueError, "emulate too, and the object is complete"),
+        (lambda: FP8(AORecipeKwargs(), emulate=False), ValueError, "was given emulate too, and the object is complete"),
+        (
+            lambda: FP8(AORecipeKwargs(skip=["a"], convert_ends=True), skip=[], convert_ends=False),
+            ValueError,
+            r"was given skip, convert_ends too, and the object is complete.*AORecipeKwargs\(skip=",
+        ),
+        (lambda: FP8(backend=TE, emulate=False), ValueError, "was given emulate, which are options of 'torchao'"),
+        (
+            lambda: FP8(backend=TE, enable_fsdp_float8_all_gather=False),
+            ValueError,
+            "was given enable_fsdp_float8_all_gather, which are options of 'torchao'",
+        ),
         (lambda: FP8(skip="head"), TypeError, "skip='head' is a str"),
         (lambda: FP8(module_filter_func="head"), TypeError, "module_filter_func is a str"),
         (

@@ -21,7 +21,7 @@ class TestBF16True(PrecisionSuite):
 
 class TestFP16True(PrecisionSuite):
     precision = "fp16-true"
-    strategies = (("single", 1),)
+    strategies = (("single", 1), ("ddp", 2))
     tolerance, gradient_tolerance = 2e-2, 5e-2
 
 
@@ -33,5 +33,5 @@ class TestFP8(PrecisionSuite):
 
 class TestMXFP8(PrecisionSuite):
     precision = "mxfp8"
-    strategies = (("single", 1),)
+    strategies = (("single", 1), ("ddp", 2))
     tolerance, gradient_tolerance = 5e-2, 0.2

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from accel_core.assembly import Assembly
+    from accel_core.checkpoint.assembling import Gathering
     from accel_core.checkpoint.checkpoints import Asynchronous, Checkpoints
     from accel_core.checkpoint.content import Run
     from accel_core.checkpoint.loading import LoadHook
@@ -545,7 +546,8 @@ class Accelerator(ProcessControl):
         """
         self._world.arrive("get_state_dict()")
         if unwrap and self._is_laid_out(model):
-            return self._gathered_state(model)
+            gathering = self._gathering(model)
+            return gathering.together("get_state_dict()", gathering.all) or {}
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     def build_model(
@@ -751,7 +753,8 @@ class Accelerator(ProcessControl):
     ) -> torch.Tensor:
         """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
 
-        While a window is open nothing is clipped: the gradients are parts, and local ones.
+        While a window is open nothing is clipped: the gradients are parts, and local ones. Collective under a strategy whose
+        gradients lie in parts on the ranks.
 
         Args:
             parameters: one, or any iterable of them: all, a subset, a generator. Those without gradient count nothing.
@@ -759,16 +762,18 @@ class Accelerator(ProcessControl):
             norm_type: the order of the norm; `inf` for the largest component.
 
         Returns:
-            The norm before clipping, 0-d; of this rank's pending gradients while a window is open.
+            The norm before clipping, 0-d; while a window is open that of this rank's pending gradients, still scaled.
         """
         if self._prepared.fused:
             fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
         clipped = gradients.as_list(parameters)
-        if self._accumulation.open:
-            pending = [parameter.grad for parameter in clipped if parameter.grad is not None]
-            return nn.utils.get_total_norm([*pending, *self._prepared.held_gradients(clipped)], norm_type)
-        self._unscale_holders(clipped)
-        return self._relay.clip_gradients(clipped, max_norm, norm_type)
+        if not self._accumulation.open:
+            self._unscale_holders(clipped)
+            return self._relay.clip_gradients(clipped, max_norm, norm_type)
+        pending = [*clipped, *self._prepared.stand_ins(clipped)]
+        if self._parts.activation.owners["clip_gradients"] is None:
+            return nn.utils.get_total_norm([each.grad for each in pending if each.grad is not None], norm_type)
+        return self._relay.clip_gradients(pending, torch.inf, norm_type)  # the strategy's norm: nothing is larger
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
@@ -940,7 +945,7 @@ class Accelerator(ProcessControl):
 
         require("save_model()", model, nn.Module, "a torch.nn.Module")
         self._world.arrive("save_model()")
-        weights = self._gathered_state(model) if self._is_laid_out(model) else self.unwrap_model(model)
+        weights = self._gathering(model) if self._is_laid_out(model) else self.unwrap_model(model)
         save_weights(weights, save_directory, max_shard_size, safe_serialization, self._world)
 
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1142,13 +1147,15 @@ class Accelerator(ProcessControl):
         """Whether this is a prepared model, or a part of one, that the strategy has laid out in its own way."""
         return self._declares_layout and self._prepared.find_part(model) is not None
 
-    def _gathered_state(self, model: nn.Module) -> dict[str, Any]:
-        from accel_core.checkpoint.assembling import gathered
+    def _gathering(self, model: nn.Module) -> Gathering:
+        from accel_core.checkpoint.agreement import here
+        from accel_core.checkpoint.assembling import Gathering
 
         found = self._prepared.find_part(model)
         assert found is not None, "a prepared model, or a part of one"
         record, prefix = found
-        return gathered(self._relay.model_state(record.original, record.prepared), self._world, prefix)
+        present = partial(self._relay.model_state, record.original, record.prepared)
+        return Gathering(here(self._world, "for weights to be presented", present), self._world, prefix)
 
     def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
         if kind == "model":

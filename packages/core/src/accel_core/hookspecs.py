@@ -277,7 +277,8 @@ class HookSpecs:
     ) -> torch.Tensor:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
-        When: in `accelerator.clip_grad_norm_`, at the end of a window, gradients synchronised and unscaled.
+        When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and unscaled; or, with `max_norm`
+            infinite, in an open one, where only the norm is asked for, and parameters may be stand-ins whose `.grad` is held elsewhere.
         Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the parameters.
         Default: torch's own.
         """

@@ -19,6 +19,7 @@ import torch
 from accel_core.fused_backward import is_fused, no_step
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
     from accel_core.accumulation import Accumulation
@@ -67,6 +68,7 @@ class OptimizerGate:
 
     __slots__ = (
         "_checked",
+        "_frozen",
         "_holds",
         "_inside",
         "_needs_backward",
@@ -100,6 +102,7 @@ class OptimizerGate:
         self._holds = prepared is not None and prepared.holds_gradients
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self._checked = False
+        self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
         self._inside = False
         self._unscaled = False
@@ -143,7 +146,9 @@ class OptimizerGate:
         if accumulation.open:
             return None
         if not self._checked:
-            self._check_first()
+            self._check_first(optimizer)
+        if self._frozen:
+            self._check_frozen(optimizer)
         if not (args or kwargs):
             self._check_backward()
             step: Callable[[], Any] = self._own_step
@@ -218,12 +223,23 @@ class OptimizerGate:
         window = accumulation.serial
         accumulation.defer(lambda: None if self.settled == window else clear())
 
-    def _check_first(self) -> None:
+    def _check_first(self, optimizer: Optimizer) -> None:
         prepared = self.owner()
         if prepared is not None:
             prepared.check_orphans()
+            self._frozen = prepared.frozen_of(optimizer)
             prepared.await_copies()
         self._checked = True
+
+    def _check_frozen(self, optimizer: Optimizer) -> None:
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            shown = ", ".join(thawed[:8]) + (f" and {len(thawed) - 8} more" if len(thawed) > 8 else "")
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {shown}. Their model was frozen as "
+                f"a whole when it was prepared, so nobody averages their gradients, and the ranks would drift apart. Unfreeze before "
+                f"prepare(); or call accelerator.free_memory(), and prepare the model and its optimizer again."
+            )
 
     def _check_closure(self) -> None:
         # A closure runs forward and backward itself, so only that of the closing micro-batch would ever be called.

@@ -116,8 +116,10 @@ def apply_policy(
 
 def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
     """Makes a model's parameters and floating buffers have the dtype `param`, in place. They stay the objects that they are."""
-    if policy.param is not None:
-        model.to(policy.param)
+    dtype = policy.param
+    if dtype is not None:
+        # As `model.to(dtype)`, which would make complex buffers (of rotary embeddings, say) real.
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def dress_calls(
@@ -134,6 +136,7 @@ def dress_calls(
         device_type: where it runs.
         autocast: options of the context; None: torch's defaults.
     """
+    remove_policy(model)  # that of an earlier Accelerator
     if policy.dresses_calls:
         vars(model)[_POLICY] = (device_type, policy, autocast or AutocastKwargs())
         dress(model, _Precise)

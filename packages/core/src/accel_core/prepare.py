@@ -60,6 +60,10 @@ class PreparedModel:
     Args:
         parameters: those that it had when it was prepared. A strategy may show others for a while: gathered ones, in the forward.
         named: those of the user's model by name, at that time.
+
+    Attributes:
+        frozen: whether none of them was trained at that time: strategies leave such a model as it is, and nobody averages its
+            gradients.
     """
 
     original: nn.Module
@@ -67,6 +71,10 @@ class PreparedModel:
     evaluation: bool
     parameters: tuple[nn.Parameter, ...] = ()
     named: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    frozen: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", not any(each.requires_grad for each in self.parameters))
 
 
 class Prepared:
@@ -180,8 +188,15 @@ class Prepared:
                 if wanted is None or {id(now.get(name)), id(record.named.get(name))} & wanted:
                     yield gradient
 
+    def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+        """For each gradient of `parameters` that a strategy holds, a tensor whose `.grad` it is, live."""
+        return [_with_gradient(held) for held in self.held_gradients(parameters)]
+
     def clear_held(self, gate: OptimizerGate) -> None:
-        """Makes the gradients zero that a strategy holds of the parameters of one optimizer."""
+        """Makes the gradients zero that a strategy holds of the parameters of one optimizer.
+
+        Their memory stays with the strategy, which uses it again in its next backward, and no longer than until it synchronises.
+        """
         for optimizer in self.optimizers:
             if gate_of(optimizer) is gate:
                 for gradient in self.held_gradients(held_by(optimizer)):
@@ -210,6 +225,21 @@ class Prepared:
                     f"build the optimizer from the parameters of the model that you prepare."
                 )
         self.unchecked = False
+
+    def frozen_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """What an optimizer holds of models that were frozen as a whole when they were prepared, by name; empty in a world of one."""
+        trained = [record for record in self.models if not record.evaluation]
+        frozen = [record for record in trained if record.frozen]
+        if self._world.size == 1 or not frozen:
+            return {}
+        averaged = {id(each) for record in trained if not record.frozen for each in record.parameters}
+        held = {id(each) for each in held_by(optimizer)} - averaged
+        return {
+            f"{name} of {type(record.original).__name__}": each
+            for record in frozen
+            for name, each in record.named.items()
+            if id(each) in held
+        }
 
     def release(self) -> None:
         """Undresses everything and forgets it."""
@@ -327,6 +357,12 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"param_groups[{index}]['params'][{position}]"
             yield f"{name} {tuple(parameter.shape)}", parameter
+
+
+def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
+    stand_in = gradient.detach()
+    stand_in.grad = gradient
+    return stand_in  # type: ignore[return-value]
 
 
 def _refuse_container(container: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,9 @@ class WindowLoop:
 
     Args:
         together: whether all ranks have to run equally many, because their forwards communicate. Those that have fewer run their
-            last micro-batch again, weighing nothing.
+            last micro-batch again, weighing nothing: it adds zero to the gradients, but a forward is a forward, and draws random
+            numbers and moves running statistics (those of batch normalisation) once more. Numbers are exchanged before the
+            first forward, so of an iterator the whole window is read then; of a sequence each micro-batch when it is due.
     """
 
     def __init__(
@@ -105,13 +107,17 @@ class WindowLoop:
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """As many micro-batches on every rank, and whether each counts. A collective. Raises `ValueError` if a rank has none."""
-        batches = list(micro_batches)
-        counts = gather(torch.tensor([len(batches)]), self._world).tolist()
+        if isinstance(micro_batches, Sequence):
+            given = micro_batches
+            own: Iterator[Any] = (given[number] for number in range(len(given)))
+        else:
+            given = list(micro_batches)
+            own = _let_go(given)
+        counts = gather(torch.tensor([len(given)]), self._world).tolist()
         if not all(counts):
             lacking = [rank for rank, count in enumerate(counts) if not count]
             raise ValueError(f"{_EMPTY} Ranks without: {', '.join(map(str, lacking))}.")
-        filling = [batches[-1]] * (max(counts) - len(batches))
-        return iter([*((batch, True) for batch in batches), *((batch, False) for batch in filling)])
+        return _filled(own, max(counts) - len(given))
 
     def _micro_batch(
         self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool, counts: bool
@@ -120,7 +126,8 @@ class WindowLoop:
         args, kwargs = inputs(batch)
         loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
         if not counts:
-            loss, weight = loss * 0, 0.0
+            # Zero also if the loss is not finite, which `loss * 0` is not.
+            loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
         part = (loss.detach(), weight)
         if self._reference is None:
             self._reference = self._total([part])[1] / self._ranks or 1.0
@@ -152,6 +159,22 @@ class WindowLoop:
         local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
         loss, weight = reduce(local, self._world, "sum", group=self._group).tolist()
         return loss, weight
+
+
+def _filled(batches: Iterable[Any], missing: int) -> Iterator[tuple[Any, bool]]:
+    """Micro-batches, the last of which comes again so many times; and whether each counts."""
+    batch = None
+    for batch in batches:
+        yield batch, True
+    for _ in range(missing):
+        yield batch, False
+
+
+def _let_go(batches: list[Any]) -> Iterator[Any]:
+    """The elements of a list, each of which is forgotten when it is due."""
+    batches.reverse()
+    while batches:
+        yield batches.pop()
 
 
 def _check_held(prepared: Prepared) -> None:

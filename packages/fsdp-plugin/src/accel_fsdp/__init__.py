@@ -4,12 +4,12 @@
     Accelerator(strategy=FSDP(replicate=2, activation_checkpointing=True))
 
 strategy        the options, and the hooks of the core that it owns
-preparing       the order in which a model is made ready
+preparing       the order in which a model is made ready; refusals: what is said before that
 mesh            how processes are arranged: replicas, shards, context and tensor peers
-units           which modules are gathered at a time
+units           which modules are gathered at a time; gathering: in which dtypes; outputs: what they return
 materialising   models that are never whole on one process
 optimizers      optimizers over parts of parameters
-synchronising   when gradients travel; held: those that have not
+synchronising   when gradients travel; held: those that have not; whole_parameters: those of what is not cut
 clipping        norms over parts
 sharding        how parts are described to a checkpoint
 tensor_parallel, context_parallel, activation_checkpointing    further ways to need less memory

@@ -65,6 +65,8 @@ def clip(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) 
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(gradients, norm_type)
+    if math.isinf(max_norm):
+        return norm  # nothing is larger; and infinity over an infinite norm would be no number
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_fsdp.sharding import local_of
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +51,29 @@ def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     memory = tensor.untyped_storage().data_ptr()
-    return any(cut._unsharded_param.untyped_storage().data_ptr() == memory for cut in cuts if _is_gathered_once(cut))
+    return any(
+        local_of(cut._unsharded_param).untyped_storage().data_ptr() == memory for cut in cuts if _is_gathered_once(cut)
+    )
+
+
+def parts_behind(cuts: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """The parts that are stepped, and have the gradients, by the `id` of the gathered parameter that is shown in their place."""
+    return {id(cut._unsharded_param): cut.sharded_param for cut in cuts if _is_gathered_once(cut)}
+
+
+def clear(cuts: Iterable[Any], set_to_none: bool) -> None:
+    """Clears the gradients of parts, also where gathered parameters are shown in their place; forgets those that were held back."""
+    cuts = list(cuts)
+    drop_held(cuts)
+    for gradient in [cut.sharded_param.grad for cut in cuts if not set_to_none and cut.sharded_param.grad is not None]:
+        gradient.zero_()
+    for cut in cuts if set_to_none else ():
+        cut.sharded_param.grad = None
+
+
+def is_any_gathered(state: Any) -> bool:
+    """Whether parameters of a unit are not in the parts that are stepped. `reshard()` of a unit costs microseconds also where they are."""
+    return any(not group.is_sharded for group in state._fsdp_param_groups)
 
 
 def was_interrupted(state: Any) -> bool:
@@ -61,7 +85,12 @@ def was_interrupted(state: Any) -> bool:
         state: the `engine_state` of a root.
     """
     queued: bool = state._state_ctx.post_backward_final_callback_queued
-    return queued and torch._C._current_graph_task_id() == -1  # else this call is a part of it: recomputation
+    return queued and current_backward() == -1  # else this call is a part of it: recomputation
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()
 
 
 def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:

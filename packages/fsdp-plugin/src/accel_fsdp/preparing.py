@@ -19,16 +19,21 @@ from torch import nn
 
 from accel_core.compilation import compile_calls
 from accel_core.dressing import dress
+from accel_core.fused_backward import is_fused
 from accel_core.precision import cast_parameters, dress_calls
 from accel_core.repointing import Repointing
 from accel_core.strategies import place_model
 from accel_fsdp.activation_checkpointing import checkpoint_units
-from accel_fsdp.held import engine_state, gathered_parameters, keep_in_parts
+from accel_fsdp.gathering import Gathering
+from accel_fsdp.held import gathered_parameters, keep_in_parts
 from accel_fsdp.materialising import is_meta
 from accel_fsdp.optimizers import carry, carrying
-from accel_fsdp.synchronising import ShardedModel, Synchronisation, attach, average_whole, synchronisation_of
+from accel_fsdp.outputs import return_no_views
+from accel_fsdp.refusals import TRAVELS, check, check_dtypes, check_hooks, check_lookups
+from accel_fsdp.synchronising import ShardedModel, Synchronisation, attach, synchronisation_of
 from accel_fsdp.tensor_parallel import apply_plan
 from accel_fsdp.units import check_ignored, check_wrap, describe_units, find_units, ignored_parameters
+from accel_fsdp.whole_parameters import WholeParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,11 +59,12 @@ class Options:
     activation_checkpointing: bool
     ignored_modules: Ignored
     gather_dtype: torch.dtype | None
+    reduce_unused_parameters: bool
 
     def __post_init__(self) -> None:
         check_wrap(self.wrap)
         check_ignored(self.ignored_modules)
-        for name in ("cpu_offload", "activation_checkpointing"):
+        for name in ("cpu_offload", "activation_checkpointing", "reduce_unused_parameters"):
             value: object = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"FSDP({name}={value!r}) is a {type(value).__name__}: expected True or False.")
@@ -69,10 +75,10 @@ class Options:
                 f"are kept in parts between forward and backward."
             )
         dtype: object = self.gather_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype is not None and dtype not in TRAVELS:
             raise ValueError(
-                f"FSDP(gather_dtype={dtype!r}): expected a floating torch.dtype such as torch.bfloat16, or None to gather parameters in "
-                f"their own."
+                f"FSDP(gather_dtype={dtype!r}): expected one of {', '.join(map(str, TRAVELS))}, or None to leave it to the "
+                f"precision."
             )
 
     def check_shards(self, shards: int) -> None:
@@ -90,9 +96,9 @@ class Options:
         if not isinstance(self.reshard_after_forward, bool):
             kept = f"in parts on {self.reshard_after_forward} ranks, until the backward"
         found = {
-            "gathered": "" if self.gather_dtype is None else str(self.gather_dtype).removeprefix("torch."),
             "kept gathered": kept,
             "offload": "parts are in the memory of the host" if self.cpu_offload else "",
+            "unused parameters": "" if self.reduce_unused_parameters else "left out of what travels",
             "activations": "computed again in the backward" if self.activation_checkpointing else "",
         }
         return {name: words for name, words in found.items() if words}
@@ -119,11 +125,15 @@ class Sharded:
 
     Args:
         units: in words.
+        gathered: in which dtypes, in words; nothing if in their own.
         former: by name, the parameters that it had before, as long as somebody holds them.
+        whole: those that were not cut, and whose gradients are averaged.
     """
 
     units: str
+    gathered: str
     former: Mapping[str, weakref.ref[nn.Parameter]]
+    whole: Sequence[weakref.ref[nn.Parameter]]
 
 
 def prepare(
@@ -144,7 +154,10 @@ def prepare(
     empty = is_meta(model)
     ignored = ignored_parameters(model, options.ignored_modules)
     check(model, ignored)
+    check_lookups(model)
     whole = ignored | {parameter for parameter in model.parameters() if not parameter.dim()}
+    if not any(map(is_fused, optimizers)):  # which hang on hooks, and are refused by name
+        check_hooks(model, whole)
     units = find_units(model, options.wrap, options.ignored_modules)
     repointing, move = Repointing(model, optimizers), carrying(model, optimizers, whole)
     # Not of those that stay: torch cannot give data to an empty parameter that somebody refers to weakly.
@@ -153,22 +166,25 @@ def prepare(
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter not in whole
     }
+    attributes = {name: vars(parameter) for name, parameter in model.named_parameters() if vars(parameter)}
     share_weights(model, place.world)
     cast_parameters(model, request.policy)
     cut_layers(model, options, place)
     check_dtypes(model, units, whole)
     if options.activation_checkpointing:
         checkpoint_units(units)
-    sharded = Sharded(describe_units(model, units, whole), former)
-    shard(model, units, whole, request.policy, options, place)
+    units_in_words = describe_units(model, units, whole)
+    gathering = Gathering(model, whole, request, options.gather_dtype)
+    shard(model, units, whole, gathering, options, place)
     if empty:
         place.recipes.materialise(
             model, place.world, torch.device("cpu") if options.cpu_offload else place.world.device
         )
     repointing.apply(move)
     follow(model, whole, request.policy, options, place)
+    keep_attributes(model, attributes)
     dress_and_compile(model, request)
-    return sharded
+    return Sharded(units_in_words, str(gathering), former, [weakref.ref(parameter) for parameter in whole])
 
 
 def dress_and_compile(model: nn.Module, request: PrepareRequest) -> None:
@@ -205,51 +221,6 @@ def adopt(model: nn.Module, former: Mapping[str, weakref.ref[nn.Parameter]], opt
             optimizer.state[new] = carry(old, new, state, optimizer, names[id(old)])
 
 
-def check(model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raises for parameters that `fully_shard` could not cut."""
-    if engine_state(model) is not None:
-        raise ValueError(
-            f"prepare() was given a {type(model).__name__} that torch's fully_shard has sharded already. Pass the model as it is "
-            f"before that, and say how to cut it: strategy=FSDP(wrap=..., reshard_after_forward=...)."
-        )
-    for name, module in model.named_modules():
-        if synchronisation_of(module) is not None:
-            raise ValueError(
-                f"prepare() was given a {type(model).__name__} whose {name!r} has been prepared by itself, and a parameter cannot be cut "
-                f"twice. Prepare the whole model alone, before any of its parts."
-            )
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in ignored]
-    lazy = [name for name, parameter in named if isinstance(parameter, nn.UninitializedParameter)]
-    if lazy:
-        raise ValueError(
-            f"prepare() was given a {type(model).__name__} with parameters that have no shape yet: {_listed(lazy)}. Run a batch through "
-            f"the model first, then it can be cut."
-        )
-    strided = [name for name, parameter in named if not parameter.is_contiguous()]
-    if strided:
-        raise ValueError(
-            f"prepare() was given a {type(model).__name__} with parameters that do not lie in memory row by row: {_listed(strided)}, and "
-            f"FSDP cuts rows. Type model.to(memory_format=torch.contiguous_format) before prepare(), or assign "
-            f"parameter.data = parameter.data.contiguous()."
-        )
-
-
-def check_dtypes(model: nn.Module, units: Iterable[Unit], whole: Collection[nn.Parameter]) -> None:
-    """Raises where a unit has trained parameters of several dtypes: their gradients travel as one."""
-    for parameters in _cut_together(model, units, whole):
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name, parameter in parameters:
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(name)
-        if len(by_dtype) > 1:
-            found = "; ".join(f"{dtype}: {_listed(names)}" for dtype, names in by_dtype.items())
-            raise ValueError(
-                f"FSDP was to shard trained parameters of several dtypes as one unit, whose gradients travel together: {found}. Give "
-                f"them one dtype (model.to(dtype), or a precision such as mixed_precision='bf16-true'), or separate them into units "
-                f"by FSDP(wrap=...)."
-            )
-
-
 @torch.no_grad()
 def share_weights(model: nn.Module, world: World) -> None:
     """Every rank gets the parameters and buffers of rank 0 that have data, one after the other. A collective."""
@@ -279,7 +250,7 @@ def shard(
     model: nn.Module,
     units: Iterable[Unit],
     whole: Collection[nn.Parameter],
-    policy: PrecisionPolicy,
+    gathering: Gathering,
     options: Options,
     place: Place,
 ) -> None:
@@ -289,19 +260,24 @@ def shard(
     reshard = options.reshard_after_forward
     settings: dict[str, Any] = {
         "mesh": place.meshes.fsdp,
-        "mp_policy": dtypes(policy, options),
         "ignored_params": set(whole),
         **offloading(options, place.world.device),
     }
     for parameter in (each for each in whole if not each.is_meta):
         parameter.data = parameter.data.to(place.world.device)
     partly = neighbours(reshard, place)
+    for unit in (*units, model):
+        return_no_views(unit)
     for unit in units:
-        fully_shard(unit, reshard_after_forward=bool(reshard), **settings)
-        if partly is not None:
-            keep_in_parts(unit, partly)
-    # The root is needed first in the backward, so torch's own choice for it is to keep it gathered until then.
-    fully_shard(model, reshard_after_forward=None if reshard else False, **settings)
+        for part, dtypes in gathering.parts(unit):
+            fully_shard(part, reshard_after_forward=bool(reshard), mp_policy=dtypes, **settings)
+            if partly is not None:
+                keep_in_parts(part, partly)
+    for part, dtypes in gathering.parts(model):
+        # The root is needed first in the backward, so torch's own choice is to keep it gathered until then.
+        kept = None if reshard and part is model else False
+        fully_shard(part, reshard_after_forward=kept, mp_policy=dtypes, **settings)
+    model.set_reduce_scatter_unused_params(options.reduce_unused_parameters)  # type: ignore[operator]
 
 
 def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:
@@ -321,12 +297,12 @@ def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:
 
 
 def follow(
-    model: nn.Module, whole: Iterable[nn.Parameter], policy: PrecisionPolicy, options: Options, place: Place
+    model: nn.Module, whole: Collection[nn.Parameter], policy: PrecisionPolicy, options: Options, place: Place
 ) -> None:
     """Has calls of the model say when gradients travel, also those of parameters that are not cut."""
-    own = Synchronisation(model, reshards=bool(options.reshard_after_forward))
-    attach(model, own)
-    average_whole((each for each in whole if each.requires_grad), own, place.meshes.fsdp, policy.reduce)
+    # In one order on all ranks, which a set has not.
+    averaged = WholeParameters([each for each in model.parameters() if each in whole], place.meshes.fsdp, policy.reduce)
+    attach(model, Synchronisation(model, bool(options.reshard_after_forward), averaged))
     user = next(kind for kind in type(model).__mro__[2:] if kind.__name__ != "FSDPModule")
     dress(model, ShardedModel)
     # torch calls its class "FSDP" and the user's name; ours passes for the user's class, as every dress does.
@@ -334,16 +310,11 @@ def follow(
         setattr(type(model), attribute, getattr(user, attribute))
 
 
-def dtypes(policy: PrecisionPolicy, options: Options) -> Any:
-    """In which dtypes parameters are gathered and gradients travel, as torch's `MixedPrecisionPolicy`.
-
-    Inputs and outputs are cast by the calls of the root alone, as under every strategy.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(
-        param_dtype=options.gather_dtype, reduce_dtype=policy.reduce or policy.param, cast_forward_inputs=False
-    )
+def keep_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Puts what the user has noted on parameters (`parameter.no_decay = True`) on their successors."""
+    named = dict(model.named_parameters())
+    for name, noted in attributes.items():
+        vars(named[name]).update({key: value for key, value in noted.items() if key not in vars(named[name])})
 
 
 def offloading(options: Options, device: torch.device) -> Mapping[str, Any]:
@@ -355,18 +326,6 @@ def offloading(options: Options, device: torch.device) -> Mapping[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")}
 
 
-def _cut_together(
-    model: nn.Module, units: Iterable[Unit], whole: Collection[nn.Parameter]
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken = {id(parameter) for parameter in whole}
-    for unit in (*units, model):
-        members = unit if isinstance(unit, list) else [unit]
-        own = {id(parameter): parameter for member in members for parameter in member.parameters()}
-        yield [(names[key], parameter) for key, parameter in own.items() if key not in taken]
-        taken |= own.keys()
-
-
 def _flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that a tensor consists of: itself, or what a wrapper of others holds."""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -374,7 +333,3 @@ def _flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _flattened(getattr(tensor, name))
     else:
         yield tensor
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

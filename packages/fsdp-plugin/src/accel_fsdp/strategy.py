@@ -21,11 +21,20 @@ from accel_core.hookspecs import hookimpl
 from accel_core.strategies import Strategy
 from accel_core.vocabulary import DistributedType
 from accel_fsdp.clipping import clip
-from accel_fsdp.held import drop_held
+from accel_fsdp.held import drop_held, parts_behind
 from accel_fsdp.materialising import Recipes
 from accel_fsdp.optimizers import check
-from accel_fsdp.preparing import Options, Place, Sharded, adopt, dress_and_compile, prepare, prepare_whole
-from accel_fsdp.sharding import DTensorSharding
+from accel_fsdp.preparing import (
+    Options,
+    Place,
+    Sharded,
+    adopt,
+    dress_and_compile,
+    prepare,
+    prepare_whole,
+)
+from accel_fsdp.refusals import check_again, check_apart, check_late, check_policy
+from accel_fsdp.sharding import DTensorSharding, is_sharded
 from accel_fsdp.synchronising import NoSync, synchronisation_of, triggered
 from accel_fsdp.tensor_parallel import check_plan
 
@@ -53,15 +62,17 @@ class FSDP(Strategy):
     `replicate * shards * context_parallel * tensor_parallel` is the number of processes; the number of shards follows.
 
     What a model computes is what it computes under any other strategy, in every dtype: parameters keep their dtype, and a `compute`
-    dtype is that of autocast. They are gathered in their own dtype too, unless `gather_dtype` says otherwise: gathered in
-    bfloat16 they need half the memory and half the communication, but whatever autocast leaves alone then computes with rounded
-    parameters, and in bfloat16 (embeddings, norms), or refuses to (on a CPU, a norm of a float32 input).
+    dtype is that of autocast. Where there is one, parameters are gathered in it, but for those of norms and embeddings, which autocast
+    leaves alone. `gather_dtype` gathers all of them in one dtype, which saves a small collective per unit: in bfloat16, norms and
+    embeddings then compute with rounded parameters (on a CPU, a norm of a float32 input refuses to); in float32, autocast keeps a
+    copy of every weight until the backward.
 
     A model that is frozen as a whole, or prepared for evaluation only, is not sharded: one rank alone may call it.
 
     Args:
         reshard_after_forward: whether a unit's gathered parameters are let go of between its forward and its backward. False keeps
-            them, which costs memory and saves a gather. A number: they are kept in parts, on so many neighbouring ranks.
+            them, which costs memory and saves a gather. A number: they are kept in parts, on so many neighbouring ranks. Without
+            gradients there is no backward, and they are let go of in any case.
         replicate: how many groups of processes hold a whole set of shards each: 2 on two machines keeps gathering inside of each.
         tensor_parallel: how many processes share each layer that `parallelize_plan` names.
         context_parallel: how many processes share each sequence, inside `accelerator.maybe_context_parallel`.
@@ -72,7 +83,11 @@ class FSDP(Strategy):
         cpu_offload: whether parts, their gradients and the state of optimizers are kept in the memory of the host.
         activation_checkpointing: whether units compute their forward again in the backward, instead of keeping what it made.
         ignored_modules: modules, or names of such with "*", whose parameters every rank keeps whole; their gradients are averaged.
-        gather_dtype: in which parameters are gathered; None: in their own.
+        gather_dtype: in which all parameters are gathered; None: in the `compute` dtype of the precision if it has one, but for
+            norms and embeddings.
+        reduce_unused_parameters: whether parameters that took no part in a rank's backward travel as zeros, so that ranks may use
+            different ones (experts, modalities). Their gradient then is zero, and not None, also where no rank used them. False is
+            right only if all ranks always use the same: otherwise gradients of different parameters are added up without a word.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
@@ -95,6 +110,7 @@ class FSDP(Strategy):
         activation_checkpointing: bool = False,
         ignored_modules: Ignored = None,
         gather_dtype: torch.dtype | None = None,
+        reduce_unused_parameters: bool = True,
     ) -> None:
         for name, count in (
             ("replicate", replicate),
@@ -117,9 +133,12 @@ class FSDP(Strategy):
             activation_checkpointing=activation_checkpointing,
             ignored_modules=ignored_modules,
             gather_dtype=gather_dtype,
+            reduce_unused_parameters=reduce_unused_parameters,
         )
         self._place: Place | None = None
         self._models: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+        self._whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._frozen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def details(self) -> Mapping[str, str]:
@@ -127,6 +146,8 @@ class FSDP(Strategy):
         described = {"mesh": self._here.meshes.describe()} if self._place is not None else {}
         for number, sharded in enumerate(self._models.values()):
             described["units" if not number else f"units of model {number + 1}"] = sharded.units
+            if sharded.gathered:
+                described["gathered"] = sharded.gathered
         return {**described, **self._options.describe()}
 
     @hookimpl
@@ -148,12 +169,26 @@ class FSDP(Strategy):
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Shards the model in place; one that is not trained is placed whole. See `accel_fsdp.preparing`."""
-        if synchronisation_of(model) is not None:
+        own = synchronisation_of(model)
+        if own is not None:
+            check_again(model, own.cut_as, (self._sizes, self._options), request.policy)
             dress_and_compile(model, request)
-        elif request.evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        check_policy(request.policy)
+        check_apart(model, self._models, self._whole)
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        self._frozen.discard(model)
+        if request.evaluation or not trains:
             prepare_whole(model, request, self._here)
+            self._whole.add(model)
+            if not request.evaluation and self._here.world.size > 1:
+                self._frozen.add(model)
         else:
+            self._whole.discard(model)
             self._models[model] = prepare(model, optimizers, request, self._options, self._here)
+            own = synchronisation_of(model)
+            assert own is not None, "it is sharded now"
+            own.cut_as = self._sizes, self._options
         return model
 
     @hookimpl
@@ -161,9 +196,11 @@ class FSDP(Strategy):
         """Raises for an optimizer that cannot step parts of parameters. One that was built before its model was sharded gets them."""
         for model, sharded in self._models.items():
             adopt(model, sharded.former, optimizer)
+        check_late(optimizer, self._models, self._frozen)
         check(optimizer)
         if optimizer not in self._stepping:
             self._stepping.add(optimizer)
+            optimizer.register_step_pre_hook(_Arriving(self._models))
             optimizer.register_step_post_hook(_Outdating(self._models))
 
     @hookimpl
@@ -188,7 +225,7 @@ class FSDP(Strategy):
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """By the norm over all parts, of any mesh. A collective."""
         with self._here.world.collective("clip_grad_norm_()"):
-            return clip(parameters, max_norm, norm_type)
+            return clip(self._stepped(parameters), max_norm, norm_type)
 
     @hookimpl
     def context_parallel(
@@ -243,10 +280,46 @@ class FSDP(Strategy):
 
         restore(optimizer, names, DTensorSharding(), saved)
 
+    def _stepped(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parts, which have the gradients, in the places of gathered parameters: a model shows these while they are gathered."""
+        if all(map(is_sharded, parameters)):
+            return parameters
+        parts: dict[int, torch.Tensor] = {}
+        for model in self._models:
+            own = synchronisation_of(model)
+            assert own is not None, "it was sharded here"
+            parts.update(parts_behind(own.cuts))
+        return [parts.get(id(parameter), parameter) for parameter in parameters]
+
     @property
     def _here(self) -> Place:
         assert self._place is not None, "layout() runs in the constructor of the Accelerator"
         return self._place
+
+
+class _Arriving:
+    """Before a step, gradients have to have travelled: those that are still held back would be missing in it, without a word."""
+
+    def __init__(self, models: weakref.WeakKeyDictionary[nn.Module, Sharded]) -> None:
+        self._models = models
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        for model in self._models:
+            own = synchronisation_of(model)
+            assert own is not None, "it was sharded here"
+            held = own.held(model)
+            if not held:
+                continue
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            named = dict(model.named_parameters(remove_duplicate=False))
+            left = [name for name, gradient in held.items() if id(named[name]) in stepped and bool(gradient.any())]
+            if left:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() was called while {type(model).__name__} holds back gradients of {len(left)} of its "
+                    f"parameters, {left[0]!r} for one, which no backward has sent to the other ranks. Whether gradients travel is decided "
+                    f"where the model is called: call it as a whole, and not a part of it, outside no_sync() for the last backward "
+                    f"before the step; or put that backward into accelerator.trigger_sync_in_backward(model)."
+                )
 
 
 class _Outdating:

@@ -6,24 +6,30 @@ backward that follows, if they stand otherwise; and if they do not, which is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from accel_core.dressing import Dress
 from accel_core.tree import map_tensors
-from accel_fsdp.held import cut_parameters, engine_state, held_gradients, is_gathered, was_interrupted
+from accel_fsdp.held import (
+    clear,
+    cut_parameters,
+    engine_state,
+    held_gradients,
+    is_any_gathered,
+    is_gathered,
+    was_interrupted,
+)
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.hooks import RemovableHandle
 
     from accel_core.checkpoint.layouts import State
+    from accel_fsdp.whole_parameters import WholeParameters
 
 _SYNCHRONISATION = "_accel_synchronisation"
 
@@ -33,25 +39,41 @@ class Synchronisation:
 
     Args:
         model: the root, with all its units.
-        reshards: whether its parameters are cut again after a forward that no backward follows.
+        reshards: whether the units inside are cut again after their forward.
+        whole: its parameters that are not cut.
 
     Attributes:
         units: the model, and the modules in it that are gathered by themselves.
         cuts: the engine's records of its parameters.
         held_back: whether forwards that run now lead to backwards that do not synchronise.
         travels: what the units were told.
+        cut_as: how the model was cut, for comparison.
     """
 
-    __slots__ = ("_may_hold", "_of_root", "cuts", "engine", "held_back", "reshards", "travels", "units")
+    __slots__ = (
+        "__weakref__",
+        "_kept",
+        "_may_hold",
+        "_states",
+        "cut_as",
+        "cuts",
+        "engine",
+        "held_back",
+        "travels",
+        "units",
+        "whole",
+    )
 
-    def __init__(self, model: nn.Module, reshards: bool) -> None:
+    def __init__(self, model: nn.Module, reshards: bool, whole: WholeParameters) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.cuts = cut_parameters(self.units)
-        self._of_root = cut_parameters([model])
+        self._kept = cut_parameters([model]) if reshards else self.cuts
         self.engine = engine_state(model)
-        self.reshards = reshards
+        self._states = [engine_state(unit) for unit in self.units]
+        self.cut_as: object = None
+        self.whole = whole
         self.held_back = False
         self.travels = True
         self._may_hold = False
@@ -72,13 +94,14 @@ class Synchronisation:
         return found
 
     def outliving(self, output: torch.Tensor) -> torch.Tensor:
-        """What a model returns, as it may be used when the root is cut again: a copy of a parameter that it returns, or of a view."""
-        return output.clone() if is_gathered(output, self._of_root) else output
+        """What a model returns, as it may be used when it is cut again: a copy of a parameter that it returns, or of a view."""
+        return output.clone() if is_gathered(output, self._kept) else output
 
     def reshard(self) -> None:
         """Puts the parts in the places of gathered parameters, where these are not needed any more or not up to date."""
-        for unit in self.units:
-            unit.reshard()
+        for unit, state in zip(self.units, self._states, strict=True):
+            if is_any_gathered(state):
+                unit.reshard()
 
 
 def synchronisation_of(model: nn.Module) -> Synchronisation | None:
@@ -111,10 +134,18 @@ class ShardedModel(Dress):
         except BaseException:
             self.reset_iter_state()  # type: ignore[attr-defined]
             raise
-        if own.reshards and not learns:
+        if learns:
+            own.whole.follow(output, own)
+        else:
+            # No backward needs what is gathered, and it would be out of date when optimizers or users change the parts.
             output = map_tensors(own.outliving, output)
-            self.reshard()  # type: ignore[attr-defined]
+            own.reshard()
         return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients, as it would of a whole model: those of the parts, and those that have not travelled."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        clear(vars(self)[_SYNCHRONISATION].cuts, set_to_none)
 
     def accel_state(self) -> State:
         """The parts on this rank, which `load_checkpoint_in_model` fills."""
@@ -162,35 +193,3 @@ def triggered(own: Synchronisation) -> Iterator[None]:
     """The next backward synchronises, whatever its forward said."""
     own.tell(True)
     yield
-
-
-def average_whole(
-    parameters: Iterable[nn.Parameter], own: Synchronisation, mesh: DeviceMesh, dtype: torch.dtype | None
-) -> list[RemovableHandle]:
-    """Has the gradients of parameters that are not cut averaged over the ranks of `mesh`, whenever the others travel.
-
-    A mean of means is the mean, so what travels is all that has been accumulated.
-
-    Args:
-        parameters: plain tensors, equal on all ranks.
-        own: says when.
-        mesh: over which the other parameters are cut and replicated.
-        dtype: in which gradients travel; None: their own.
-    """
-    groups = [mesh.get_group(number) for number in range(mesh.ndim) if mesh.size(number) > 1]
-    hook = _averaging(own, groups, mesh.size(), dtype)
-    return [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
-
-
-def _averaging(
-    own: Synchronisation, groups: Sequence[dist.ProcessGroup], ranks: int, dtype: torch.dtype | None
-) -> Callable[[torch.Tensor], None]:
-    def average(parameter: torch.Tensor) -> None:
-        if not own.travels or parameter.grad is None:
-            return
-        gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
-        for group in groups:
-            dist.all_reduce(gradient, group=group)
-        parameter.grad.copy_(gradient.div_(ranks))
-
-    return average

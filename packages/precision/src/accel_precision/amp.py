@@ -6,6 +6,7 @@ are scaled: see `accel_precision.scaling`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class HalfPrecision(Precision):
 
 
 class ScaledPrecision(HalfPrecision):
-    """What the precisions with loss scaling have in common. Abstract: a subclass sets `policy` and `scaling`.
+    """What the precisions with loss scaling have in common, options included. Abstract: a subclass gives its dtypes.
 
     An optimizer whose step is left out has `step_was_skipped`, and `accelerator.optimizer_step_was_skipped` is True. What is
     saved and loaded is the scale.
@@ -56,6 +57,26 @@ class ScaledPrecision(HalfPrecision):
 
     scaling: LossScaling
     handlers = (GradScalerKwargs,)
+
+    def __init__(
+        self,
+        output_dtype: torch.dtype | None = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self.policy = self._dtypes(output_dtype, reduce_dtype)
+        self.scaling = LossScaling(
+            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        )
+
+    @staticmethod
+    @abstractmethod
+    def _dtypes(output: torch.dtype | None, reduce: torch.dtype | None) -> PrecisionPolicy:
+        """The policy of this precision."""
 
     @hookimpl
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -134,20 +155,9 @@ class FP16(ScaledPrecision):
         TypeError: for a value of another type.
     """
 
-    def __init__(
-        self,
-        output_dtype: torch.dtype | None = torch.float32,
-        reduce_dtype: torch.dtype | None = None,
-        init_scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        self.policy = PrecisionPolicy(compute=torch.float16, output=output_dtype, reduce=reduce_dtype)
-        self.scaling = LossScaling(
-            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        )
+    @staticmethod
+    def _dtypes(output: torch.dtype | None, reduce: torch.dtype | None) -> PrecisionPolicy:
+        return PrecisionPolicy(compute=torch.float16, output=output, reduce=reduce)
 
 
 class FP16True(ScaledPrecision):
@@ -171,20 +181,9 @@ class FP16True(ScaledPrecision):
         TypeError: for a value of another type.
     """
 
-    def __init__(
-        self,
-        output_dtype: torch.dtype | None = torch.float32,
-        reduce_dtype: torch.dtype | None = None,
-        init_scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        self.policy = _pure(torch.float16, output_dtype, reduce_dtype)
-        self.scaling = LossScaling(
-            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        )
+    @staticmethod
+    def _dtypes(output: torch.dtype | None, reduce: torch.dtype | None) -> PrecisionPolicy:
+        return _pure(torch.float16, output, reduce)
 
 
 def _pure(dtype: torch.dtype, output: torch.dtype | None, reduce: torch.dtype | None) -> PrecisionPolicy:

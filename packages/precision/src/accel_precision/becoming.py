@@ -84,6 +84,7 @@ class FilledRows(Dress):
         kind = input.device.type
         if not torch.is_autocast_enabled(kind):
             return _call(input, multiple, call)
+        # Under autocast the products inside would cast what is in eight bits already, which takes longer than this block.
         with torch.autocast(kind, enabled=False):
             return _call(input.to(torch.get_autocast_dtype(kind)), multiple, call)
 

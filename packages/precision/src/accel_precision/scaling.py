@@ -7,7 +7,8 @@ state machine is `torch.amp.GradScaler`; here is when it is updated, and what it
 **When the scale changes.** Once for all optimizers that step one after the other: what they found is collected, and the scale
 changes just before the next loss is scaled. So every gradient that is there when an optimizer steps has one scale, whichever
 of several steps first. Optimizers that step by turns, each after a backward of its own, give one update per turn. One that
-waits meanwhile, with gradients of the old scale, has them multiplied to match the new one.
+waits meanwhile, with gradients of the old scale, has them multiplied to match the new one, also those that the strategy holds
+outside of `.grad`.
 
 **What it costs.** One pass over the gradients, and one wait for the device per step, to learn whether to leave it out. Where
 ranks hold parts of the parameters, also one all-reduce of one number.
@@ -15,7 +16,7 @@ ranks hold parts of the parameters, also one all-reduce of one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -26,6 +27,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_core import SKIPPED
 from accel_core.optimizer import gate_of
+from accel_core.prepare import held_by
 from accel_precision.handlers import GradScalerKwargs
 
 if TYPE_CHECKING:
@@ -139,9 +141,16 @@ class LossScaling:
     def _settle(self) -> None:
         """Updates the scale if optimizers have stepped."""
         if self._scaler.is_due:
-            recorded = self._scaler.stages
-            optimizers = [each for owner in self._owners for each in owner.optimizers]
-            self._scaler.update_stepped([each for each in optimizers if id(each) not in recorded])
+            self._scaler.update_stepped(list(self._waiting()))
+
+    def _waiting(self) -> Iterator[torch.Tensor]:
+        """The gradients of optimizers that have neither stepped nor unscaled, wherever the strategy keeps them."""
+        recorded = self._scaler.stages
+        for owner in self._owners:
+            for optimizer in owner.optimizers:
+                if id(optimizer) not in recorded:
+                    yield from _gradients(optimizer)
+                    yield from map(_local, owner.held_gradients(held_by(optimizer)))
 
     def _meet(self, optimizer: Optimizer) -> None:
         """An optimizer is about to unscale, or to step."""
@@ -225,11 +234,12 @@ class _Scaler(GradScaler):
         state["stage"] = OptState.STEPPED
         return any(found.item() for found in state["found_inf_per_device"].values())
 
-    def update_stepped(self, waiting: Sequence[Optimizer]) -> None:
+    def update_stepped(self, waiting: Sequence[torch.Tensor]) -> None:
         """Updates the scale by what those found that have stepped; gradients that are unscaled and wait for a step stay so.
 
         Args:
-            waiting: optimizers whose gradients, if there are any, were scaled by the scale so far. Does not wait for the device.
+            waiting: gradients that were scaled by the scale so far, and are multiplied in place to match the new one. Does not
+                wait for the device.
         """
         unscaled = {key: state for key, state in self.stages.items() if state["stage"] is not OptState.STEPPED}
         for key in unscaled:
@@ -239,7 +249,10 @@ class _Scaler(GradScaler):
         self.update()
         self.stages.update(unscaled)
         if before is not None:
-            _multiply(waiting, self._scale / before)
+            factor = self._scale / before
+            with torch.no_grad():
+                for (device, _), gradients in _by_kind(waiting).items():
+                    torch._foreach_mul_(gradients, factor.to(device))
 
     def settled_state(self) -> dict[str, Any]:
         """The scale and its tracker as they will be after the update that is due."""
@@ -274,7 +287,7 @@ class _Scaler(GradScaler):
         # shard may be, it records nothing.
         found = {found_inf.device: found_inf}
         with torch.no_grad():
-            for (device, _), gradients in _local_gradients(optimizer).items():
+            for (device, _), gradients in _by_kind(_gradients(optimizer)).items():
                 if device not in found:
                     found[device] = torch.zeros_like(found_inf, device=device)
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
@@ -286,34 +299,32 @@ class _Scaler(GradScaler):
         return {found_inf.device: found_inf}
 
 
-def _multiply(optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
-    with torch.no_grad():
-        for optimizer in optimizers:
-            for (device, _), gradients in _local_gradients(optimizer).items():
-                torch._foreach_mul_(gradients, factor.to(device))
+def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """What this rank holds of the gradients of an optimizer, live."""
+    for parameter in held_by(optimizer):
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                # Entries of one index are added first, for their sum may overflow where none of them does.
+                parameter.grad = parameter.grad.coalesce()
+            yield _local(parameter.grad)
 
 
-def _local_gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """What this rank holds of the gradients, by device and dtype, as the kernels over many tensors want it."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                local = _local(parameter)
-                found.setdefault((local.device, local.dtype), []).append(local)
-    return found
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    gradient: Any = parameter.grad
+def _local(gradient: Any) -> torch.Tensor:
+    """The real dense numbers of a gradient that are in the memory of this rank."""
     if gradient.is_sparse:
-        # Entries of one index are added first, for their sum may overflow where none of them does.
-        gradient = parameter.grad = gradient.coalesce()
         gradient = gradient.values()
     elif hasattr(gradient, "to_local"):  # a DTensor, without importing what it comes from
         gradient = gradient.to_local()
     result: torch.Tensor = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     return result
+
+
+def _by_kind(gradients: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """By device and dtype, as the kernels over many tensors want it."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return found
 
 
 def _found(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -52,7 +52,7 @@ class FP8(Precision):
         recipe: how scales are chosen, see `AORecipeKwargs`; or the options of a back end as one object, which is complete: the
             other arguments about layers and products are an error beside it. None: "tensorwise", or the default of the back end.
         backend: None: that of `recipe`, else torchao, else Transformer Engine, whichever is installed.
-        emulate: see `AORecipeKwargs`.
+        emulate: see `AORecipeKwargs`; for this and the four that follow, None is "not given".
         enable_fsdp_float8_all_gather: see `AORecipeKwargs`. Under a strategy that holds parameters whole it is an error.
         skip: see `LayerOptions`.
         convert_ends: see `LayerOptions`.
@@ -73,17 +73,17 @@ class FP8(Precision):
         *,
         backend: Backend | None = None,
         emulate: bool | None = None,
-        enable_fsdp_float8_all_gather: bool = False,
-        skip: Sequence[str] = (),
-        convert_ends: bool = False,
+        enable_fsdp_float8_all_gather: bool | None = None,
+        skip: Sequence[str] | None = None,
+        convert_ends: bool | None = None,
         module_filter_func: Filter | None = None,
         output_dtype: torch.dtype | None = torch.float32,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.policy = PrecisionPolicy(compute=torch.bfloat16, output=output_dtype, reduce=reduce_dtype)
-        layers = {"skip": skip, "convert_ends": convert_ends, "module_filter_func": module_filter_func}
-        of_torchao = {"emulate": emulate, "enable_fsdp_float8_all_gather": enable_fsdp_float8_all_gather}
-        given = [name for name, value in {**of_torchao, **layers}.items() if value not in (None, False, (), [])]
+        layers = _given(skip=skip, convert_ends=convert_ends, module_filter_func=module_filter_func)
+        of_torchao = _given(emulate=emulate, enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather)
+        given = [*of_torchao, *layers]
         if isinstance(recipe, LayerOptions) and given:
             raise ValueError(
                 f"FP8(recipe={type(recipe).__name__}(...)) was given {', '.join(given)} too, and the object is complete. Give them to "
@@ -93,7 +93,7 @@ class FP8(Precision):
             backend,
             recipe,
             lambda module: find_spec(module) is not None,
-            [name for name in given if name in of_torchao],
+            list(of_torchao),
         )
         self.recipe = _recipe(recipe, self.backend, layers, of_torchao)
         self._conversions = Conversions(
@@ -238,6 +238,10 @@ def _recipe(
     if given is not None:
         options["recipe"] = given
     return AORecipeKwargs(**options, **of_torchao)  # type: ignore[arg-type]
+
+
+def _given(**options: object) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _in_words(recipe: Recipe) -> str:

@@ -16,6 +16,10 @@ because readers prefer the latter.
 file: `"aliases": '{"head.weight": "embedding.weight"}'`. `read_weights` gives them back, so that a strict `load_state_dict`
 passes; `safetensors.torch.load_model` and transformers know by themselves which weights of the model are tied. A `.bin`
 holds all names.
+
+**A model that is cut into shards** is written tensor by tensor: the main process reads one from the ranks that have it, writes
+it, and drops it, so it holds its shard, one tensor and a buffer. `torch.save` wants the tensors of a file all at once: choose a
+`max_shard_size` that fits into memory.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import nn
 
+from accel_core.checkpoint.assembling import Gathering
 from accel_core.checkpoint.weights import tensor_files
-from accel_core.checkpoint.weights.tensor_files import Aliases, Tensors, replace_file, stage, sync_folder
+from accel_core.checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
 
 if TYPE_CHECKING:
     from accel_core.world import World
@@ -46,7 +51,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?((?:[KMGT]i?)?)B")
 
 
 def save_weights(
-    weights: nn.Module | Tensors,
+    weights: nn.Module | Tensors | Gathering,
     directory: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
@@ -56,7 +61,7 @@ def save_weights(
 
     Args:
         weights: the unwrapped model, or a whole state dict, on any device. Only the main process reads it: the others may
-            pass an empty one.
+            pass an empty one. Or, on every rank, a gathering of what the ranks have.
         directory: made if it does not exist.
         max_shard_size: of one file, as bytes or as text: "5GB" is 5 * 10**9 bytes, "5GiB" is 5 * 2**30. A tensor that is
             larger than that has a file to itself.
@@ -69,6 +74,12 @@ def save_weights(
 
     All are raised on every rank, with the same message.
     """
+    if isinstance(weights, Gathering):
+        gathering = weights
+        gathering.together(
+            "save_model()", lambda: write_weights(gathering, directory, max_shard_size, safe_serialization)
+        )
+        return
     failure: Exception | None = None
     if world.is_main:
         try:
@@ -80,12 +91,12 @@ def save_weights(
 
 
 def write_weights(
-    weights: Tensors,
+    weights: Tensors | Gathering,
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """What `save_weights` does on the main process. Not a collective."""
+    """What `save_weights` does on the main process. Not a collective; a gathering is read within its `together`."""
     limit = parse_size(max_shard_size)
     folder, files = Path(directory), _SAFETENSORS if safe_serialization else _PICKLED
     if folder.exists() and not folder.is_dir():
@@ -97,11 +108,21 @@ def write_weights(
             f"save_model(safe_serialization=False) was asked to write into {folder}, which holds {preferred}: whoever loads "
             f"from there takes that file, and not the new weights. Pass another directory, or remove it first."
         )
-    unique, aliases = tensor_files.untie(weights)
+    unique, aliases, read = _contents(weights)
     if safe_serialization:
         tensor_files.check_safetensors(unique)
     folder.mkdir(parents=True, exist_ok=True)
-    _publish(folder, files, _split(unique, aliases, limit))
+    _publish(folder, files, _split(unique, aliases, limit), read)
+
+
+def _contents(weights: Tensors | Gathering) -> tuple[dict[str, torch.Tensor], dict[str, str], Read]:
+    """What is to be written, further names, and how the data is read when its turn comes."""
+    if not isinstance(weights, Gathering):
+        unique, aliases = tensor_files.untie(weights)
+        return unique, aliases, unique.__getitem__
+    awaited = weights.awaited
+    unique, aliases = tensor_files.untie(weights.sketch(), awaited)
+    return unique, aliases, lambda name: weights[name] if name in awaited else unique[name]
 
 
 def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -163,7 +184,7 @@ def save(
         )
     unique, aliases = tensor_files.untie(obj)
     tensor_files.check_safetensors(unique)
-    replace_file(Path(f), lambda file: tensor_files.write_safetensors(unique, aliases, file))
+    replace_file(Path(f), partial(tensor_files.write_safetensors, unique, aliases, unique.__getitem__))
 
 
 def parse_size(size: int | str) -> int:
@@ -187,7 +208,7 @@ class _Files:
 
     stem: str
     suffix: str
-    write: Callable[[Tensors, Aliases, BinaryIO], None]
+    write: Callable[[Tensors, Aliases, Read, BinaryIO], None]
     holds_aliases: bool  # under their own names, or in the metadata
 
     @property
@@ -252,7 +273,7 @@ def _split(tensors: Tensors, aliases: Aliases, limit: int) -> list[_Part]:
     return parts
 
 
-def _publish(folder: Path, files: _Files, parts: list[_Part]) -> None:
+def _publish(folder: Path, files: _Files, parts: list[_Part], read: Read) -> None:
     """Writes all parts under temporary names, and then puts them in the place of the set that is there."""
     names = files.names(len(parts))
     _remove(folder, [name for name in files.ours(folder) if name.endswith(".tmp")])  # a killed save left them
@@ -260,7 +281,7 @@ def _publish(folder: Path, files: _Files, parts: list[_Part]) -> None:
     try:
         for name, part in zip(names, parts, strict=True):
             path = folder / name
-            staged[path] = stage(path, partial(files.write, part.tensors, part.aliases))
+            staged[path] = stage(path, partial(files.write, part.tensors, part.aliases, read))
         if len(parts) > 1:
             index = _index(names, parts, files.holds_aliases)
             staged[folder / files.index] = stage(folder / files.index, lambda file: _write_json(index, file))

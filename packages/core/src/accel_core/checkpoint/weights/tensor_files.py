@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,7 @@ import torch
 
 Tensors = Mapping[str, torch.Tensor]
 Aliases = Mapping[str, str]
+Read = Callable[[str], torch.Tensor]
 Write = Callable[[BinaryIO], None]
 
 # The names are those of the format's description: https://github.com/huggingface/safetensors#format
@@ -47,16 +48,21 @@ SAFETENSORS_DTYPES = {
 }
 
 
-def untie(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors without repetitions, and each name left out with the name under which its tensor is kept (the first).
 
     Only names of the very same memory are tied. Views that overlap in any other way stay tensors of their own and are
     written whole: a file holds no views, and loading them into the same views gives the same values.
 
+    Args:
+        tensors: by their names.
+        awaited: names of tensors on the meta device whose data comes when they are written; the same object is tied.
+
     Raises:
         ValueError: naming the values that are not plain, dense tensors with data.
     """
-    meta = [name for name, value in tensors.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    here = {name: value for name, value in tensors.items() if name not in awaited}
+    meta = [name for name, value in here.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if meta:
         raise ValueError(
             f"weights are written with their data, but {len(meta)} of {len(tensors)} tensors are on the meta device and have "
@@ -67,7 +73,8 @@ def untie(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str
     first: dict[tuple[Any, ...], str] = {}
     for name, value in tensors.items():
         tensor = _plain(name, value)
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = tensor.data_ptr() if name in here else id(value)
+        memory = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and (kept := first.setdefault(memory, name)) != name:
             aliases[name] = kept
         else:
@@ -99,8 +106,15 @@ def check_safetensors(tensors: Tensors) -> None:
             )
 
 
-def write_safetensors(tensors: Tensors, aliases: Aliases, file: BinaryIO) -> None:
-    """Writes tensors on any device; one at a time is copied to the CPU. The aliases go into the metadata, as JSON."""
+def write_safetensors(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
+    """Writes tensors on any device; one at a time is copied to the CPU. The aliases go into the metadata, as JSON.
+
+    Args:
+        tensors: what to write; only shapes and dtypes are looked at.
+        aliases: further names of them.
+        read: gives the data of a tensor, by its name. It is asked when that is written, and the data dropped before the next.
+        file: where to.
+    """
     # By falling size of their elements, every tensor lies at a multiple of its own; readers map it without a copy.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     metadata = {"format": "pt"}  # transformers refuses files that do not say so
@@ -118,7 +132,7 @@ def write_safetensors(tensors: Tensors, aliases: Aliases, file: BinaryIO) -> Non
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
-        _write_data(tensors[name], file)
+        _write_data(read(name), file)
 
 
 def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
@@ -129,9 +143,12 @@ def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
     file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-def write_pickled(tensors: Tensors, aliases: Aliases, file: BinaryIO) -> None:
-    """Writes a dict under all names with `torch.save`; it loads with `weights_only=True`, and aliases stay tied."""
-    alone = {name: _alone(tensor) for name, tensor in tensors.items()}
+def write_pickled(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
+    """Writes a dict under all names with `torch.save`; it loads with `weights_only=True`, and aliases stay tied.
+
+    The arguments are those of `write_safetensors`, but `torch.save` takes the data of all tensors at once.
+    """
+    alone = {name: _alone(read(name)) for name in tensors}
     torch_save(alone | {alias: alone[kept] for alias, kept in aliases.items()}, file)
 
 

@@ -1,0 +1,101 @@
+"""In which dtypes the parameters of a unit are gathered, and in which their gradients travel.
+
+Where matrix products are computed in a narrow dtype, autocast casts their weights, and autograd keeps what was cast until the
+backward: the whole model, on every rank. Weights that are gathered in that dtype need no cast, go when their unit has computed, and
+are half of the communication. Norms and embeddings, which autocast leaves alone, are gathered in their own dtype. So every number is
+the one that one process computes, but for what a module computes by itself with weights of two and more dims, and with
+parameters that it has beside its children: outside of autocast, these are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core.prepare import PrepareRequest
+    from accel_fsdp.units import Unit
+
+
+class Gathering:
+    """The dtypes of one model.
+
+    Args:
+        model: the root.
+        whole: its parameters that are not cut.
+        request: the dtypes of the precision, and whether autocast is on.
+        dtype: the one in which all parameters are gathered; None: the policy decides.
+    """
+
+    def __init__(
+        self, model: nn.Module, whole: Collection[nn.Parameter], request: PrepareRequest, dtype: torch.dtype | None
+    ) -> None:
+        self._policy = request.policy
+        compute = request.policy.compute if request.autocast.enabled else None
+        self._dtype = compute if dtype is None else dtype
+        self._keeps = dtype is None and compute is not None
+        self._whole = {id(parameter) for parameter in whole}
+        self._kept = {id(module) for module in self._left_alone(model)} if self._keeps else set()
+
+    def parts(self, unit: Unit) -> Iterator[tuple[Unit, Any]]:
+        """What of a unit is gathered together, and its dtypes, as torch's `MixedPrecisionPolicy`; the unit itself comes last.
+
+        Args:
+            unit: the units inside of it have been sharded already.
+        """
+        members = unit if isinstance(unit, list) else [unit]
+        if all(id(member) in self._kept for member in members):
+            yield unit, self._dtypes(members, None)
+            return
+        kept = [
+            module
+            for member in members
+            for module in member.modules()
+            if id(module) in self._kept and _is_uncut(module)
+        ]
+        if kept:
+            yield list(dict.fromkeys(kept)), self._dtypes(kept, None)
+        yield unit, self._dtypes(members, self._dtype)
+
+    def __str__(self) -> str:
+        if self._dtype is None:
+            return ""
+        name = str(self._dtype).removeprefix("torch.")
+        return f"{name}, norms and embeddings in their own dtype" if self._keeps else name
+
+    def _dtypes(self, members: Iterable[nn.Module], dtype: torch.dtype | None) -> Any:
+        """Inputs and outputs are cast by the calls of the root alone, as under every strategy."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        reduce = self._policy.reduce or self._policy.param
+        if reduce is None and dtype is not None:  # torch's own choice would be the dtype of gathering
+            stored = (each for member in members for each in member.parameters() if id(each) not in self._whole)
+            reduce = next((each.dtype for each in stored), None)
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+
+    def _left_alone(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Modules all of whose parameters autocast leaves alone, as far as can be seen: embeddings, and those of one dim at most."""
+        owners: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(module)
+        alone = {id(module) for module in model.modules() if self._is_left_alone(module)}
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if id(module) in alone and all(id(other) in alone for each in own for other in owners[id(each)]):
+                yield module
+
+    def _is_left_alone(self, module: nn.Module) -> bool:
+        own = [each for each in module.parameters(recurse=False) if id(each) not in self._whole]
+        is_leaf = len(own) > 0 and len(list(module.parameters())) == len(list(module.parameters(recurse=False)))
+        return is_leaf and (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or all(each.dim() < 2 for each in own))
+
+
+def _is_uncut(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return not isinstance(module, FSDPModule)

@@ -1,0 +1,141 @@
+"""Under a narrow compute dtype, parameters are gathered in it: no copy of the model waits for the backward, and numbers stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel_core import Accelerator
+from accel_core.testing import run_ranks
+from accel_fsdp import FSDP
+
+WIDTH, BLOCKS = 32, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.often = nn.RMSNorm(WIDTH)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        # One norm runs in training alone: those of a unit are gathered together, and not all of them need to run.
+        return self.often(x) if self.training else x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.batch = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.batch(x))
+
+
+def built():
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(rank):
+    return torch.arange(rank, rank + 6) % 10, torch.linspace(-1, 1, 18).view(6, 3) + rank
+
+
+def saved_bytes(function):
+    """How much autograd saves of weights, or of copies of them, meanwhile."""
+    sizes = {}
+
+    def pack(tensor):
+        if tensor.dim() == 2 and set(tensor.shape) <= {WIDTH, 2 * WIDTH}:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    return result, sum(storage.nbytes() for storage in sizes.values())
+
+
+def trained(strategy):
+    accelerator = Accelerator(strategy=strategy, mixed_precision="bf16", cpu=True)
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids, targets = batch(accelerator.process_index)
+    losses, kept, gradients = [], [], {}
+    for _ in range(3):
+        output, held = saved_bytes(lambda: model(ids))
+        loss = (output - targets).pow(2).mean()
+        accelerator.backward(loss)
+        gradients = {
+            name: (parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad).tolist()
+            for name, parameter in accelerator.unwrap_model(model).named_parameters()
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(ids)
+        model.train()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        kept.append(held)
+    told = {detail.about: detail.text for detail in accelerator.explain().details}
+    return losses, kept, gradients, told
+
+
+def strategies():
+    return {
+        "ddp": trained("ddp"),
+        "fsdp": trained(FSDP()),
+        "recomputed": trained(FSDP(activation_checkpointing=True)),
+        "in bfloat16": trained(FSDP(gather_dtype=torch.bfloat16, wrap=["Block"], ignored_modules=["batch"])),
+        "in float32": trained(FSDP(gather_dtype=torch.float32)),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(strategies, 2, timeout=100)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "recomputed", "in float32"])
+def test_numbers_are_those_of_whole_parameters_under_autocast(ranks, strategy):
+    for found in ranks:
+        assert found[strategy][0] == pytest.approx(found["ddp"][0], rel=1e-5)
+
+
+def test_rounded_norms_and_embeddings_are_close_and_not_the_same(ranks):
+    for found in ranks:
+        assert found["in bfloat16"][0] == pytest.approx(found["ddp"][0], rel=5e-2)
+        assert found["in bfloat16"][0] != pytest.approx(found["ddp"][0], rel=1e-6)
+
+
+def test_no_copy_of_the_weights_waits_for_the_backward(ranks):
+    whole = BLOCKS * 2 * WIDTH * 2 * WIDTH * 2  # bytes of the blocks' matrices in bfloat16
+    for found in ranks:
+        assert max(found["fsdp"][1] + found["recomputed"][1] + found["in bfloat16"][1]) < whole / 4
+        assert min(found["in float32"][1]) >= whole
+        assert min(found["ddp"][1]) >= whole
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "in bfloat16"])
+def test_gradients_travel_in_the_dtype_of_the_parameters(ranks, strategy):
+    for found in ranks:
+        gradients = {name: torch.tensor(values) for name, values in found[strategy][2].items()}
+        for name in ("blocks.0.up.weight", "blocks.1.norm.weight", "table.weight"):
+            assert not torch.equal(gradients[name].bfloat16().float(), gradients[name])
+
+
+def test_explain_says_in_which_dtypes_parameters_are_gathered(ranks):
+    told = ranks[0]
+    assert told["fsdp"][3]["gathered"] == "bfloat16, norms and embeddings in their own dtype"
+    assert told["in float32"][3]["gathered"] == "float32"
