@@ -1,6 +1,7 @@
 """Meshes: the arrangement of processes, its groups, and what the core is told of it."""
 
 import gc
+import re
 import weakref
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from accel_core import World
 from accel_core.testing import run_ranks
+from accel_fsdp import FSDP
 from accel_fsdp.mesh import Meshes, Sizes
 
 TIMEOUT = timedelta(seconds=77)
@@ -149,3 +151,14 @@ def alone():
 
 def test_one_process_is_a_mesh_of_one():
     assert run_ranks(alone, 1) == [({"shard": [0]}, (0, 1), None, {TIMEOUT}, "shard 1 = 1 process", [0.0])]
+
+
+def test_a_number_of_shards_that_does_not_multiply_to_the_world_is_refused_with_the_formula():
+    message = re.escape(
+        "replicate(2) * shard(3) * context_parallel(1) * tensor_parallel(1) = 6 != 4, the number of processes"
+    )
+    with pytest.raises(ValueError, match=message):
+        Sizes.of(4, 2, 1, 1, shard=3)
+    assert Sizes.of(4, 2, 1, 1, shard=2) == Sizes.of(4, 2, 1, 1)
+    with pytest.raises(ValueError, match=r"FSDP\(shard=0\): expected how many processes"):
+        FSDP(shard=0)

@@ -35,13 +35,20 @@ class Sizes(NamedTuple):
     tensor: int
 
     @classmethod
-    def of(cls, processes: int, replicate: int, context: int, tensor: int) -> Sizes:
-        """The sizes for so many processes: what the named dimensions leave over is the number of shards.
+    def of(cls, processes: int, replicate: int, context: int, tensor: int, shard: int | None = None) -> Sizes:
+        """The sizes for so many processes: what the named dimensions leave over is the number of shards, unless that is named too.
 
         Raises:
-            ValueError: if the product of the named dimensions does not divide the number of processes.
+            ValueError: if the product of the named dimensions does not divide the number of processes; or is not that number, with
+                `shard` among them.
         """
         named = replicate * context * tensor
+        if shard is not None and named * shard != processes:
+            raise ValueError(
+                f"replicate({replicate}) * shard({shard}) * context_parallel({context}) * tensor_parallel({tensor}) = {named * shard} != "
+                f"{processes}, the number of processes of this run. Start {named * shard} processes, or leave FSDP(shard=...) out: the "
+                f"number of shards then is what the others leave over."
+            )
         if min(replicate, context, tensor) < 1 or processes % named:
             fitting = ", ".join(str(count) for count in range(1, processes + 1) if processes % count == 0)
             raise ValueError(
@@ -77,7 +84,9 @@ class Meshes:
     gradient_group: ProcessGroup | None
 
     @classmethod
-    def build(cls, world: World, replicate: int = 1, context: int = 1, tensor: int = 1) -> Meshes:
+    def build(
+        cls, world: World, replicate: int = 1, context: int = 1, tensor: int = 1, shard: int | None = None
+    ) -> Meshes:
         """Arranges the processes of `world`. A collective: every rank calls it, with the same numbers.
 
         Args:
@@ -85,11 +94,12 @@ class Meshes:
             replicate: how many copies of the sharded parameters there are.
             context: how many processes share a sequence.
             tensor: how many processes share a layer.
+            shard: how many processes share a copy of the parameters; None: those that the others leave over.
 
         Raises:
-            ValueError: if the product of the numbers does not divide the number of processes.
+            ValueError: if the numbers do not fit the number of processes.
         """
-        sizes = Sizes.of(world.size, replicate, context, tensor)
+        sizes = Sizes.of(world.size, replicate, context, tensor, shard)
         ranks = torch.arange(world.size).view(sizes)
         root = _root(world, ranks.flatten(SHARD, CONTEXT))  # of the parameters, context peers are shards
         peers = _mine(world, ranks.movedim(CONTEXT, -1)) if context > 1 else None

@@ -59,7 +59,7 @@ _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 class FSDP(Strategy):
     """Fully sharded data parallelism, with replicas, tensor parallelism and context parallelism as further dimensions.
 
-    `replicate * shards * context_parallel * tensor_parallel` is the number of processes; the number of shards follows.
+    `replicate * shard * context_parallel * tensor_parallel` is the number of processes; the number of shards follows, if it is not given.
 
     What a model computes is what it computes under any other strategy, in every dtype: parameters keep their dtype, and a `compute`
     dtype is that of autocast. Where there is one, parameters are gathered in it, but for those of norms and embeddings, which autocast
@@ -88,6 +88,7 @@ class FSDP(Strategy):
         reduce_unused_parameters: whether parameters that took no part in a rank's backward travel as zeros, so that ranks may use
             different ones (experts, modalities). Their gradient then is zero, and not None, also where no rank used them. False is
             right only if all ranks always use the same: otherwise gradients of different parameters are added up without a word.
+        shard: how many processes share a copy of the parameters; None: as many as the other dimensions leave over.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
@@ -111,11 +112,13 @@ class FSDP(Strategy):
         ignored_modules: Ignored = None,
         gather_dtype: torch.dtype | None = None,
         reduce_unused_parameters: bool = True,
+        shard: int | None = None,
     ) -> None:
         for name, count in (
             ("replicate", replicate),
             ("tensor_parallel", tensor_parallel),
             ("context_parallel", context_parallel),
+            ("shard", 1 if shard is None else shard),
         ):
             _check_count(name, count)
         check_plan(parallelize_plan, tensor_parallel)
@@ -124,7 +127,12 @@ class FSDP(Strategy):
                 f"FSDP(reshard_after_forward={reshard_after_forward!r}, tensor_parallel={tensor_parallel}) was asked for, but parameters "
                 f"that tensor parallelism has cut cannot be kept in parts on fewer ranks. Give reshard_after_forward=True or False."
             )
-        self._sizes = {"replicate": replicate, "context": context_parallel, "tensor": tensor_parallel}
+        self._sizes: dict[str, Any] = {
+            "replicate": replicate,
+            "context": context_parallel,
+            "tensor": tensor_parallel,
+            "shard": shard,
+        }
         self._options = Options(
             reshard_after_forward=reshard_after_forward,
             wrap=wrap,
