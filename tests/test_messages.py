@@ -69,6 +69,7 @@ ALLOWED = {
     "os._exit",  # how a process may have ended
     "parameter.data.contiguous",  # torch.Tensor's; `data` says its type of instances only
     "replicate",  # a factor in a formula, as in "replicate(2) * context_parallel(1)"
+    "shard",  # another one
     "tensor_parallel",  # another one
     "timedelta",  # datetime's
     "x",  # in the pattern of Slurm's "2(x3)"
