@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import pytest
 import torch
 from sharded_strategies import Flat, Rows
@@ -13,6 +10,7 @@ from torch import nn
 from accel_core import Accelerator, hookimpl
 from accel_core.strategies import DDP
 from accel_core.testing import run_ranks
+from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory
 
 WIDTH, LAYERS = 2048, 6
 WEIGHT = 4 * WIDTH * WIDTH  # bytes
@@ -47,37 +45,23 @@ def accelerator_of(strategy, width):
     return accelerator
 
 
-def extra(work):
-    """How many bytes more than before this process had at most, while it worked."""
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 20
-    )  # M_MMAP_THRESHOLD: what is freed is given back, so that no gaps are measured
-    Path("/proc/self/clear_refs").write_text("5")  # what it had at most is what it has now
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 def saving(folder, strategy):
     small = accelerator_of(strategy, 8)
     small.save_state(folder / "small")  # imports
     accelerator = accelerator_of(strategy, WIDTH)
-    return extra(lambda: accelerator.save_state(folder / strategy))
+    return extra_memory(lambda: accelerator.save_state(folder / strategy))
 
 
 def loading(folder, strategy):
     small = accelerator_of(strategy, 8)
     small.load_state(folder / "small")
     accelerator = accelerator_of(strategy, WIDTH)
-    return {source: extra(lambda source=source: accelerator.load_state(folder / source)) for source in STRATEGIES}
+    return {
+        source: extra_memory(lambda source=source: accelerator.load_state(folder / source)) for source in STRATEGIES
+    }
 
 
-measured = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not measure peaks")
+measured = pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the kernel does not measure peaks")
 
 
 @measured
@@ -91,7 +75,7 @@ def test_saving_and_loading_need_buffers_only(tmp_path):
 
 def copying():
     weights = [torch.ones(WIDTH, WIDTH) for _ in range(6)]
-    return extra(lambda: [weight.clone() for weight in weights])
+    return extra_memory(lambda: [weight.clone() for weight in weights])
 
 
 @measured

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import signal
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from accel_core.checkpoint.assembling import whole
 from accel_core.collectives import gather_objects
 from accel_core.errors import CheckpointError
 from accel_core.testing import models
+from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory, leave_no_gaps
 from accel_core.world import World
 from accel_fsdp import FSDP
 from accel_precision import FP16
@@ -388,31 +387,16 @@ def deep(size):
     return accelerator, called
 
 
-def extra(work):
-    """How many bytes more than before this process had at most, while it worked."""
-    Path("/proc/self/clear_refs").write_text("5")  # what it had at most is what it has now
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 def memory(folder):
     """Bytes that saving and loading took beside what is trained; and that a copy of the parameters takes."""
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 20
-    )  # M_MMAP_THRESHOLD: what is freed is given back, and leaves no gaps to be filled
+    leave_no_gaps()
     small, _ = deep(8)
     small.save_state(f"{folder}/small")  # imports
     small.load_state(f"{folder}/small")
     large, model = deep(SIZE)
-    saving = extra(lambda: large.save_state(f"{folder}/large"))
-    loading = extra(lambda: large.load_state(f"{folder}/large"))
-    copying = extra(lambda: [parameter.detach().clone() for parameter in model.parameters()])
+    saving = extra_memory(lambda: large.save_state(f"{folder}/large"))
+    loading = extra_memory(lambda: large.load_state(f"{folder}/large"))
+    copying = extra_memory(lambda: [parameter.detach().clone() for parameter in model.parameters()])
     for each in (small, large):
         each.free_memory()
     return saving, loading, copying
@@ -420,7 +404,7 @@ def memory(folder):
 
 def on_two_ranks(folder):
     """All of these, and the memory first."""
-    facts = {"memory": memory(f"{folder}/memory")} if Path("/proc/self/clear_refs").exists() else {}
+    facts = {"memory": memory(f"{folder}/memory")} if PEAKS_ARE_MEASURED else {}
     facts["kill"] = behind_a_kill(f"{folder}/killed")
     facts.update((strategy, in_windows(f"{folder}/{strategy}", strategy)) for strategy in ("fsdp", "kept"))
     return facts

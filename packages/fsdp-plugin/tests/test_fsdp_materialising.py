@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import random
 import weakref
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -19,6 +17,7 @@ from accel_core import Accelerator
 from accel_core.checkpoint.weights.saving import write_weights
 from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
+from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory
 from accel_core.world import World
 from accel_fsdp import FSDP
 from accel_fsdp.materialising import Recipes, is_meta
@@ -350,20 +349,6 @@ def deep(size):
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
 
 
-def extra(work):
-    """How many bytes more than before this process had at most, while it worked."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back
-    Path("/proc/self/clear_refs").write_text("5")  # what it had at most is what it has now
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 def filling(folders):
     found = {}
     for checkpoint in (None, *folders):
@@ -376,13 +361,13 @@ def filling(folders):
         def fill(accelerator=accelerator, large=large, models=models):
             models.append(accelerator.prepare(accelerator.build_model(lambda: deep(SIZE), large)))
 
-        found["factory" if checkpoint is None else checkpoint.name] = extra(fill)
+        found["factory" if checkpoint is None else checkpoint.name] = extra_memory(fill)
         assert isinstance(models[0][0].weight, DTensor)
         accelerator.free_memory()
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not measure peaks")
+@pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the kernel does not measure peaks")
 def test_a_rank_never_has_more_than_its_shards_and_a_buffer(tmp_path):
     for name, size in {"small": 4, "large": SIZE}.items():
         state = {f"{index}.weight": torch.zeros(size, size) for index in range(LAYERS)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -17,6 +15,7 @@ from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
 from accel_core.checkpoint.weights.saving import write_weights
 from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
+from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory
 from accel_core.world import World
 from accel_fsdp import FSDP
 
@@ -225,36 +224,22 @@ def deep(size):
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
 
 
-def extra(work):
-    """How many bytes more than before this process had at most, while it worked."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back
-    Path("/proc/self/clear_refs").write_text("5")  # what it had at most is what it has now
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 def measured(folder):
     other, small = prepared(deep(4))
     accelerator, large = prepared(deep(SIZE))
     other.save_model(small, folder / "small")  # imports
     load_checkpoint_in_model(small, folder / "small")
     found = {
-        "saving": extra(lambda: accelerator.save_model(large, folder / "large", max_shard_size=2 * WEIGHT)),
-        "loading": extra(lambda: load_checkpoint_in_model(large, folder / "large")),
-        "gathering": extra(lambda: accelerator.get_state_dict(large)),
+        "saving": extra_memory(lambda: accelerator.save_model(large, folder / "large", max_shard_size=2 * WEIGHT)),
+        "loading": extra_memory(lambda: load_checkpoint_in_model(large, folder / "large")),
+        "gathering": extra_memory(lambda: accelerator.get_state_dict(large)),
     }
     for each in (accelerator, other):
         each.free_memory()
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not measure peaks")
+@pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the kernel does not measure peaks")
 def test_memory_of_exporting_and_importing(tmp_path):
     """What is read goes into the shards, without a copy. What is written is put together where it is written, one by one."""
     first, second = run_ranks(measured, 2, tmp_path)
