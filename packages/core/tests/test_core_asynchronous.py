@@ -212,16 +212,26 @@ def test_whatever_needs_the_save_waits_for_it(waits, mode, tmp_path):
         assert is_complete(folder)
 
 
+def interrupt_until(caught):
+    """Ctrl-C, and again if it was lost: Python prints what is raised in a finalizer, and goes on."""
+    while not caught.wait(1.0):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
 def test_a_wait_that_was_interrupted_can_be_repeated(tmp_path):
     """By Ctrl-C in a notebook: the thread goes on, and its memory is not given to the next save."""
     run = Run()
-    interrupt = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    caught = threading.Event()
+    interrupt = threading.Thread(target=interrupt_until, args=[caught])
     with held_threads():
         run.accelerator.save_state(tmp_path / "a", asynchronous=True)
         threading.setprofile(None)
+        interrupt.start()
         with pytest.raises(KeyboardInterrupt):
-            interrupt.start()
-            run.accelerator.wait_for_checkpoint()
+            try:
+                run.accelerator.wait_for_checkpoint()
+            finally:
+                caught.set()
         interrupt.join()
         assert not is_complete(tmp_path / "a")
     run.accelerator.save_state(tmp_path / "b", asynchronous=True)
@@ -340,8 +350,9 @@ def test_nothing_outlives_the_accelerator(mode, heard, tmp_path):
     def saved():
         run = Run()
         run.step()
-        run.accelerator.save_state(tmp_path / "a", asynchronous=mode)
-        (thread,) = (each for each in threading.enumerate() if each.name == "accel checkpoint")
+        with held_threads():
+            run.accelerator.save_state(tmp_path / "a", asynchronous=mode)
+            (thread,) = (each for each in threading.enumerate() if each.name == "accel checkpoint")
         if heard:
             run.accelerator.wait_for_checkpoint()
         thread.join()
