@@ -91,6 +91,16 @@ def no_file_larger_than(nbytes):
 
 
 @contextmanager
+def interruptible():
+    """A shell may have this process ignore SIGINT: one does that it started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def held_threads(seconds=0.0):
     """Threads that start in the block go on when the event is set that this gives: at its end, or after some seconds."""
     go_on = threading.Event()
@@ -223,7 +233,7 @@ def test_a_wait_that_was_interrupted_can_be_repeated(tmp_path):
     run = Run()
     caught = threading.Event()
     interrupt = threading.Thread(target=interrupt_until, args=[caught])
-    with held_threads():
+    with held_threads(), interruptible():
         run.accelerator.save_state(tmp_path / "a", asynchronous=True)
         threading.setprofile(None)
         interrupt.start()

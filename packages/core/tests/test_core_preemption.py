@@ -292,9 +292,10 @@ from accel_core.world import World
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
 signal.set_wakeup_fd(writer)  # gets a byte per arrival
+interrupted = signal.getsignal(signal.SIGINT)
 preemption = Preemption(World.current(cpu=True), grace=3600)
 preemption.watch()
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert signal.getsignal(signal.SIGINT) is interrupted
 step = 0
 while not preemption.check():
     if step == 3:
