@@ -46,7 +46,7 @@ def cases_of(whole):
         return [Case(*to, Source(*by, each)) for to in PLACES + MORE for by in PLACES + MORE for each in precisions]
     pairs = [(place, place) for place in PLACES]
     pairs += itertools.product(FAR, FAR)
-    pairs += [(place, PLACES[number - 3]) for number, place in enumerate(PLACES) if number % 3 == 0]
+    pairs += [(place, PLACES[number - 3]) for number, place in enumerate(PLACES)]
     cases = [Case(*to, Source(*by)) for to, by in pairs]
     for precision in LOW:
         cases += [Case(*place, Source("fsdp", 2, precision)) for place in (("single", 1), ("fsdp", 2))]
