@@ -392,7 +392,8 @@ def child_that_is_terminated():
     preemption.watch()
     context = multiprocessing.get_context("fork")
     ready, report = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: (report.send("ready"), signal.pause(), signal.pause()))
+    # In short naps: a signal that comes just before a long one would be noticed behind it.
+    child = context.Process(target=lambda: (report.send("ready"), [time.sleep(0.01) for _ in range(6000)]))
     child.start()
     ready.recv()
     child.terminate()
