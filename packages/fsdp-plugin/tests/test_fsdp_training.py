@@ -548,6 +548,7 @@ def test_what_a_unit_computed_is_computed_again_if_asked_for(facts):
         ({"reshard_after_forward": "yes"}, ValueError, "reshard_after_forward='yes'"),
         ({"cpu_offload": "no"}, TypeError, "cpu_offload='no'.*True or False"),
         ({"activation_checkpointing": 1}, TypeError, "activation_checkpointing=1"),
+        ({"reduce_unused_parameters": "no"}, TypeError, "reduce_unused_parameters='no'.*True or False"),
         ({"gather_dtype": "bf16"}, ValueError, "gather_dtype='bf16'.*torch.bfloat16"),
         ({"gather_dtype": torch.int8}, ValueError, "gather_dtype=torch.int8"),
         (

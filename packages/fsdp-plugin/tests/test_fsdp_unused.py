@@ -70,8 +70,17 @@ def window():
     return norm, {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
+def left_out():
+    """The names of parameters without a gradient, where all ranks use the same, and what is unused does not travel."""
+    accelerator = Accelerator(strategy=FSDP(wrap="none", reduce_unused_parameters=False), cpu=True)
+    model = accelerator.prepare(built())
+    accelerator.backward(model(batch(accelerator.process_index)).pow(2).sum())
+    told = {detail.about: detail.text for detail in accelerator.explain().details}
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}, told
+
+
 def both():
-    return gradients(), window()
+    return gradients(), window(), left_out()
 
 
 def whole(gradient):
@@ -88,14 +97,14 @@ def test_each_head_has_the_gradient_of_the_rank_that_used_it(ranks):
     for rank, chosen in enumerate(("even", "odd")):
         model.chosen = chosen
         (model(batch(rank)).pow(2).sum() / 2).backward()
-    for found, _ in ranks:
+    for found, *_ in ranks:
         for name, parameter in model.named_parameters():
             if "none" not in name:
                 torch.testing.assert_close(torch.tensor(found[name]), parameter.grad)
 
 
 def test_what_nobody_used_has_a_gradient_of_zero(ranks):
-    for found, _ in ranks:
+    for found, *_ in ranks:
         assert not torch.tensor(found["heads.none.weight"]).any()
 
 
@@ -107,7 +116,13 @@ def test_a_number_that_the_closing_micro_batch_does_not_use_is_averaged(ranks):
             model.gated = (micro_batch, rank) in GATED
             (model(batch(rank + micro_batch)).pow(2).sum() / 4).backward()
     expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    for _, (norm, found) in ranks:
+    for _, (norm, found), _ in ranks:
         assert norm == pytest.approx(expected.item(), rel=1e-6)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(torch.tensor(found[name]), parameter.grad)
+
+
+def test_what_is_unused_may_be_left_out_of_what_travels(ranks):
+    for *_, (without, told) in ranks:
+        assert without == {f"heads.{head}.{name}" for head in ("odd", "none") for name in ("weight", "bias")}
+        assert told["unused parameters"] == "left out of what travels"
