@@ -18,6 +18,7 @@ from accel_core import collectives, fused_backward, gradients, metrics
 from accel_core.accumulation import Accumulate, Accumulation
 from accel_core.assembly import Arguments, assemble
 from accel_core.batch_stream import as_data_loader
+from accel_core.config import as_text, resolve
 from accel_core.deprecation import Deprecation
 from accel_core.feed import Feed
 from accel_core.hookspecs import LAYOUT_HOOKS
@@ -87,6 +88,10 @@ class Accelerator(ProcessControl):
                 scheduler.step()
                 optimizer.zero_grad()
 
+    What is not given here is taken from outside of the code, in this order: the command line of a launcher, environment variables,
+    a launcher's configuration file; see `accel_core.outside`, also for the options of a strategy or a precision that is chosen by
+    name.
+
     Building one is a collective when it starts the process group: the first one, on every rank that the launcher started.
 
     Args:
@@ -122,7 +127,8 @@ class Accelerator(ProcessControl):
             `AutocastKwargs`, `ProfileKwargs`.
         dynamo_backend: backend of `torch.compile` for prepared models. Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend: a `TorchDynamoPlugin`.
-        project_dir: the folder of the project; where `project_config` names one already, the two have to agree.
+        project_dir: the folder of the project; where `project_config` names one already, the two have to agree. Not given:
+            ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
         detect_nonfinite: whether the first value that is not finite is searched for: when a loss or a gradient of a window is
             inf or nan, the window runs once more under observation, and all ranks raise `NonFiniteError` with the module, the
@@ -167,7 +173,8 @@ class Accelerator(ProcessControl):
         kwargs_handlers = renamed(older_names, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older_names, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older_names, log_with)
-        self._project = resolve_project(project_dir, project_config)
+        project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
+        self._project = resolve_project(project.value, project_config, project.source)
         parts = assemble(
             Arguments(
                 mixed_precision=mixed_precision,
@@ -200,6 +207,7 @@ class Accelerator(ProcessControl):
             parts.accumulation.adjust_scheduler,
         )
         self._take(parts)
+        self._options = {**parts.options, "project_dir": project}
         self._state = _state_of(parts, chosen)
         if parts.detects_nonfinite:
             self._detect_nonfinite()
@@ -337,7 +345,7 @@ class Accelerator(ProcessControl):
         """What is active and why: every choice with its source, every hook with its owner. Print it."""
         from accel_core.plugins.explain import explain
 
-        return explain(self._parts.activation, self._parts.choices, self._parts.options)
+        return explain(self._parts.activation, self._parts.choices, self._options)
 
     def set_trigger(self) -> None:
         """Sets a flag that all ranks see at their next `check_trigger`: a loss that is nan, a signal, a time that is up.

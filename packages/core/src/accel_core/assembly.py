@@ -19,8 +19,10 @@ from accel_core.defaults import CoreDefaults
 from accel_core.errors import PluginError
 from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.loader_options import check_class, in_force, refuse_beside_object, resolve_options
-from accel_core.plugins import Activation, Offer, Selected, activate, build, find, list_offers, passed
+from accel_core.outside import LOADER_OPTIONS
+from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.precision import Precision
+from accel_core.sections import Sections
 from accel_core.strategies.strategy import Strategy
 from accel_core.world import World
 
@@ -79,18 +81,23 @@ class Arguments:
 def assemble(given: Arguments) -> Assembly:
     """Makes every part, or raises; nothing is left running by a failure but the process group."""
     handlers = _by_class(as_sequence("kwargs_handlers", given.handlers))
-    accumulation, steps = _accumulation(given)
+    sections = Sections()
+    accumulation, steps = _accumulation(given, sections)
     cpu = flag("cpu", given.cpu, "ACCELERATE_USE_CPU", False)
     nonfinite = flag("detect_nonfinite", given.detect_nonfinite, "ACCELERATE_DETECT_NONFINITE", False)
-    backend, compile_options = resolve_compilation(given.dynamo_backend, given.dynamo_plugin)
+    if given.dynamo_plugin is not None:
+        sections.refuse_beside("dynamo", "dynamo_plugin")
+    backend, compile_options = resolve_compilation(
+        given.dynamo_backend, given.dynamo_plugin, lambda: sections.share("dynamo")
+    )
     offers = list_offers()
-    precision = _precision(given.mixed_precision, handlers, offers)
-    loader, loader_options = _loader(given, offers)
+    precision = _precision(given.mixed_precision, handlers, offers, sections)
+    loader, loader_options = _loader(given, offers, sections)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
-    process_group = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
-    world = World.current(cpu=cpu.value, **process_group.to_kwargs())
-    strategy = _strategy(given.strategy, world, handlers, offers)
+    world = _world(cpu.value, handlers, sections)
+    strategy = _strategy(given.strategy, world, handlers, offers, sections)
     _warn_of_idle(handlers, strategy, precision, world)
+    sections.finish(offers, _in_words(strategy, precision, world))
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
     activation = activate([choice.selected for choice in choices], defaults)
@@ -106,6 +113,7 @@ def assemble(given: Arguments) -> Assembly:
             "dynamo_backend": backend,
             "detect_nonfinite": nonfinite,
             **loader_options,
+            **sections.options,
         },
         activation=activation,
         defaults=defaults,
@@ -150,10 +158,25 @@ def _warn_of_idle(
     for handler in handlers:
         if handler not in taken and not handler.on_request:
             warnings.warn(
-                f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: {world.size} process(es), "
-                f"strategy {strategy.selected.name!r}, precision {precision.selected.name!r}. It has no effect.",
+                f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: "
+                f"{_in_words(strategy, precision, world)}. It has no effect.",
                 stacklevel=4,  # the line that calls Accelerator(...)
             )
+
+
+def _in_words(strategy: Choice, precision: Choice, world: World) -> str:
+    return f"{world.size} process(es), strategy {strategy.selected.name!r}, precision {precision.selected.name!r}"
+
+
+def _world(cpu: bool, handlers: Mapping[type, Any], sections: Sections) -> World:
+    """The world of this process. What was said outside of the code for its process group is read where that is started."""
+    process_group = handlers.get(InitProcessGroupKwargs)
+    if process_group is not None:
+        sections.refuse_beside("process_group", f"kwargs_handlers=[{type(process_group).__name__}(...)]")
+    world = World.current(cpu=cpu, **({} if process_group is None else process_group.to_kwargs()))
+    if world.group is not None:
+        sections.share("process_group")
+    return world
 
 
 def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:
@@ -167,7 +190,7 @@ def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:
         )
 
 
-def _accumulation(given: Arguments) -> tuple[GradientAccumulationPlugin, Option[int]]:
+def _accumulation(given: Arguments, sections: Sections) -> tuple[GradientAccumulationPlugin, Option[int]]:
     steps, plugin = given.gradient_accumulation_steps, given.gradient_accumulation_plugin
     if plugin is not None:
         if not isinstance(plugin, GradientAccumulationPlugin):
@@ -183,10 +206,11 @@ def _accumulation(given: Arguments) -> tuple[GradientAccumulationPlugin, Option[
         given_outside = resolve(None, _STEPS_VARIABLE, as_text, None)
         if given_outside.value is not None:
             raise ValueError(
-                f"{_STEPS_VARIABLE}={given_outside.value!r} is set, and gradient_accumulation_plugin={plugin} was given: an object "
-                f"built in code is complete, so the variable would be ignored. Unset {_STEPS_VARIABLE}, or leave "
+                f"{given_outside.source}={given_outside.value!r} is set, and gradient_accumulation_plugin={plugin} was given: an "
+                f"object built in code is complete, so it would be ignored. Unset {given_outside.source}, or leave "
                 f"gradient_accumulation_plugin out."
             )
+        sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
         return plugin, Option(plugin.num_steps, "argument")
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(
@@ -194,13 +218,13 @@ def _accumulation(given: Arguments) -> tuple[GradientAccumulationPlugin, Option[
             f"window."
         )
     option = resolve(steps, _STEPS_VARIABLE, as_steps, 1)
-    return GradientAccumulationPlugin(num_steps=option.value), option
+    return GradientAccumulationPlugin(num_steps=option.value, **sections.share("accumulation")), option
 
 
 _STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
-def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer]) -> Choice:
+def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections) -> Choice:
     option: Option[object] = resolve(argument, "ACCELERATE_MIXED_PRECISION", as_text, "no")
     choice = getattr(option.value, "value", option.value)  # an enumeration's member stands for its value
     factory = find("accel.precisions", choice, offers).load() if isinstance(choice, str) else type(choice)
@@ -216,7 +240,8 @@ def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[
             f"mixed_precision={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure "
             f"it. An object built in code is complete: give it the options."
         )
-    selected = build("accel.precisions", choice, given[0].to_kwargs() if given else None, offers)
+    options = _options(choice, "accel.precisions", given[0] if given else None, offers, sections)
+    selected = build("accel.precisions", choice, options, offers)
     if not isinstance(selected.component, Precision):
         raise TypeError(
             f"mixed_precision={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a "
@@ -225,7 +250,24 @@ def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[
     return Choice("precision", selected, option.source)
 
 
-def _loader(given: Arguments, offers: Sequence[Offer]) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
+def _options(
+    choice: object, group: Group, handler: KwargsHandler | None, offers: Sequence[Offer], sections: Sections
+) -> dict[str, Any]:
+    """The options for what is chosen by name: those of `handler`, which is complete, or those given outside of the code."""
+    if not isinstance(choice, str):
+        sections.refuse_beside_object(choice, [offer for offer in offers if offer.group == group])
+        return {}
+    offer = find(group, choice, offers)
+    if handler is not None:
+        sections.refuse_beside(offer.name, f"{type(handler).__name__}(...)")
+        return handler.to_kwargs()
+    elsewhere = {name: name for name in LOADER_OPTIONS} if group == "accel.loaders" else {}
+    return sections.take(offer.name, offer.load(), elsewhere)
+
+
+def _loader(
+    given: Arguments, offers: Sequence[Offer], sections: Sections
+) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
     """The loader component, none where nothing was asked for and the default name is not installed; and its options."""
     config = given.dataloader_config
     options = resolve_options(given.loader_options, config)
@@ -235,7 +277,10 @@ def _loader(given: Arguments, offers: Sequence[Offer]) -> tuple[tuple[Choice, ..
     if choice.source == "default" and not is_installed and not passed_on and config is None:
         return (), options  # the core's own serves a world of one, and says what to install in a larger one
     refuse_beside_object(config, choice.value)
-    selected = build("accel.loaders", choice.value, passed_on, offers)
+    if config is not None and isinstance(choice.value, str):
+        sections.refuse_beside(find("accel.loaders", choice.value, offers).name, f"{type(config).__name__}(...)")
+    own = _options(choice.value, "accel.loaders", None, offers, sections)
+    selected = build("accel.loaders", choice.value, {**passed_on, **own}, offers)
     check_class(config, selected.component)
     in_use = in_force(options, selected.component, from_object=selected.offer is None)
     return (Choice("loader", selected, choice.source),), in_use
@@ -244,21 +289,20 @@ def _loader(given: Arguments, offers: Sequence[Offer]) -> tuple[tuple[Choice, ..
 _DEFAULT_LOADER = "sharded"
 
 
-def _strategy(argument: object, world: World, handlers: Mapping[type, Any], offers: Sequence[Offer]) -> Choice:
+def _strategy(
+    argument: object, world: World, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections
+) -> Choice:
     default = "ddp" if world.size > 1 else "single"
     option: Option[object] = resolve(argument, "ACCELERATE_STRATEGY", as_text, default)
-    options: dict[str, Any] = {}
-    if isinstance(option.value, str):
-        factory = find("accel.strategies", option.value, offers).load()
-        handler = handlers.get(getattr(factory, "handler", None) or object)
-        options = handler.to_kwargs() if handler is not None else {}
-    else:
-        handler = handlers.get(getattr(option.value, "handler", None) or object)
-        if handler is not None:
-            raise ValueError(
-                f"strategy={type(option.value).__name__}(...) and kwargs_handlers=[{type(handler).__name__}(...)] were "
-                f"both given, and both configure it. An object built in code is complete: give it the options."
-            )
+    by_name = isinstance(option.value, str)
+    factory = find("accel.strategies", str(option.value), offers).load() if by_name else option.value
+    handler = handlers.get(getattr(factory, "handler", None) or object)
+    if handler is not None and not by_name:
+        raise ValueError(
+            f"strategy={type(option.value).__name__}(...) and kwargs_handlers=[{type(handler).__name__}(...)] were "
+            f"both given, and both configure it. An object built in code is complete: give it the options."
+        )
+    options = _options(option.value, "accel.strategies", handler, offers, sections)
     selected = build("accel.strategies", option.value, options, offers)
     if not isinstance(selected.component, Strategy):
         raise TypeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from accel_core.config import Option, as_text, resolve
 from accel_core.handlers import KwargsHandler
+from accel_core.outside import told
 from accel_core.plugins.offers import nearest
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
 class TorchDynamoPlugin(KwargsHandler):
     """How prepared models are compiled: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
 
-    Everything but the last two fields is handed to `torch.compile`. The object is complete: nothing is read from the
-    environment for it.
+    Everything but the last two fields is handed to `torch.compile`. The object is complete: what was said outside of the code (see
+    `accel_core.outside`) for `dynamo_backend`, or for the section `dynamo`, is refused beside it.
 
     Args:
         backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a function that takes a
@@ -66,12 +66,15 @@ class TorchDynamoPlugin(KwargsHandler):
             )
 
 
-def resolve_compilation(backend: object, plugin: object) -> tuple[Option[Any], Mapping[str, Any] | None]:
+def resolve_compilation(
+    backend: object, plugin: object, outside: Callable[[], Mapping[str, Any]] = dict
+) -> tuple[Option[Any], Mapping[str, Any] | None]:
     """What was chosen and by whom, and what a strategy hands to `compile_calls`; None to compile nothing.
 
     Args:
         backend: what was given as `dynamo_backend`; None: nothing.
         plugin: what was given as `dynamo_plugin`; None: nothing.
+        outside: gives what was said outside of the code for the other fields of a plugin; asked only if models are compiled.
 
     Raises:
         TypeError: if `plugin` is of another class.
@@ -80,16 +83,20 @@ def resolve_compilation(backend: object, plugin: object) -> tuple[Option[Any], M
     if plugin is None:
         option: Option[Any] = resolve(backend, VARIABLE, as_text, "no")
         chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")
-        return option, None if chosen is None else {"backend": chosen}
+        return option, None if chosen is None else _handed_over(TorchDynamoPlugin(backend=chosen, **outside()), chosen)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(f"dynamo_plugin is a {type(plugin).__name__}, expected TorchDynamoPlugin(...).")
     _refuse_beside(plugin, backend)
     chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
-    if chosen == "inductor":
+    return Option(plugin.backend, "argument"), _handed_over(plugin, chosen)
+
+
+def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] | None:
+    if backend == "inductor":
         _check_mode(plugin.mode)
-    given = {**plugin.to_kwargs(), "backend": chosen}
-    off = given.pop("disable", False) or chosen is None
-    return Option(plugin.backend, "argument"), None if off else given
+    given = {**plugin.to_kwargs(), "backend": backend}
+    off = given.pop("disable", False) or backend is None
+    return None if off else given
 
 
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -172,9 +179,9 @@ def _kind(module: nn.Module) -> Hashable:
 
 
 def _refuse_beside(plugin: TorchDynamoPlugin, backend: object) -> None:
-    variable = os.environ.get(VARIABLE, "").strip()
-    if backend is not None or variable:
-        other = f"dynamo_backend={backend!r}" if backend is not None else f"{VARIABLE}={variable!r}"
+    outside = told(VARIABLE)
+    if backend is not None or outside is not None:
+        other = f"dynamo_backend={backend!r}" if outside is None else f"{outside.source}={outside.text!r}"
         raise ValueError(
             f"{other} and dynamo_plugin={plugin} were both given, and both say how models are compiled. Give the backend to "
             f"the object, TorchDynamoPlugin(backend=...), and leave the other out."

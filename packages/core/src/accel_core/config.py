@@ -1,42 +1,50 @@
-"""Options of the Accelerator that were not given in code: read from the environment, once, in the constructor.
+"""Options of the Accelerator that were not given in code: what was said outside of it holds, read once, in the constructor.
 
-An argument that was given wins, even if it equals the default. The variable of an option is named where it is resolved;
-docs/reference/environment.md lists them all.
+An argument that was given wins, even if it equals the default; `accel_core.outside` says who else is asked, and in which order.
+The variable of an option is named where it is resolved; docs/reference/environment.md lists them all.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from accel_core.outside import told
 from accel_core.plugins.offers import nearest
+from accel_core.schema import FALSE, TRUE
 from accel_core.vocabulary import RNGType
 
 T = TypeVar("T")
 D = TypeVar("D")
 
-_TRUE = ("1", "true", "yes", "on", "y", "t")
-_FALSE = ("0", "false", "no", "off", "n", "f")
-
 
 @dataclass(frozen=True)
 class Option(Generic[T]):
-    """A resolved option, and where its value came from: "argument", the name of a variable, or "default"."""
+    """A resolved option, and where its value came from.
+
+    That is "argument", an option of a launcher's command line, the name of a variable, a file, or "default".
+    """
 
     value: T
     source: str
 
 
 def resolve(argument: T | None, variable: str, parse: Callable[[str, str], T], default: D) -> Option[T | D]:
-    """The value of one option: the argument if it was given, else the environment variable, else the default."""
+    """The value of one option: the argument if it was given, else what was said outside of the code, else the default.
+
+    Args:
+        argument: None if it was not given.
+        variable: that of the option.
+        parse: makes a value of a text and its source; raises with both where it cannot.
+        default: where nothing was said.
+    """
     if argument is not None:
         return Option(argument, "argument")
-    text = os.environ.get(variable)
-    if text is None or not text.strip():
+    found = told(variable)
+    if found is None:
         return Option(default, "default")
-    return Option(parse(text.strip(), variable), variable)
+    return Option(parse(found.text, found.source), found.source)
 
 
 def as_text(text: str, _: str) -> str:
@@ -47,11 +55,11 @@ def as_text(text: str, _: str) -> str:
 def as_bool(text: str, variable: str) -> bool:
     """true/false and their usual spellings."""
     lowered = text.lower()
-    if lowered in _TRUE:
+    if lowered in TRUE:
         return True
-    if lowered in _FALSE:
+    if lowered in FALSE:
         return False
-    raise ValueError(f"{variable}={text!r} is not a truth value: expected one of {', '.join((*_TRUE, *_FALSE))}.")
+    raise ValueError(f"{variable}={text!r} is not a truth value: expected one of {', '.join((*TRUE, *FALSE))}.")
 
 
 def as_steps(text: str, variable: str) -> int:

@@ -5,24 +5,15 @@ Which of them a loader has is for its constructor to say: what was given by name
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from accel_core.config import Option, as_list, as_rng_types, as_seed, flag, resolve
 from accel_core.handlers import KwargsHandler
+from accel_core.outside import LOADER_OPTIONS, told, variable_of
 
-VARIABLES: Mapping[str, str] = {
-    "split_batches": "ACCELERATE_SPLIT_BATCHES",
-    "even_batches": "ACCELERATE_EVEN_BATCHES",
-    "dispatch_batches": "ACCELERATE_DISPATCH_BATCHES",
-    "use_seedable_sampler": "ACCELERATE_USE_SEEDABLE_SAMPLER",
-    "data_seed": "ACCELERATE_DATA_SEED",
-    "non_blocking": "ACCELERATE_NON_BLOCKING",
-    "use_stateful_dataloader": "ACCELERATE_USE_STATEFUL_DATALOADER",
-    "rng_types": "ACCELERATE_RNG_TYPES",
-}
+VARIABLES: Mapping[str, str] = {name: variable_of(name) for name in LOADER_OPTIONS}
 """The variable of every option that the environment may set."""
 
 
@@ -107,12 +98,11 @@ def _refuse_beside(config: KwargsHandler, name: str, argument: object) -> None:
             f"{name}={argument!r} and {held} were both given, and the configuration is complete. Leave {name} out, or put "
             f"it into {type(config).__name__}(...) alone."
         )
-    variable = VARIABLES.get(name, "")
-    text = os.environ.get(variable, "").strip()
-    if text:
+    outside = told(VARIABLES.get(name, ""))
+    if outside is not None:
         raise ValueError(
-            f"{variable}={text!r} is set, and {held} was given: an object built in code is complete, so the variable would be "
-            f"ignored. Unset {variable}, or leave dataloader_config out."
+            f"{outside.source}={outside.text!r} is set, and {held} was given: an object built in code is complete, so it would be "
+            f"ignored. Unset {outside.source}, or leave dataloader_config out."
         )
 
 

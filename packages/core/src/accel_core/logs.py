@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from accel_core.errors import WorldError
 from accel_core.launch_environment import Place, read_place
+from accel_core.outside import told
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -34,8 +35,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> ProcessLogger:
 
     Args:
         name: as for `logging.getLogger`, usually `__name__`.
-        log_level: of this logger, as a name in either case or as a number. None: what the environment variable
-            `ACCELERATE_LOG_LEVEL` says, else the level stays as it is.
+        log_level: of this logger, as a name in either case or as a number. None: what `ACCELERATE_LOG_LEVEL`, or a launcher's
+            `--log-level`, says, else the level stays as it is.
 
     Raises:
         ValueError: if there is no such level.
@@ -43,8 +44,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> ProcessLogger:
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(_level(log_level, "get_logger(log_level=…)"))
-    elif given := os.environ.get(LEVEL_VARIABLE):
-        logger.setLevel(_level(given, LEVEL_VARIABLE))
+    elif (given := told(LEVEL_VARIABLE)) is not None:
+        logger.setLevel(_level(given.text, given.source))
     return ProcessLogger(logger)
 
 

@@ -67,12 +67,13 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-def resolve_project(project_dir: object, project_config: object) -> ProjectConfiguration:
+def resolve_project(project_dir: object, project_config: object, source: str = "argument") -> ProjectConfiguration:
     """The configuration that `Accelerator(project_dir=..., project_config=...)` asks for, as a copy of its own.
 
     Args:
         project_dir: fills in the folder that the configuration leaves open; None: not given.
         project_config: a `ProjectConfiguration`; None: not given.
+        source: where `project_dir` was said, for messages.
 
     Raises:
         TypeError: if one of them is of another type.
@@ -93,7 +94,7 @@ def resolve_project(project_dir: object, project_config: object) -> ProjectConfi
         project.set_directories(project_dir)
     elif project_dir is not None and Path(project.project_dir) != Path(project_dir):
         raise ValueError(
-            f"project_dir={os.fspath(project_dir)!r} and ProjectConfiguration(project_dir="
+            f"project_dir={os.fspath(project_dir)!r}{'' if source == 'argument' else f' ({source})'} and ProjectConfiguration(project_dir="
             f"{os.fspath(project.project_dir)!r}) were both given, and a run has one folder. Leave one of them out."
         )
     if project.automatic_checkpoint_naming and project.project_dir is None:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ import torch.distributed as dist
 from accel_core.config import flag
 from accel_core.errors import WorldError
 from accel_core.farewell import PATIENCE, Farewell
+from accel_core.handlers import InitProcessGroupKwargs
 from accel_core.launch_environment import Place, read_place
 from accel_core.meeting import assemble, claim, claim_device, identity, not_met, open_store, round_of
+from accel_core.sections import read_section
 from accel_core.watch.marks import explain, on_duty
 from accel_core.watch.notices import Notices, broken_connection_in
 
@@ -106,15 +108,16 @@ class World:
                 ranks do not meet, or if a group runs already and is not as asked for here.
         """
         group = _default_group()
+        asked = _asked_for({"timeout": timeout, "backend": backend, "init_method": init_method})
         if group is not None:
             world = _shared.get(group) or cls._adopt(group, cpu)
-            world._require(group, cpu, timeout, backend, init_method)
+            world._require(group, cpu, **asked)
             return world
         place = read_place(os.environ)
         device = _device(place, cpu)
         if place.size == 1:
             return cls(place, device, timeout or dist.default_pg_timeout, None)
-        return cls._start(place, device, timeout, backend, init_method)
+        return cls._start(place, device, **asked)
 
     @classmethod
     def _adopt(cls, group: ProcessGroup, cpu: bool) -> World:
@@ -482,6 +485,12 @@ def _default_backend(device: torch.device) -> str:
 def _config(backend: str) -> str:
     """A backend as the configuration of a running group shows it."""
     return repr(dist.BackendConfig(dist.Backend(backend)))
+
+
+def _asked_for(given: dict[str, Any]) -> dict[str, Any]:
+    """What the code asks for; where it says nothing, what was said outside of it."""
+    told = read_section("process_group", InitProcessGroupKwargs)
+    return {name: told[name].value if value is None and name in told else value for name, value in given.items()}
 
 
 def _timeouts(group: ProcessGroup) -> list[timedelta]:

@@ -37,6 +37,7 @@ from accel_fsdp.refusals import check_again, check_apart, check_late, check_poli
 from accel_fsdp.sharding import DTensorSharding, is_sharded
 from accel_fsdp.synchronising import NoSync, synchronisation_of, triggered
 from accel_fsdp.tensor_parallel import check_plan
+from accel_fsdp.units import Ignored, Wrap  # noqa: TC001  # the types of options are read at run time
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from accel_core.prepare import PrepareRequest
     from accel_core.world import World
     from accel_fsdp.tensor_parallel import Plan
-    from accel_fsdp.units import Ignored, Wrap
 
 _NOTHING = contextlib.nullcontext()
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})

@@ -16,13 +16,13 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import nn
 
 Unit: TypeAlias = nn.Module | list[nn.Module]
 Chooser: TypeAlias = Callable[[nn.Module, str], bool]
-Wrap: TypeAlias = str | Sequence[str] | int | Chooser | None
+Wrap: TypeAlias = Literal["none"] | str | Sequence[str] | int | Chooser | None
 Ignored: TypeAlias = Sequence[nn.Module | str] | Chooser | None
 
 NONE = "none"
