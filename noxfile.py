@@ -31,6 +31,8 @@ THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.
 QUICKSTART = "examples/quickstart.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 EXAMPLES = ("-r", "examples/requirements.txt")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
@@ -69,8 +71,9 @@ def tests_package(session: nox.Session, package: str) -> None:
 def matrix(session: nox.Session, package: str) -> None:
     """What trains with exactly this package and its dependencies installed, in worlds of one and two."""
     install(session, [package])
+    launch = ACCEL if "launch" in closure([package]) else TORCHRUN
     for world in (1, 2):
-        run_script(session, "tests/matrix_job.py", world=world)
+        run_script(session, "tests/matrix_job.py", world=world, launch=launch)
 
 
 @nox.session
@@ -156,10 +159,11 @@ def check_types(session: nox.Session) -> None:
     session.run("mypy", *[str(folder / "src") for folder in PACKAGES.values() if (folder / "src").is_dir()])
 
 
-def run_script(session: nox.Session, script: str, *arguments: str, world: int) -> None:
+def run_script(
+    session: nox.Session, script: str, *arguments: str, world: int, launch: Sequence[str] = TORCHRUN
+) -> None:
     """Runs a script as one process, or as `world` ranks on this machine on a free port."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    session.run("python", *launch, script, *arguments)
+    session.run("python", *([*launch, str(world)] if world > 1 else []), script, *arguments)
 
 
 def install(session: nox.Session, names: Iterable[str], *requirements: str, others: Sequence[Path] = ()) -> None:

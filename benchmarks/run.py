@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import imports
+import starting
 from launch import Round, measure
 from table import Measure, markdown
 
@@ -99,6 +100,10 @@ ROWS = {
         Measure("P11 FSDP2 on 2 ranks, CPU of the main thread", "cpu", 1.02, "/"),
         Measure("P11 FSDP2 on 2 ranks, on the wall", "wall", None, "/"),
     ],
+    "P12": [
+        Measure("P12 from the command to the first line, 2 processes", "two", 1.05, "/", unit="s", scale=1),
+        Measure("P12 from the command to the first line, 1 process", "one", None, "/", unit="s", scale=1),
+    ],
 }
 
 
@@ -116,6 +121,8 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("steps.py", loops, world=2, **common)
     if row == "P5":
         return measure("forward.py", ["plain", "cast", "accel_fp32", *libraries], world=1, **common)
+    if row == "P12":
+        return starting.measure(libraries, max(1, options.rounds // 2))
     if row == "P11":
         return measure("sharding.py", ["plain", *libraries], world=2, **common)
     if row == "P6":

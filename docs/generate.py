@@ -1,6 +1,6 @@
-"""Writes what can be derived from the source: hooks.md, accelerator.md and names.md in docs/reference/.
+"""Writes what can be derived from the source: hooks.md, accelerator.md, names.md and options.md in docs/reference/.
 
-    nox -s docs          (or `python docs/generate.py` where accel-core is installed)
+    nox -s docs          (or `python docs/generate.py` where all packages are installed)
 
 tests/test_docs.py compares each file with what its function in `PAGES` gives, so that nothing public changes without its
 page.
@@ -18,9 +18,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from accel_core import accelerator, hookspecs, options, process_control
+from accel_core.plugins import list_offers
+from accel_core.schema import expected, to_data
+from accel_launch.settings import catalog
 
 REFERENCE = Path(__file__).parent / "reference"
 NAMES = Path(__file__).parents[1] / "tests" / "names.py"
+OURS = {
+    path.parent.name.removesuffix("-plugin") for path in Path(__file__).parents[1].glob("packages/*/pyproject.toml")
+}
 LINE = 120  # signatures that are longer have a line for each argument
 
 HOOKS_HEAD = """\
@@ -48,6 +54,16 @@ NAMES_HEAD = """\
 Every name that a script written for Accelerate may use, with what it does here. All of them are imported from the package that
 stands before the dot: `from accel_core import set_seed`. `*` and `**` stand for any number of positional and of keyword
 arguments; our functions may take more than those that are listed. After a colon stand the members of an enumeration.
+"""
+
+OPTIONS_HEAD = """\
+<!-- Written by docs/generate.py from the constructors: change an option there, then run `nox -s docs`. -->
+# Options
+
+What may be given outside of the code, as constructors declare it. An option has one name: the key in a file, under the component that it
+belongs to; on the command line `--component.option`, where `_` and `-` are the same; and [the variable](environment.md), which is in
+capitals, `ACCELERATE_COMPONENT__OPTION`. [How to configure and start](../how-to/configure-and-start.md) tells which of them is heard first.
+"Python" says that only code can give the option.
 """
 
 GROUPS = {
@@ -233,7 +249,41 @@ def described_argument(name: str) -> str:
     return "`strategy=` under an older name: a configured object, or a dict of such, the first of which is active"
 
 
-PAGES = {"hooks.md": hooks_page, "accelerator.md": accelerator_page, "names.md": names_page}
+def options_page() -> str:
+    """Every option that may be given outside of the code: those without a section, then those of each component of ours."""
+    offers = [offer for offer in list_offers() if offer.distribution.removeprefix("accel-") in OURS]
+    known = catalog.Catalog(offers)
+    blocks = [OPTIONS_HEAD]
+    for group in dict.fromkeys(option.group for option in known.own.values()):
+        shown = [option for option in known.own.values() if option.group == group]
+        blocks.append(f"\n## {group.capitalize()}\n\n{options_table(shown)}")
+    for section in known.sections:
+        if found := list(known.section(section).values()):
+            told = inspect.cleandoc(found[0].owner.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+            blocks.append(f"\n## `{section}`\n\n{told}\n\n{options_table(found)}")
+    return "".join(blocks)
+
+
+def options_table(found: Iterable[catalog.Option]) -> str:
+    """Key, variable, type, default and meaning of each."""
+    rows = ["| Key | Variable | Value | Default | What it does |", "|---|---|---|---|---|"]
+    for option in found:
+        field = option.field
+        value = "Python" if field.python_only else expected(field.type).replace("|", "\\|")
+        default = "" if field.default is None or field.python_only else f"`{to_data(field.default)}`"
+        variable = "" if field.python_only else f"`{option.variable}`"
+        rows.append(
+            f"| `{option.key}` | {variable} | {value} | {default} | {option.help.replace('|', chr(92) + '|')} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+PAGES = {
+    "hooks.md": hooks_page,
+    "accelerator.md": accelerator_page,
+    "names.md": names_page,
+    "options.md": options_page,
+}
 
 
 def class_in(module: object, name: str) -> ast.ClassDef:

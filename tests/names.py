@@ -239,7 +239,5 @@ COMES_WITH: dict[str, str] = {
     "Accelerator.log": "accel-trackers",
     "Accelerator.trackers": "accel-trackers",
     "accel_core.GeneralTracker": "accel-trackers",
-    "accel_launch.debug_launcher": "accel-launch",
-    "accel_launch.notebook_launcher": "accel-launch",
 }
 """What is not there yet, and the part of the library that brings it."""

@@ -28,6 +28,7 @@ ROWS = [
     ("P9", 8),
     ("P10", 7),
     ("P11", 2),
+    ("P12", 2),
 ]
 TINY = ["--rounds", "2", "--repeats", "1", "--batches", "8", "--size", "2", "--libraries", "accel"]
 

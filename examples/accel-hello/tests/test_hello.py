@@ -9,6 +9,7 @@ from accel_core import Accelerator
 from accel_core.testing import CheckpointSuite, StrategySuite, run_ranks
 from accel_core.testing.precision_suite import PrecisionSuite
 from accel_hello import Hello, HelloRounding
+from accel_hello.greeting import main as greet
 
 
 def dividing_first():
@@ -75,3 +76,8 @@ def test_weights_are_rounded_to_as_many_levels_as_the_bits_give():
 def test_bits_that_are_none_are_refused():
     with pytest.raises(ValueError, match=r"HelloRounding\(bits=1\): expected 2 to 16"):
         HelloRounding(bits=1)
+
+
+def test_the_command_greets_and_succeeds(capsys):
+    assert [greet([]), greet(["Ada"])] == [0, 0]
+    assert capsys.readouterr().out == "Hello, world!\nHello, Ada!\n"

@@ -19,7 +19,7 @@ from accel_core.defaults import CoreDefaults
 from accel_core.errors import PluginError
 from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.loader_options import check_class, in_force, refuse_beside_object, resolve_options
-from accel_core.outside import LOADER_OPTIONS
+from accel_core.outside import LOADER_OPTIONS, OPTIONS
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.precision import Precision
 from accel_core.sections import Sections
@@ -83,8 +83,10 @@ def assemble(given: Arguments) -> Assembly:
     handlers = _by_class(as_sequence("kwargs_handlers", given.handlers))
     sections = Sections()
     accumulation, steps = _accumulation(given, sections)
-    cpu = flag("cpu", given.cpu, "ACCELERATE_USE_CPU", False)
-    nonfinite = flag("detect_nonfinite", given.detect_nonfinite, "ACCELERATE_DETECT_NONFINITE", False)
+    cpu = flag("cpu", given.cpu, "ACCELERATE_USE_CPU", OPTIONS["cpu"])
+    nonfinite = flag(
+        "detect_nonfinite", given.detect_nonfinite, "ACCELERATE_DETECT_NONFINITE", OPTIONS["detect_nonfinite"]
+    )
     if given.dynamo_plugin is not None:
         sections.refuse_beside("dynamo", "dynamo_plugin")
     backend, compile_options = resolve_compilation(
@@ -217,7 +219,7 @@ def _accumulation(given: Arguments, sections: Sections) -> tuple[GradientAccumul
             f"gradient_accumulation_steps={steps!r}: expected an integer of at least 1, the number of micro-batches in a "
             f"window."
         )
-    option = resolve(steps, _STEPS_VARIABLE, as_steps, 1)
+    option = resolve(steps, _STEPS_VARIABLE, as_steps, OPTIONS["gradient_accumulation_steps"])
     return GradientAccumulationPlugin(num_steps=option.value, **sections.share("accumulation")), option
 
 
@@ -225,7 +227,7 @@ _STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections) -> Choice:
-    option: Option[object] = resolve(argument, "ACCELERATE_MIXED_PRECISION", as_text, "no")
+    option: Option[object] = resolve(argument, "ACCELERATE_MIXED_PRECISION", as_text, OPTIONS["mixed_precision"])
     choice = getattr(option.value, "value", option.value)  # an enumeration's member stands for its value
     factory = find("accel.precisions", choice, offers).load() if isinstance(choice, str) else type(choice)
     given = [handlers[kind] for kind in getattr(factory, "handlers", ()) if kind in handlers]

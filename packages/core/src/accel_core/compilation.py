@@ -12,7 +12,7 @@ import torch
 
 from accel_core.config import Option, as_text, resolve
 from accel_core.handlers import KwargsHandler
-from accel_core.outside import told
+from accel_core.outside import OPTIONS, told
 from accel_core.plugins.offers import nearest
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def resolve_compilation(
         ValueError: if the backend or the mode does not exist, or if both were given.
     """
     if plugin is None:
-        option: Option[Any] = resolve(backend, VARIABLE, as_text, "no")
+        option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
         chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")
         return option, None if chosen is None else _handed_over(TorchDynamoPlugin(backend=chosen, **outside()), chosen)
     if not isinstance(plugin, TorchDynamoPlugin):

@@ -17,22 +17,26 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 CHANNEL = "ACCELERATE_CONFIG"
 PREFIX = "ACCELERATE_"
-OPTIONS = (
-    "strategy",
-    "mixed_precision",
-    "loader",
-    "gradient_accumulation_steps",
-    "cpu",
-    "dynamo_backend",
-    "detect_nonfinite",
-    "project_dir",
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "strategy": None,
+        "mixed_precision": "no",
+        "loader": None,
+        "gradient_accumulation_steps": 1,
+        "cpu": False,
+        "dynamo_backend": "no",
+        "detect_nonfinite": False,
+        "project_dir": None,
+    }
 )
-"""The options of the Accelerator that may be given outside of the code: those that say where and how a script runs. What says how
-it is written (whether it steps its scheduler with the optimizer, say) is for the code."""
+"""The options of the Accelerator that may be given outside of the code, with what holds where nobody says anything; None: what there is
+decides. They say where and how a script runs. What says how it is written (whether it steps its scheduler with the optimizer, say) is
+for the code."""
 
 LOADER_OPTIONS = (
     "split_batches",

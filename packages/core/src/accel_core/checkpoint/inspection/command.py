@@ -1,7 +1,7 @@
 """Looking into checkpoints without a run: what they hold, whether they are whole, and in what two of them differ.
 
-`python -m accel_core checkpoint FOLDER` calls `run`. Nothing is written, and no class that a checkpoint names is needed:
-objects are compared as they are encoded.
+`python -m accel_core checkpoint FOLDER` calls `run`, and `accel checkpoint FOLDER` calls `main`. Nothing is written, and no class
+that a checkpoint names is needed: objects are compared as they are encoded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,13 @@ FINE, AMISS, NO_ANSWER = 0, 1, 2
 _HOLDS = 72  # characters of what a unit holds, in a table
 
 Report = Callable[[str], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show, verify or compare what save_state() wrote."""
+    parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,116 @@
+"""Whether the ranks are where they should be, and whether what they send arrives."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from accel_core.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from accel_launch.checking.steps import CheckError
+
+if TYPE_CHECKING:
+    from accel_core.world import World
+
+
+class _Card(NamedTuple):
+    """What a rank says of itself."""
+
+    rank: int
+    host: str
+    device: str
+    torch: str
+    core: str
+
+
+def check_processes(world: World) -> str:
+    """That all ranks came, none of them twice, each with a device of its own and the same versions. Collective."""
+    own = _Card(world.rank, socket.gethostname(), str(world.device), torch.__version__, metadata.version("accel-core"))
+    cards: list[_Card] = gather_object([own])
+    if [card.rank for card in cards] != list(range(world.size)):
+        raise CheckError(f"Ranks 0 to {world.size - 1} were expected, and {[card.rank for card in cards]} came.")
+    shared = [place for place, count in Counter((card.host, card.device) for card in cards).items() if count > 1]
+    if shared and world.device.type != "cpu":
+        raise CheckError(
+            f"Each rank should have a device of its own, and several have {shared[0][1]} on {shared[0][0]}. Start fewer "
+            f"processes there, or make more devices visible."
+        )
+    for what in ("torch", "core"):
+        versions = {getattr(card, what): card.host for card in cards}
+        if len(versions) > 1:
+            told = ", ".join(f"{version} on {host}" for version, host in versions.items())
+            raise CheckError(
+                f"All ranks should have one version of {what}, and found was {told}. Install the same everywhere."
+            )
+    hosts = len({card.host for card in cards})
+    where = f"{hosts} machines" if hosts > 1 else "1 machine"
+    return f"{world.size} {'process' if world.size == 1 else 'processes'} on {where}, {world.device.type}"
+
+
+def check_collectives(world: World) -> str:
+    """That collectives bring the values that they should, of nested structures. Collective."""
+    rank, size, device = world.rank, world.size, world.device
+    last = size - 1
+    ones = torch.ones(2, 3, device=device)
+    nested = {
+        "numbers": [ones * rank, (torch.arange(4, device=device) + rank,)],
+        "flag": torch.tensor([True]).to(device),
+    }
+    texts: list[Any] = [f"from rank {rank}", {"rank": rank}]
+    found = {
+        "broadcast": broadcast(nested, last),
+        "gather": gather({"row": ones[:1] * rank}),
+        "gather of unequal sizes": gather([torch.full((rank + 1,), rank, device=device)]),
+        "sum": reduce((ones * (rank + 1),), "sum"),
+        "mean": reduce((ones * (rank + 1),), "mean"),
+        "maximum": reduce((ones * rank,), "max"),
+        "padding": pad_across_processes([torch.ones(rank + 1, device=device)], pad_index=7),
+        "gather_object": gather_object([rank, {"text": "é" * rank}]),
+        "broadcast_object_list": broadcast_object_list(texts, last),
+    }
+    sizes = torch.tensor([of for of in range(size) for _ in range(of + 1)], device=device)
+    expected = {
+        "broadcast": {
+            "numbers": [ones * last, (torch.arange(4, device=device) + last,)],
+            "flag": torch.tensor([True]).to(device),
+        },
+        "gather": {"row": torch.arange(size, device=device)[:, None] * ones[:1]},
+        "gather of unequal sizes": [sizes],
+        "sum": (ones * size * (size + 1) / 2,),
+        "mean": (ones * (size + 1) / 2,),
+        "maximum": (ones * last,),
+        "padding": [torch.tensor([1.0] * (rank + 1) + [7.0] * (last - rank), device=device)],
+        "gather_object": [item for of in range(size) for item in (of, {"text": "é" * of})],
+        "broadcast_object_list": [f"from rank {last}", {"rank": last}],
+    }
+    # All have run before anything is raised: the ranks stay in step.
+    wrong = [name for name in expected if not _equal(found[name], expected[name])]
+    if wrong:
+        name = wrong[0]
+        raise CheckError(
+            f"{', '.join(wrong)} gave other values than the ranks sent. Of {name}, expected was {expected[name]}, and found "
+            f"{found[name]}. `accel doctor` says which pair of ranks cannot talk."
+        )
+    return f"{len(expected)} kinds, of nested structures, with the values checked"
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    return bool(found == expected)

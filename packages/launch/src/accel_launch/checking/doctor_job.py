@@ -1,0 +1,153 @@
+"""One rank of `accel doctor`: looks at its machine, tries the others, and hands in what it found; rank 0 prints all of it.
+
+The examination runs in a thread: whatever gets stuck, the rank hands in its report in time, and says where it was stuck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_core.launch_environment import Place, read_place
+from accel_core.meeting import open_store
+from accel_launch.checking import doctor_doors, doctor_facts, doctor_group
+from accel_launch.checking.doctor_findings import Report, examine
+from accel_launch.checking.doctor_page import as_json, print_page
+
+_GRACE = 5.0  # seconds that rank 0 waits longer than the others try
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examines this rank; rank 0 prints the page."""
+    options = _options(arguments)
+    place = read_place(os.environ)
+    report: Report = doctor_facts.facts(place)
+    if place.size == 1:
+        _examine_in_time(report, lambda: _group(report), options.patience)
+        verdict = _conclude([report], place, options)
+    else:
+        store = _meet(place, options.patience)
+        # With a connection of its own: one that waits lets nobody else through.
+        _examine_in_time(report, lambda: _examine(report, place, _meet(place, options.patience)), options.patience)
+        store.set(f"report/{place.rank}", json.dumps(report))
+        if place.rank == 0:
+            verdict = _conclude(_collect(report, place, store), place, options)
+            store.set("verdict", verdict)
+        else:
+            store.wait(["verdict"], timedelta(seconds=options.patience + 2 * _GRACE))
+            verdict = store.get("verdict").decode()
+        store.set(f"read/{place.rank}", "")
+        if place.rank == 0:  # which keeps the store
+            store.wait([f"read/{rank}" for rank in range(place.size)], timedelta(seconds=_GRACE))
+    return _leave(verdict, place, options, stuck="stuck" in report)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--verdict", type=Path, required=True)
+    parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--patience", type=float, required=True)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _meet(place: Place, patience: float) -> dist.Store:
+    """The store of this examination, beside that in which training would meet."""
+    store = open_store(place.meeting_point(), place, timedelta(seconds=patience))
+    return dist.PrefixStore("accel-doctor", store)
+
+
+def _examine_in_time(report: Report, examination: Any, patience: float) -> None:
+    """Runs an examination for as long as there is patience, and notes in the report how it ended."""
+
+    def examined() -> None:
+        try:
+            examination()
+            del report["step"]
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is what the report is about)
+            report["error"] = "".join(traceback.format_exception_only(error)).strip()
+
+    report["step"] = "the beginning"
+    thread = threading.Thread(target=examined, daemon=True)
+    thread.start()
+    thread.join(patience)
+    if thread.is_alive():
+        report["stuck"] = report["step"]
+
+
+def _examine(report: Report, place: Place, store: dist.Store) -> None:
+    """Doors first: where one does not open, a process group would wait for it, and not say which."""
+    assert place.address is not None, "the ranks have met there"
+    start = time.perf_counter()
+    report["step"] = "meeting the others at the store"
+    keeper = doctor_doors.DoorKeeper(place.address)
+    store.set(f"door/{place.rank}", doctor_doors.to_text(keeper.door))
+    others = [rank for rank in range(place.size) if rank != place.rank]
+    doors = {rank: doctor_doors.from_text(store.get(f"door/{rank}")) for rank in others}
+    report["gathered"] = time.perf_counter() - start
+    report["step"] = "trying plain connections to the others"
+    report["doors"] = doctor_doors.knock(doors)
+    if any("error" in found for found in report["doors"].values()):
+        store.add("closed doors", 1)
+    if store.add("knocked", 1) == place.size:
+        store.set("all have knocked", "")
+    store.wait(["all have knocked"])
+    keeper.close()
+    if not store.add("closed doors", 0):
+        _group(report)
+
+
+def _group(report: Report) -> None:
+    def note(step: str) -> None:
+        report["step"] = step
+
+    report["group"] = doctor_group.try_group(note)
+
+
+def _collect(own: Report, place: Place, store: dist.Store) -> list[Report]:
+    """The reports of all ranks that hand one in."""
+    reports, end = [own], time.monotonic() + _GRACE
+    for rank in range(1, place.size):
+        try:
+            store.wait([f"report/{rank}"], timedelta(seconds=max(0.01, end - time.monotonic())))
+            reports.append(json.loads(store.get(f"report/{rank}")))
+        except dist.DistError:
+            continue  # the page says who is missing
+    return reports
+
+
+def _conclude(reports: list[Report], place: Place, options: argparse.Namespace) -> str:
+    """Prints the page, and returns the verdict."""
+    findings = examine(reports, place.size)
+    if options.json:
+        sys.stdout.write(json.dumps(as_json(reports, findings), indent=2) + "\n")
+    else:
+        print_page(reports, findings, place.size)
+    sys.stdout.flush()
+    return "ill" if any(finding.is_problem for finding in findings) else "well"
+
+
+def _leave(verdict: str, place: Place, options: argparse.Namespace, *, stuck: bool) -> int:
+    """The exit status: this rank's own if it has become the command, else 0: the launcher then reads the verdict."""
+    is_command = options.launcher == os.getpid()
+    if place.local_rank == 0 and not is_command:
+        options.verdict.write_text(verdict, encoding="ascii")
+    status = 1 if verdict == "ill" and is_command else 0
+    if stuck:
+        os._exit(status)  # nothing that is stuck holds this up
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""Whether the ranks together read each sample once, in the order of one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_launch.checking.steps import CheckError
+
+if TYPE_CHECKING:
+    from accel_core import Accelerator
+    from accel_core.layout import Shard
+
+_ROUNDS, _ROWS = 5, 2
+
+
+def check_order(accelerator: Accelerator, shard: Shard) -> str:
+    """That `gather_for_metrics` over a prepared loader gives what one process would read. Collective."""
+    rows = _ROWS * shard.count if accelerator.split_batches else _ROWS
+    # A tail that does not divide has to be filled up, and not counted; where nothing is filled up, ranks would come apart.
+    samples = _ROWS * shard.count * _ROUNDS + (0 if accelerator.even_batches is False else 3)
+    data: Any = torch.arange(samples)
+    plain, shuffled = accelerator.prepare(
+        DataLoader(data, batch_size=rows), DataLoader(data, batch_size=rows, shuffle=True)
+    )
+    in_order = _read(accelerator, plain)
+    epochs = [_read(accelerator, shuffled) for _ in range(2)]
+    if in_order != list(range(samples)):
+        raise CheckError(
+            f"Of {samples} samples without shuffling, 0 to {samples - 1} were expected in order. Found {_difference(in_order, samples)}. "
+            f"The loader is at fault: `accel plugins` says who brings it."
+        )
+    for number, epoch in enumerate(epochs):
+        if sorted(epoch) != list(range(samples)):
+            raise CheckError(
+                f"Of {samples} shuffled samples, each was expected once in epoch {number}. Found {_difference(epoch, samples)}. "
+                f"The loader is at fault: `accel plugins` says who brings it."
+            )
+    if epochs[0] == epochs[1]:
+        raise CheckError(
+            f"Two epochs of {samples} shuffled samples came in the same order. The loader is at fault: `accel plugins` says who "
+            f"brings it."
+        )
+    return f"{samples} samples, each once, in the order of one process; shuffled, too"
+
+
+def _read(accelerator: Accelerator, loader: Any) -> list[int]:
+    return [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
+
+
+def _difference(found: list[int], samples: int) -> str:
+    missing = sorted({*range(samples)} - {*found})
+    twice = sorted({sample for sample in found if found.count(sample) > 1})
+    if not missing and not twice:
+        return f"the order {found}"
+    return f"{len(missing)} missing ({_some(missing)}), {len(twice)} more than once ({_some(twice)})"
+
+
+def _some(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + (", …" if len(samples) > 8 else "") or "none"

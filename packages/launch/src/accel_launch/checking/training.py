@@ -1,0 +1,155 @@
+"""Whether training under the configured strategy and precision is that of one process, which every rank runs beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from accel_core.operations import broadcast_object_list
+from accel_launch.checking.steps import CheckError
+
+if TYPE_CHECKING:
+    from accel_core import Accelerator
+    from accel_core.layout import Shard
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+WIDTH, ROWS, STEPS = 32, 16, 6
+
+_TOLERANCES = {"no": 1e-4, "fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+_ROUGH = 0.2
+"""How far weights may be from those of one process in full precision, as a part of the way that they have come. Ranks that do not
+average their gradients are further off than that way itself; of precisions that are not known here, the coarsest is assumed."""
+
+
+class Training:
+    """A small model that trains as configured, on data that differs between the ranks.
+
+    Args:
+        accelerator: its strategy and precision are what is checked.
+        shard: which part of each batch this rank has.
+    """
+
+    def __init__(self, accelerator: Accelerator, shard: Shard) -> None:
+        self.accelerator = accelerator
+        self.shard = shard
+        user_model = _make_model()
+        self.reference = copy.deepcopy(user_model).to(accelerator.device)
+        self.initial = copy.deepcopy(self.reference).state_dict()
+        self._its_optimizer = _make_optimizer(self.reference)
+        self.model, self.optimizer = accelerator.prepare(user_model, _make_optimizer(user_model))
+        self._batches = _batches(shard.count, accelerator.device)
+
+    def take(self, count: int) -> list[Batch]:
+        """The next global batches."""
+        return [next(self._batches) for _ in range(count)]
+
+    def step(self, batch: Batch, micro_batches: int = 1) -> float:
+        """Trains on a rank's part of a global batch, in one step of the optimizer. Returns the loss of all ranks. Collective."""
+        losses = []
+        for x, y in zip(*(_micro_batches(each, micro_batches) for each in batch), strict=True):
+            with self.accelerator.accumulate(self.model):
+                loss = F.mse_loss(self.model(self._own(x)).float(), self._own(y))
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
+
+    def follow(self, batch: Batch) -> None:
+        """Does in one process what the last `step` did."""
+        inputs, targets = batch
+        F.mse_loss(self.reference(inputs), targets).backward()
+        if not self.accelerator.optimizer_step_was_skipped:  # by a scaler that has met an overflow
+            self._its_optimizer.step()
+        self._its_optimizer.zero_grad()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights, whole, on the main process; on others it may be empty. Collective."""
+        return {name: value.detach().clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+
+    def _own(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.chunk(self.shard.count)[self.shard.index]
+
+    def deviation(self) -> float:
+        """How far the weights are from those of one process, as a part of the way that these have come; on every rank. Collective."""
+        weights = self.weights()
+        told: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            expected = self.reference.state_dict()
+            missing = expected.keys() ^ weights.keys()
+            off = sum(_squares(weights[name], expected[name]) for name in expected) if not missing else float("inf")
+            way = sum(_squares(self.initial[name], expected[name]) for name in expected)
+            told = [(off / way) ** 0.5]
+        deviation: float = broadcast_object_list(told)[0]
+        return deviation
+
+
+def check_training(accelerator: Accelerator, shard: Shard, micro_batches: int = 1) -> str:
+    """That some steps end where those of one process do. Collective.
+
+    Args:
+        accelerator: accumulates as many micro-batches.
+        shard: of the data.
+        micro_batches: in a step.
+    """
+    training = Training(accelerator, shard)
+    losses = []
+    for batch in training.take(STEPS):
+        losses.append(training.step(batch, micro_batches))
+        training.follow(batch)
+    deviation, allowed = training.deviation(), tolerance(accelerator.mixed_precision)
+    steps = f"{STEPS} steps" + (f" of {micro_batches} micro-batches" if micro_batches > 1 else "")
+    if not deviation <= allowed:  # nan is no pass
+        raise CheckError(
+            f"After {steps} the weights should be those of one process, give or take {allowed:g} of the way that they have come. "
+            f"They are {deviation:.2g} of it apart, with the losses {', '.join(f'{loss:.4f}' for loss in losses)}. The strategy "
+            f"or the precision is at fault: try again with --mixed-precision no, and with another --strategy."
+        )
+    return f"{steps} equal one process to {deviation:.1e} (allowed: {allowed:g})"
+
+
+def tolerance(precision: str) -> float:
+    """How large a `deviation` is that the dtypes of a precision explain, by its name."""
+    return _TOLERANCES.get(precision, _ROUGH)
+
+
+def _squares(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.cpu().double() - second.cpu().double()).square().sum())
+
+
+def _make_model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.GELU(),
+            nn.Linear(2 * WIDTH, 2 * WIDTH),
+            nn.GELU(),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+
+
+def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # Steps that are long beside the roundings of bfloat16 weights; and gradients that are summed instead of averaged show.
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def _batches(shards: int, device: torch.device) -> Iterator[Batch]:
+    """Global batches. What is wanted of one shard is the opposite of what is wanted of the next: left alone, ranks drift apart."""
+    generator = torch.Generator().manual_seed(11)
+    while True:
+        x = torch.randn(shards * ROWS, WIDTH, generator=generator)
+        sign = 1.0 - 2.0 * (torch.arange(shards) % 2).repeat_interleave(ROWS)[:, None]
+        yield x.to(device), (x.roll(1, 1) * sign + sign * 2).to(device)
+
+
+def _micro_batches(batch: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Micro-batches of a global batch, each with its part of every shard."""
+    rows = batch.unflatten(0, (-1, count, ROWS // count))
+    return [rows[:, number].flatten(0, 1) for number in range(count)]

@@ -1,0 +1,233 @@
+"""`accel config`: writes the configuration file, and shows what holds and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_core.outside import variable_of
+from accel_core.plugins.offers import nearest
+from accel_core.schema import to_data
+from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
+from accel_launch.output import GOOD, say, table, warn
+from accel_launch.settings.catalog import Catalog
+from accel_launch.settings.command_line import CommandLine, Switch, parse
+from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.files import chosen_path, load, write
+from accel_launch.settings.resolution import resolve
+
+_HELP = Switch("this", short="h")
+_TARGET = Switch("the file, instead of the user's own", "PATH")
+_FORCE = Switch("replace a file that is there already")
+
+
+class Part(NamedTuple):
+    """One subcommand.
+
+    Args:
+        run: does it, given its command line, and returns the exit status.
+        switches: its own options.
+        about: what it does.
+        operand: what may stand behind the options; empty for nothing.
+        takes_options: whether it takes the options of `accel launch` as well.
+    """
+
+    run: Callable[[CommandLine, Catalog], int]
+    switches: Mapping[str, Switch]
+    about: str
+    operand: str = ""
+    takes_options: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the configuration file by answering questions; show, check or import one.
+
+    Without a subcommand it asks.
+    """
+    given = list(sys.argv[2:] if arguments is None else arguments)
+    name = given.pop(0) if given and not given[0].startswith("-") else ""
+    if name not in PARTS:
+        meant = nearest(name, [each for each in PARTS if each])
+        hint = f"Type `accel config {meant}` if that was meant." if meant else "`accel config -h` says what each does."
+        known = ", ".join(each for each in PARTS if each)
+        raise SettingsError(
+            f"accel config {name} was asked for, and there is no such subcommand. Known: {known}. {hint}"
+        )
+    part, catalog = PARTS[name], Catalog()
+    command_line = parse(given, catalog, part.switches)
+    if command_line.switch("help"):
+        _help(name, part, catalog, command_line)
+        return 0
+    _check_operands(name, part, command_line)
+    return part.run(command_line, catalog)
+
+
+def _help(name: str, part: Part, catalog: Catalog, command_line: CommandLine) -> None:
+    from accel_launch.settings.help_page import show_help, show_switches
+
+    words = ["accel config", name, "[options]", part.operand]
+    usage = " ".join(word for word in words if word)
+    if part.takes_options:
+        show_help(catalog, usage, part.about, part.switches, command_line.mentioned)
+        return
+    show_switches(usage, part.about, part.switches)
+    if not name:
+        say()
+        table(("subcommand", "what it does"), [(each, PARTS[each].about) for each in PARTS if each])
+        say("\n`accel config SUBCOMMAND -h` says more of one.")
+
+
+def _check_operands(name: str, part: Part, command_line: CommandLine) -> None:
+    most = 1 if part.operand else 0
+    command = f"accel config {name}".strip()
+    if len(command_line.rest) > most:
+        raise SettingsError(
+            f"{command} was given {' '.join(command_line.rest)}, and it takes {'one file' if most else 'no file'}. `{command} -h` says "
+            f"what it takes."
+        )
+    if command_line.given and not part.takes_options:
+        raise SettingsError(
+            f"{command_line.given[0].source} was given, and {command} takes no option of a run. `{command} -h` says what it takes."
+        )
+
+
+def _ask(command_line: CommandLine, catalog: Catalog) -> int:
+    from accel_launch.questionnaire import ask
+
+    return ask(catalog, _target(command_line))
+
+
+def _write_default(command_line: CommandLine, catalog: Catalog) -> int:
+    """Writes what was given, and the number of processes that suits this machine."""
+    target = _target(command_line)
+    if target.exists() and not command_line.switch("force"):
+        raise SettingsError(
+            f"{target} is there already, and would be replaced: nothing was written. Add --force to replace it, or give another file "
+            f"with --config-file."
+        )
+    resolved = resolve(catalog, command_line, None, {}, thorough=True)
+    data: dict[str, Any] = {}
+    comments: dict[str, str] = {}
+    if ("", "num_processes") not in resolved.given:
+        data["num_processes"] = _processes(cpu=bool(resolved.get("cpu").value))
+        comments["num_processes"] = catalog.direct["num_processes"].help
+    for value in resolved.given.values():
+        options = resolved.catalog.section(value.section) if value.section else resolved.catalog.own
+        inner = data.setdefault(value.section, {}) if value.section else data
+        inner[value.option] = to_data(value.value)
+        comments[value.key] = options[value.option].help
+    write(target, data, comments, anew=True)
+    say(f"{target} is written.", GOOD)
+    say("Type `accel launch script.py` to start a script with it, and `accel config show` to see what holds.")
+    return 0
+
+
+def _processes(*, cpu: bool) -> int:
+    """As many processes as this machine has accelerators; one on a machine without any."""
+    import torch
+
+    return 1 if cpu else max(1, torch.accelerator.device_count())
+
+
+def _show(command_line: CommandLine, catalog: Catalog) -> int:
+    from accel_launch.settings.showing import as_data, rows
+
+    resolved = resolve_line(command_line, catalog)
+    if command_line.switch("json"):
+        say(json.dumps(as_data(resolved), indent=2))
+    else:
+        table(("option", "value", "source"), rows(resolved))
+    return 0
+
+
+def _validate(command_line: CommandLine, catalog: Catalog) -> int:
+    """Checks a file alone: what the environment says is not its fault."""
+    asked = command_line.rest[0] if command_line.rest else command_line.text("config_file")
+    try:
+        file = load(asked, os.environ)
+        if file is None:
+            say(
+                f"There is no configuration file, so defaults hold. Type `accel config` to write {chosen_path(None, os.environ)}."
+            )
+            return 0
+        resolved = resolve(catalog, CommandLine(), file, {}, thorough=True)
+        backend = _check_backend(resolved.get("dynamo_backend").value, catalog)
+    except SettingsError as error:
+        warn(f"{len(error.problems)} mistake{'s' if len(error.problems) > 1 else ''}:")
+        for problem in error.problems:
+            warn(f"  {problem}")
+        return 1
+    if backend:
+        warn(backend)
+        return 1
+    for note in resolved.notes:
+        warn(note)
+    count = len(resolved.given) + len(resolved.idle)
+    say(f"{file.path} is in order: {count} option{'' if count == 1 else 's'}.", GOOD)
+    return 0
+
+
+def _check_backend(name: str, catalog: Catalog) -> str:
+    """What is wrong with the name of a backend of `torch.compile`; importing that takes a while, so only files are checked so."""
+    if name.lower() == "no":
+        return ""
+    known = [choice.name for choice in catalog.choices("dynamo_backend")]
+    if name.lower() in known:
+        return ""
+    meant = nearest(name, known)
+    hint = f" Type {meant!r} if that was meant." if meant else ""
+    return f"dynamo_backend={name!r} is not a backend of torch.compile. Known: {', '.join(known)}.{hint}"
+
+
+def _path(command_line: CommandLine, _: Catalog) -> int:
+    asked = command_line.text("config_file")
+    path = chosen_path(asked, os.environ)
+    say(str(path))
+    if not path.exists():
+        file = None if asked else load(None, {**os.environ, variable_of("config_file"): ""})
+        beside = "" if file is None else f" {file.path}, of Accelerate, is read in its place."
+        warn(f"There is no such file yet: `accel config` writes it.{beside}")
+    return 0
+
+
+def _import(command_line: CommandLine, _: Catalog) -> int:
+    from accel_launch.importing import command
+
+    source = Path(command_line.rest[0]).expanduser() if command_line.rest else None
+    return command(source, _target(command_line), command_line.switch("force"))
+
+
+def _target(command_line: CommandLine) -> Path:
+    return chosen_path(command_line.text("config_file"), os.environ)
+
+
+_TO_WRITE: Mapping[str, Switch] = {"config_file": _TARGET, "force": _FORCE, "help": _HELP}
+_JSON = Switch("print JSON, for programs")
+PARTS: Mapping[str, Part] = {
+    "": Part(_ask, {"config_file": _TARGET, "help": _HELP}, "Asks questions, and writes the configuration file."),
+    "default": Part(
+        _write_default,
+        {**_TO_WRITE, "help": HELP},
+        "Writes a file without asking: what suits this machine, and the options that are given.",
+        takes_options=True,
+    ),
+    "show": Part(
+        _show,
+        {"json": _JSON, "config_file": CONFIG_FILE, "help": HELP},
+        "Shows every option, its value, and where that was given; takes the options of `accel launch`.",
+        takes_options=True,
+    ),
+    "validate": Part(
+        _validate,
+        {"config_file": CONFIG_FILE, "help": _HELP},
+        "Checks a file, and lists all mistakes in it.",
+        "[FILE]",
+    ),
+    "path": Part(_path, {"config_file": CONFIG_FILE, "help": _HELP}, "Prints where the file lies."),
+    "import": Part(_import, _TO_WRITE, "Writes a file of our own from one of Accelerate's.", "[FILE]"),
+}
+"""The subcommands; the one without a name is `accel config` itself."""

@@ -1,0 +1,22 @@
+"""`accel env`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from accel_launch.output import say
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what to paste into a bug report: versions, devices, settings. Values that look secret are left out."""
+    from accel_launch.checking.environment import describe, text
+
+    parser = argparse.ArgumentParser(prog="accel env", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--config-file", metavar="FILE", help="show this configuration file instead of your own")
+    given = parser.parse_args(arguments)
+    found = describe(given.config_file)
+    say(json.dumps(found, indent=2, ensure_ascii=False) if given.json else f"```text\n{text(found)}\n```")
+    return 0

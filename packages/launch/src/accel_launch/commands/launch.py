@@ -1,0 +1,114 @@
+"""`accel launch`: starts a script, a module or any program in as many processes as asked for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from accel_core.outside import CHANNEL
+from accel_launch.settings.catalog import Catalog
+from accel_launch.settings.command_line import CommandLine, Switch, parse
+from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.files import load
+from accel_launch.settings.resolution import Resolved, resolve
+
+if TYPE_CHECKING:
+    from accel_launch.starting.program import Program
+
+CONFIG_FILE = Switch("the configuration file, instead of the user's own; `accel config path` shows which", "PATH")
+HELP = Switch("this; behind --fsdp or an option of fsdp, what options that has", short="h")
+SWITCHES: Mapping[str, Switch] = {
+    "module": Switch("what is started is a module, as with `python -m`", short="m"),
+    "no_python": Switch("what is started is a program of any kind, and not a script of Python"),
+    "dry_run": Switch("show what would be started, with the source of each value, and start nothing"),
+    "config_file": CONFIG_FILE,
+    "help": HELP,
+}
+_USAGE = "accel launch [options] script.py [arguments of the script]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start a script in as many processes as asked for, on this machine or on several.
+
+    Options come from the command line, from variables, and from a configuration file, in this order; what reaches the script is
+    what was given. Everything behind the script belongs to the script.
+    """
+    catalog = Catalog()
+    command_line = parse(sys.argv[2:] if arguments is None else arguments, catalog, SWITCHES)
+    if command_line.switch("help"):
+        from accel_launch.settings.help_page import show_help
+
+        show_help(catalog, _USAGE, main.__doc__ or "", SWITCHES, command_line.mentioned)
+        return 0
+    resolved = resolve_line(command_line, catalog)
+    if command_line.switch("dry_run"):
+        return _show(resolved, _program(command_line) if command_line.rest else None)
+    program = _program(command_line)
+    return run(resolved, program)
+
+
+def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
+    """What holds, given a command line, this process's environment and the file; notes are printed to standard error.
+
+    Raises:
+        SettingsError: with every mistake that was found.
+    """
+    file = load(command_line.text("config_file"), os.environ)
+    resolved = resolve(catalog, command_line, file, os.environ)
+    if resolved.notes:
+        from accel_launch.output import warn
+
+        for note in resolved.notes:
+            warn(f"accel: {note}")
+    return resolved
+
+
+def run(resolved: Resolved, program: Program) -> int:
+    """Starts a program as it was resolved, and returns its exit status.
+
+    Raises:
+        LaunchError: if it cannot be started so on this machine.
+    """
+    from accel_launch.starting.plan import make_plan
+    from accel_launch.starting.start import start
+
+    program.check(os.environ)
+    plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
+    return start(plan, program, {**os.environ, CHANNEL: resolved.channel})
+
+
+def _program(command_line: CommandLine) -> Program:
+    """What is to be started."""
+    from accel_launch.starting.program import Program
+
+    is_module, is_program = command_line.switch("module"), command_line.switch("no_python")
+    if is_module and is_program:
+        raise SettingsError(
+            "--module and --no-python were both given, and what is started is a module of Python or another program. Leave one out."
+        )
+    if not command_line.rest:
+        raise SettingsError(
+            "Nothing was given that could be started. Type the script behind the options: accel launch --num-processes 2 script.py; or "
+            "`accel launch -h` to see them all."
+        )
+    target, *arguments = command_line.rest
+    return Program("module" if is_module else "program" if is_program else "script", target, tuple(arguments))
+
+
+def _show(resolved: Resolved, program: Program | None) -> int:
+    """Prints what holds and what would be started."""
+    from accel_launch.output import say, table
+    from accel_launch.settings.showing import rows
+    from accel_launch.starting.plan import make_plan
+
+    if program is not None:
+        program.check(os.environ)
+    plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
+    table(("option", "value", "source"), rows(resolved))
+    say()
+    command = [("command", shlex.join(program.argv()))] if program else []
+    table(("what would be started", ""), [*plan.describe(), *command])
+    return 0

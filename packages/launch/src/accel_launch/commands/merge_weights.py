@@ -1,0 +1,68 @@
+"""`accel merge-weights`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from accel_launch.output import GOOD, console, is_plain, say
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write a checkpoint's weights as plain safetensors, which any library loads."""
+    from accel_core.checkpoint.weights.exporting import export_weights
+
+    given = _parser().parse_args(arguments)
+    with _progress() as report:
+        written = export_weights(
+            given.checkpoint,
+            given.output,
+            given.max_shard_size,
+            model=given.model,
+            overwrite=given.force,
+            report=report,
+        )
+    tied = f", {written.aliases} more names of tied ones" if written.aliases else ""
+    say(
+        f"{written.tensors} tensors, {written.nbytes} bytes{tied}: {given.output / written.files[0]}"
+        + (f" and {len(written.files) - 1} parts" if len(written.files) > 1 else ""),
+        GOOD,
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a folder of save_state, whatever strategy and number of processes saved it; or weights in one file or in parts",
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (5GB)",
+    )
+    parser.add_argument("--model", type=int, metavar="N", help="which one of a checkpoint that holds several")
+    parser.add_argument("--force", action="store_true", help="replace weights that are in OUTPUT")
+    return parser
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """What is told how far it is: a bar on a terminal, nothing elsewhere."""
+    if is_plain(sys.stderr):
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)

@@ -1,0 +1,30 @@
+"""`accel plugins`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from accel_core.plugins import list_offers
+from accel_core.plugins.explain import state
+from accel_launch.output import say, table
+
+_COLUMNS = ("group", "name", "distribution", "version", "state")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List every strategy, precision, loader, tracker and command that is installed, and whether it works."""
+    parser = argparse.ArgumentParser(prog="accel plugins", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    offers = list_offers()
+    rows = [
+        (offer.group, offer.name, offer.distribution, offer.version, state(offer, offers, load=True))
+        for offer in offers
+    ]
+    if given.json:
+        say(json.dumps([dict(zip(_COLUMNS, row, strict=True)) for row in rows], indent=2))
+    else:
+        table(_COLUMNS, rows)
+    return 0

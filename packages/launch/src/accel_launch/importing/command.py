@@ -1,0 +1,138 @@
+"""`accel config import`: a file of Accelerate's becomes one of ours, once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_core.errors import PluginError
+from accel_launch.importing.translation import Imported, translate
+
+if TYPE_CHECKING:
+    from accel_launch.settings.catalog import Catalog
+
+
+def command(source: Path | None, target: Path, force: bool = False) -> int:
+    """Writes what a file of Accelerate's says as a file of ours, and prints what was carried over and what was not.
+
+    Args:
+        source: the file; None: the first of the places where Accelerate keeps its own.
+        target: the file that is written. One that says something else is left as it is, unless `force`.
+        force: whether a file that says something else may be replaced.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: if there is no file, if it is not in Accelerate's format, or if the target says something else.
+    """
+    from accel_launch.output import say, table
+    from accel_launch.settings.catalog import Catalog
+    from accel_launch.settings.files import own_path, write
+
+    found = _find(source)
+    imported = translate(_read(found))
+    say(f"{found} says:\n")
+    carried = [(each.old, each.new, _text(each.value)) for each in imported.carried if each.new]
+    table(("in Accelerate", "here", "value"), carried, "Carried over")
+    say()
+    if imported.left:
+        left = [(each.old, _text(each.value), each.reason) for each in imported.left]
+        table(("in Accelerate", "value", "why, and what to do"), left, "Not carried over")
+        say()
+    if silent := [each.old for each in imported.carried if not each.new]:
+        say(f"Says nothing, or what is so here in any case: {', '.join(silent)}.\n")
+    already = _check_target(found, target, imported.data, force)
+    catalog = Catalog()
+    if not already:
+        write(target, imported.data, _comments(catalog, imported.data), anew=True)
+    say(f"{target} {'says so already: nothing was changed' if already else 'is written'}.")
+    _say_missing(catalog, imported)
+    option = "" if target.resolve() == own_path().resolve() else f" --config-file {target}"
+    say(f"Type `accel launch{option} script.py` to start a script with it, `accel test{option}` to try it.")
+    return 0
+
+
+def _find(source: Path | None) -> Path:
+    from accel_launch.settings.files import peer_paths
+
+    if source is not None:
+        if not source.is_file():
+            raise ValueError(
+                f"{source} was to be imported, and there is no such file. Type `accel config import FILE`."
+            )
+        return source
+    places = peer_paths(os.environ)
+    for place in places:
+        if place.is_file():
+            return place
+    listing = "\n".join(f"  {place}" for place in places)
+    raise ValueError(
+        f"A file of Accelerate's was to be imported, and none was found. Looked for:\n{listing}\n"
+        f"Type `accel config import FILE`, or `accel config` to write one anew."
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    from accel_launch.settings.files import is_of_peer, read
+
+    data = read(path).data
+    if data and not is_of_peer(data):
+        raise ValueError(
+            f"{path} was to be imported, and is not in Accelerate's format: it has no key such as distributed_type. If it is one of "
+            f"ours, type `accel launch --config-file {path} script.py`; `accel config validate {path}` says what is wrong with it."
+        )
+    return data
+
+
+def _check_target(source: Path, target: Path, data: Mapping[str, Any], force: bool) -> bool:
+    """Whether the target says so already. Raises `ValueError` if it says something else, and may not be replaced."""
+    from accel_launch.settings.files import read
+
+    if not target.exists():
+        return False
+    if target.resolve() == source.resolve():
+        raise ValueError(
+            f"{target} is the file that was to be imported, and what could not be carried over would be lost. Give another file to "
+            f"write to, with --config-file."
+        )
+    if read(target).data == data:
+        return True
+    if not force:
+        raise ValueError(
+            f"{target} exists and says something else: nothing was written. Add --force to replace it, or give another file with "
+            f"--config-file."
+        )
+    return False
+
+
+def _comments(catalog: Catalog, data: Mapping[str, Any]) -> dict[str, str]:
+    """The help of every option that is written, where its component is installed."""
+    comments = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and key in catalog.sections:
+            comments.update({f"{key}.{name}": option.help for name, option in catalog.section(key).items()})
+        elif (option := catalog.option(key)) is not None:
+            comments[key] = option.help
+    return comments
+
+
+def _say_missing(catalog: Catalog, imported: Imported) -> None:
+    """Says which of the components that the file chooses are not installed, and how to install them."""
+    from accel_launch.output import DOUBTFUL, say
+    from accel_launch.settings.catalog import ROLES
+
+    for role in ROLES:
+        name = imported.data.get(role)
+        if name is not None:
+            try:
+                catalog.component(name, role)
+            except PluginError as error:
+                say(str(error), DOUBTFUL)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,145 @@
+"""`accel`: one program, whose commands are what installed distributions offer in the entry-point group `accel.commands`.
+
+An entry point names a callable, `main(arguments: Sequence[str] | None = None) -> int | None`: it takes what stands behind the command's
+name, and returns the exit status, None for 0. The first line of its docstring is what `accel -h` says of it. Only the command that is
+asked for is imported.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from accel_core.errors import CheckpointError, CollectiveMismatchError, PluginError, WorldError
+from accel_core.plugins import Offer, find, list_offers
+from accel_core.plugins.offers import nearest
+from accel_launch.output import BAD, say, table, warn
+
+WRONG, INTERRUPTED, UNREAD = 2, 130, 141
+"""Exit statuses: what was asked cannot be done; Ctrl-C; nobody reads the output any more."""
+
+_OWN = "accel-launch"
+_USAGE = "usage: accel [-h] [--version] [--traceback] COMMAND ..."
+_TOLD = (ValueError, OSError, PluginError, WorldError, CollectiveMismatchError, CheckpointError)
+"""Errors that speak to the user: their message is enough. Any other is a mistake of the program, and shows where it happened."""
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    shows_traceback = given[:1] == ["--traceback"]
+    try:
+        status = _run(given[1:] if shows_traceback else given)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would say that it cannot.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    except _TOLD as error:
+        if shows_traceback or _is_slip(error):
+            raise
+        warn(f"accel: {_words(error)}", BAD)
+        return WRONG
+    return status
+
+
+def _run(given: Sequence[str]) -> int:
+    if not given:
+        _help()
+        return WRONG
+    name, rest = given[0], given[1:]
+    if name in {"-h", "--help"}:
+        _help()
+        return 0
+    if name == "--version":
+        say(_version())
+        return 0
+    if name == "--completion":
+        say(_completion(rest))
+        return 0
+    if name.startswith("-"):
+        raise ValueError(
+            f"{name} was given, and no command. The options of accel itself are -h, --version, --traceback and --completion bash; "
+            f"those of a command stand behind its name: accel launch {name} …"
+        )
+    status = _command(name)(rest)
+    return 0 if status is None else int(status)
+
+
+def _command(name: str) -> Callable[..., int | None]:
+    offers = list_offers("accel.commands")
+    names = list(dict.fromkeys(offer.name for offer in offers))
+    if name.rpartition(":")[2] not in names:
+        meant = nearest(name, names)
+        hint = f"Type `accel {meant}` if that was meant" if meant else "`accel -h` says what each does"
+        raise ValueError(f"there is no command {name!r}. Installed: {', '.join(names)}. {hint}.")
+    return find("accel.commands", name, offers).load()
+
+
+def _help() -> None:
+    offers = list_offers("accel.commands")
+    say(f"{_USAGE}\n\nConfigures, starts, checks and inspects training on any number of processes and machines.\n")
+    table(("command", "what it does", "from"), [_row(offer, offers) for offer in offers])
+    say("\n`accel COMMAND -h` says more of one. --traceback shows where an error was raised.")
+    say("Tab completes commands in bash after: source <(accel --completion bash)")
+
+
+def _row(offer: Offer, offers: Sequence[Offer]) -> tuple[str, str, str]:
+    provider = "" if offer.distribution == _OWN else offer.provider
+    rivals = [other for other in offers if other.name == offer.name]
+    name = offer.name if len(rivals) == 1 else f"{offer.distribution}:{offer.name}"
+    try:
+        about = (inspect.getdoc(offer.load()) or "").partition("\n")[0]
+    except PluginError as error:
+        about = f"broken: {error.__cause__ or offer.misfit()}"
+    return name, about, provider
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    names = (_OWN, "accel-core", "torch")
+    return f"{', '.join(f'{name} {metadata.version(name)}' for name in names)}, Python {sys.version.split()[0]}"
+
+
+def _completion(given: Sequence[str]) -> str:
+    """A script for bash that completes the commands, and behind them files. Raises `ValueError` for other shells."""
+    if list(given) != ["bash"]:
+        raise ValueError(
+            f"--completion {shlex.join(given)} was asked for, and there is one for bash: accel --completion bash. "
+            f"zsh reads it after `autoload -U bashcompinit && bashcompinit`."
+        )
+    names = " ".join(dict.fromkeys(offer.name for offer in list_offers("accel.commands")))
+    return (
+        f"_accel() {{\n"
+        f'  [ "$COMP_CWORD" -eq 1 ] && COMPREPLY=($(compgen -W "{names} --help --version" -- "${{COMP_WORDS[1]}}"))\n'
+        f"}}\n"
+        f"complete -o default -F _accel accel"
+    )
+
+
+def _is_slip(error: Exception) -> bool:
+    """Whether a `ValueError` comes from a function of the interpreter, and not from a `raise`: then it was not meant for the user."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return isinstance(error, ValueError) and last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
+
+
+def _words(error: Exception) -> str:
+    """The message of an error; of the operating system's, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

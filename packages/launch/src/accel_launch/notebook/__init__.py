@@ -1,0 +1,1 @@
+"""Functions of a notebook, run by several processes."""

@@ -1,0 +1,290 @@
+"""Every option of what is installed: its name, type, default and help, read where it is declared.
+
+Three places declare options: `LaunchOptions`, those of starting; `Accelerator`, those of a run that may be given outside of the code;
+and each component's constructor, its own. Only the components that somebody asks for are imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType, NoneType
+from typing import Any
+
+from accel_core.errors import PluginError
+from accel_core.outside import LOADER_OPTIONS, OPTIONS, section_name, variable_of
+from accel_core.plugins import Group, Offer, find, list_offers
+from accel_core.plugins.explain import state
+from accel_core.schema import Field, fields_of
+from accel_core.sections import SECTIONS
+from accel_core.vocabulary import KNOWN_PROVIDERS
+from accel_launch.options import LaunchOptions
+from accel_launch.settings.documentation import option_help, summary
+
+ROLES: Mapping[str, Group] = MappingProxyType(
+    {"strategy": "accel.strategies", "mixed_precision": "accel.precisions", "loader": "accel.loaders"}
+)
+"""The options that choose a component by its name, and where such names come from."""
+
+DEFAULT_STRATEGIES = ("ddp", "single")
+"""What the Accelerator takes where no strategy is given: the first in a world larger than one, else the second."""
+
+DEFAULT_LOADER = "sharded"
+"""What the Accelerator takes where no loader is given and a distribution offers this name."""
+
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "processes": ("num_processes", "cpu", "device_ids", "num_cpu_threads_per_process", "numa_binding"),
+        "training": (
+            "strategy",
+            "mixed_precision",
+            "gradient_accumulation_steps",
+            "dynamo_backend",
+            "project_dir",
+        ),
+        "data": ("loader", *LOADER_OPTIONS),
+        "machines": (
+            "num_machines",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "local_addr",
+            "min_machines",
+            "meeting_timeout",
+            "rdzv_backend",
+            "rdzv_endpoint",
+            "rdzv_id",
+            "rdzv_conf",
+        ),
+        "failures": ("max_restarts", "monitor_interval", "shutdown_timeout", "debug", "detect_nonfinite"),
+        "output": (
+            "log_level",
+            "log_dir",
+            "redirects",
+            "tee",
+            "local_ranks_filter",
+            "log_line_prefix_template",
+            "role",
+        ),
+    }
+)
+"""How the options without a section are shown: group → names, in order."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Args:
+        section: the component that it belongs to, under the name that chooses it; empty for options without a section.
+        field: name, type and default.
+        group: of `GROUPS`, or the section.
+        owner: the constructor that declares it.
+    """
+
+    section: str
+    field: Field
+    group: str
+    owner: Callable[..., Any]
+
+    @property
+    def key(self) -> str:
+        """`fsdp.cpu_offload`, or `num_processes`."""
+        return f"{self.section}.{self.field.name}" if self.section else self.field.name
+
+    @property
+    def flag(self) -> str:
+        """`--fsdp.cpu-offload`, or `--num-processes`."""
+        return f"--{self.key.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The variable of the environment."""
+        return variable_of(self.field.name, self.section)
+
+    @property
+    def help(self) -> str:
+        """What the docstring of its owner says of it, in one line."""
+        return option_help(self.owner, self.field.name)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an option that chooses among what is installed."""
+
+    name: str
+    provider: str
+    offer: Offer | None = None
+    offers: tuple[Offer, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The first line of the component's docstring; empty if it is broken. Imports it."""
+        return "" if self.offer is None or self.problem else summary(self.offer.load())
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be chosen by its name: broken, misfit, or in conflict; empty if it can. Imports it."""
+        told = "ok" if self.offer is None else state(self.offer, self.offers, load=True)
+        return "" if told == "ok" else told
+
+
+class Catalog:
+    """The options of what is installed.
+
+    Args:
+        offers: what is installed; None: `list_offers()`.
+        loader: the loader component whose options stand beside those of the Accelerator; None: the default one, if it is
+            installed.
+    """
+
+    def __init__(self, offers: Sequence[Offer] | None = None, loader: str | None = None) -> None:
+        self.offers = tuple(list_offers() if offers is None else offers)
+        self.loader = loader or (DEFAULT_LOADER if DEFAULT_LOADER in self.names("loader") else None)
+        self._sections: dict[str, Mapping[str, Option]] = {}
+
+    def with_loader(self, loader: str | None) -> Catalog:
+        """The catalog where this loader is chosen."""
+        return self if loader in {None, self.loader} else Catalog(self.offers, loader)
+
+    def names(self, role: str) -> list[str]:
+        """The names to choose from for one of `ROLES`. Imports nothing."""
+        return list(dict.fromkeys(offer.name for offer in self.offers if offer.group == ROLES[role]))
+
+    def choices(self, role: str) -> list[Choice]:
+        """What can be chosen for one of `ROLES`, or for "dynamo_backend", which takes torch's compiler a second or two."""
+        if role == "dynamo_backend":
+            import torch
+
+            names = dict.fromkeys(["no", "eager", *torch.compiler.list_backends(exclude_tags=())])
+            return [Choice(name, "torch") for name in names]
+        mine = [offer for offer in self.offers if offer.group == ROLES[role]]
+        every = [offer.name for offer in mine]
+        return [
+            Choice(
+                offer.name if every.count(offer.name) == 1 else f"{offer.distribution}:{offer.name}",
+                offer.provider,
+                offer,
+                self.offers,
+            )
+            for offer in mine
+        ]
+
+    @cached_property
+    def direct(self) -> Mapping[str, Option]:
+        """The options without a section that need no component: those of starting, and those of the Accelerator."""
+        from accel_core import Accelerator
+
+        starting = {name: _own(field, LaunchOptions) for name, field in fields_of(LaunchOptions).items()}
+        fields = fields_of(Accelerator)
+        training = {name: _own(self._adapted(name, fields[name]), Accelerator) for name in OPTIONS}
+        return MappingProxyType({**starting, **training})
+
+    @cached_property
+    def data(self) -> Mapping[str, Option]:
+        """The options of the loader that stand beside those of the Accelerator; none where no loader is there. Imports it."""
+        if self.loader is None:
+            return MappingProxyType({})
+        owner = self.component(self.loader, "loader").load()
+        fields = fields_of(owner)
+        return MappingProxyType(
+            {
+                name: _own(replace(fields[name], type=_without_none(fields[name].type)), owner)
+                for name in LOADER_OPTIONS
+                if name in fields
+            }
+        )
+
+    @cached_property
+    def own(self) -> Mapping[str, Option]:
+        """Every option without a section, in the order in which they are shown. Imports the loader."""
+        known = {**self.direct, **self.data}
+        shown = [name for names in GROUPS.values() for name in names if name in known]
+        return MappingProxyType({name: known[name] for name in (*shown, *known)})
+
+    def option(self, name: str) -> Option | None:
+        """The option without a section of this name. Imports the loader only for options of its own."""
+        if name in LOADER_OPTIONS:
+            return self.data.get(name)
+        return self.direct.get(name)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The names of all sections: what can be chosen, and what is there whatever is chosen. Imports nothing."""
+        return (*SECTIONS, *dict.fromkeys(offer.name for offer in self.offers if offer.group in ROLES.values()))
+
+    def section_called(self, spelling: str) -> str | None:
+        """The section that goes by a name of which letter case and hyphens may be lost, as in a variable."""
+        return next((name for name in self.sections if section_name(name) == section_name(spelling)), None)
+
+    def section(self, name: str) -> Mapping[str, Option]:
+        """The options of one section, also those that only Python can express. Imports the component.
+
+        Args:
+            name: as it is chosen, so it may be qualified by its distribution: `other-fsdp:fsdp`.
+
+        Raises:
+            PluginError: if there is none of that name, if several are meant by it, or if it is broken.
+        """
+        if name not in self._sections:
+            self._sections[name] = MappingProxyType(self._read_section(name))
+        return self._sections[name]
+
+    def component(self, name: str, role: str = "") -> Offer:
+        """What is chosen by a name. Imports nothing; raises `PluginError` as `find` does.
+
+        Args:
+            name: may be qualified by its distribution.
+            role: one of `ROLES`; empty: whichever has it.
+        """
+        if role:
+            return find(ROLES[role], name, self.offers)
+        plain = name.rpartition(":")[2]
+        roles = [role for role in ROLES if plain in self.names(role)]
+        if len(roles) > 1:
+            choosing = " and ".join(str(self.component(name, role)) for role in roles)
+            raise PluginError(
+                f"Options of {plain!r} were given, and both a {' and a '.join(roles)} go by that name: {choosing}. Give them "
+                f"in the code, to the constructor of the one that is meant."
+            )
+        known = (role for role, group in ROLES.items() if plain in KNOWN_PROVIDERS.get(group, {}))
+        return find(ROLES[roles[0] if roles else next(known, "strategy")], name, self.offers)
+
+    def _read_section(self, name: str) -> dict[str, Option]:
+        if name in SECTIONS:
+            owner: Callable[..., Any] = SECTIONS[name].handler
+            elsewhere: Iterable[str] = SECTIONS[name].elsewhere
+        else:
+            offer = self.component(name)
+            owner, name = offer.load(), offer.name
+            elsewhere = LOADER_OPTIONS if offer.group == ROLES["loader"] else ()
+        return {
+            field.name: Option(name, field, name, owner)
+            for field in fields_of(owner).values()
+            if field.name not in elsewhere
+        }
+
+    def _adapted(self, name: str, field: Field) -> Field:
+        """A parameter of the Accelerator as an option: by name instead of by object, and with the default that holds."""
+        by_name = name in ROLES or name == "dynamo_backend"
+        default = self.loader if name == "loader" else OPTIONS[name]
+        return Field(name, str if by_name else _without_none(field.type), default)
+
+
+def has_default(option: Option) -> bool:
+    """Whether its constructor says what holds where nothing is given."""
+    return option.field.default is not inspect.Parameter.empty
+
+
+def _own(field: Field, owner: Callable[..., Any]) -> Option:
+    group = next((group for group, names in GROUPS.items() if field.name in names), "further")
+    return Option("", field, group, owner)
+
+
+def _without_none(kind: Any) -> Any:
+    """A type without None: to the Accelerator, None is what was not given, so nobody can say it."""
+    members = tuple(member for member in typing.get_args(kind) if member is not NoneType)
+    return typing.Union[members] if NoneType in typing.get_args(kind) else kind  # noqa: UP007

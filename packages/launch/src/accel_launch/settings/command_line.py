@@ -1,0 +1,319 @@
+"""Reading a command line: options of starting, of the run, and of the components that it mentions; then the program.
+
+    accel launch --num-processes 2 --fsdp --fsdp.cpu-offload script.py --its-own options
+
+Underscores equal hyphens. A truth value is a flag, `--cpu`, `--no-cpu` or `--cpu=false`; it never takes the next word, which may be the
+script. Everything behind the program belongs to the program. A component is imported when one of its options is met.
+
+What is given stays text here: `accel_launch.settings.resolution` makes values of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin
+
+from accel_core.schema import expected, from_text
+from accel_launch.settings.catalog import ROLES
+from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.unknown import unknown_option
+
+if TYPE_CHECKING:
+    from accel_launch.settings.catalog import Catalog, Option
+
+ALIASES: Mapping[str, str] = {"gpu_ids": "device_ids"}
+"""Older names on the command line: name → the option's own."""
+
+CHOOSING = ("strategy", "mixed_precision")
+"""The options of which each value is a flag as well: `--fsdp` is `--strategy fsdp`."""
+
+
+class Switch(NamedTuple):
+    """An option of one command alone, which stands in no file.
+
+    Args:
+        help: what it does, for the user.
+        takes: what its value is called in help; empty for a flag.
+        short: its letter, if any.
+    """
+
+    help: str
+    takes: str = ""
+    short: str = ""
+
+
+class Given(NamedTuple):
+    """One value that was given.
+
+    Args:
+        section: of the option; empty for options without one.
+        option: its name.
+        data: text, or data as JSON has them.
+        source: where it was given, as tables show it: a flag, a variable, a file.
+        place: the same for messages, with the line of a file; empty if it is the same.
+    """
+
+    section: str
+    option: str
+    data: Any
+    source: str
+    place: str = ""
+
+    @property
+    def key(self) -> str:
+        """`fsdp.cpu_offload`, or `num_processes`."""
+        return f"{self.section}.{self.option}" if self.section else self.option
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line says.
+
+    Args:
+        given: values of options; each option at most once.
+        switches: what was given for the command's own switches: a text, or True.
+        mentioned: the components that it names, by an option of theirs or by choosing them, in order.
+        rest: the program and its arguments.
+        notes: what the user should know of how it was read.
+    """
+
+    given: tuple[Given, ...] = ()
+    switches: Mapping[str, str | bool] | None = None
+    mentioned: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def switch(self, name: str) -> bool:
+        """Whether a flag of the command was given."""
+        return bool((self.switches or {}).get(name))
+
+    def text(self, name: str) -> str | None:
+        """The value of a switch of the command; None if it was not given."""
+        value = (self.switches or {}).get(name)
+        return value if isinstance(value, str) else None
+
+
+def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Switch]) -> CommandLine:
+    """Reads a command line.
+
+    Args:
+        arguments: what stands behind the name of the command.
+        catalog: the options of what is installed.
+        switches: the command's own, by name with underscores.
+
+    Raises:
+        SettingsError: for an option that does not exist, lacks its value, or contradicts another one.
+        PluginError: for an option of a component that is not installed or broken.
+    """
+    loader = next(reversed(_values_of("loader", arguments)), None)
+    chosen = [name for role in CHOOSING for name in _values_of(role, arguments)]
+    return _Reader(list(arguments), catalog.with_loader(loader), switches, chosen).read()
+
+
+def is_flag(kind: Any) -> bool:
+    """Whether an option may be given without a value: a truth value is among what it admits, and a text is not."""
+    members = _members(kind)
+    return bool in members and str not in members
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) in {Union, UnionType}:
+        return tuple(member for member in get_args(kind) if member is not NoneType)
+    return (kind,)
+
+
+def _values_of(name: str, arguments: Sequence[str]) -> list[str]:
+    """What a command line says of an option, before anything else is known: what other words mean depends on it."""
+    found = []
+    for place, word in enumerate(arguments):
+        if word == "--":
+            break
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            found.append(value if equals else "".join(arguments[place + 1 : place + 2]))
+    return found
+
+
+class _Reader:
+    """One walk over the words of a command line."""
+
+    def __init__(
+        self, words: list[str], catalog: Catalog, switches: Mapping[str, Switch], chosen: Sequence[str]
+    ) -> None:
+        self._words = words
+        self._references = {name.rpartition(":")[2]: name for name in chosen}
+        self._catalog = catalog
+        self._switch_table = switches
+        self._letters = {switch.short: name for name, switch in switches.items() if switch.short}
+        self._given: dict[tuple[str, str], Given] = {}
+        self._switches: dict[str, str | bool] = {}
+        self._mentioned: list[str] = []
+        self._notes: list[str] = []
+        self._last_flag = ""
+        self._bare: list[str] = []
+
+    def read(self) -> CommandLine:
+        while self._words and self._words[0].startswith("-") and self._words[0] != "-":
+            word = self._words.pop(0)
+            if word == "--":
+                break
+            self._option(word)
+        self._check_flag()
+        if self._bare and "help" not in self._switches:
+            word = self._bare[0]
+            raise SettingsError(
+                f"{word} was given, which has options but is none. Give one of them, {word}.OPTION; `accel launch {word} -h` shows them."
+            )
+        return CommandLine(
+            tuple(self._given.values()),
+            self._switches,
+            tuple(dict.fromkeys(self._mentioned)),
+            tuple(self._words),
+            tuple(self._notes),
+        )
+
+    def _option(self, word: str) -> None:
+        self._last_flag = ""
+        if not word.startswith("--"):
+            name, equals, value = self._letters.get(word[1:], word), "", ""
+        else:
+            written, equals, value = word[2:].partition("=")
+            name = written.replace("-", "_")
+        text = value if equals else None
+        if name in self._switch_table:
+            self._switch(name, word, text)
+        elif word.startswith("--") and "." in name:
+            self._of_section(name, word, text)
+        elif word.startswith("--"):
+            self._of_run(name, word, text)
+        else:
+            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+
+    def _switch(self, name: str, word: str, text: str | None) -> None:
+        takes = self._switch_table[name].takes
+        if not takes and text is not None:
+            raise SettingsError(f"{word} was given, and {word.partition('=')[0]} takes no value. Leave {text!r} out.")
+        self._switches[name] = self._value(word, text, takes) if takes else True
+
+    def _of_run(self, name: str, word: str, text: str | None) -> None:
+        """An option without a section, or a component's name as a flag."""
+        name = ALIASES.get(name, name)
+        option, negated = _find(self._catalog.option, name)
+        if option is not None:
+            self._take(option, word, text, negated)
+            return
+        role, chosen = self._component_flag(word)
+        part = next((each for each in self._catalog.sections if each.replace("-", "_") == name), None)
+        if not chosen and part is not None and text is None:
+            self._mentioned.append(part)
+            self._bare.append(word)
+            return
+        if not chosen:
+            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+        if text is not None:
+            raise SettingsError(
+                f"{word} was given, and --{chosen} chooses the {role.replace('_', ' ')}: it takes no value. Type --{chosen} alone, and its "
+                f"options as `accel launch --{chosen} -h` shows them."
+            )
+        self._put(Given("", role, chosen, word))
+
+    def _component_flag(self, word: str) -> tuple[str, str]:
+        """The role and the name that a flag such as `--fsdp` chooses; two empty texts if it is none."""
+        written = word[2:].partition("=")[0].replace("_", "-")
+        found = [
+            (role, name) for role in CHOOSING for name in self._catalog.names(role) if name.replace("_", "-") == written
+        ]
+        if len(found) > 1:
+            ways = " or ".join(f"--{role.replace('_', '-')} {name}" for role, name in found)
+            raise SettingsError(f"{word} was given, and more than one thing goes by that name. Type {ways}.")
+        return found[0] if found else ("", "")
+
+    def _of_section(self, name: str, word: str, text: str | None) -> None:
+        spelled, _, wanted = name.partition(".")
+        section = next((each for each in self._catalog.sections if each.replace("-", "_") == spelled), None)
+        if section is None:
+            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+        self._mentioned.append(section)
+        # Where two distributions offer the name, it was chosen with the one that is meant.
+        options = self._catalog.section(self._references.get(section, section))
+        option, negated = _find(options.get, wanted)
+        if option is None:
+            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+        self._take(option, word, text, negated)
+
+    def _take(self, option: Option, word: str, text: str | None, negated: bool) -> None:
+        kind, flag = option.field.type, word.partition("=")[0]
+        data: Any
+        if negated and text is not None:
+            raise SettingsError(f"{word} was given, and {flag} takes no value. Type {option.flag}={text}.")
+        if negated:
+            data = False
+        elif text is not None or option.field.python_only:
+            data = text if text is not None else True
+        elif is_flag(kind):
+            data = self._optional(kind)
+            self._last_flag = option.flag if data is True else ""
+        else:
+            names = self._catalog.names(option.key) if option.key in ROLES else []
+            data = self._value(word, None, f"one of {', '.join(names)}" if names else expected(kind))
+        self._put(Given(option.section, option.field.name, data, flag))
+
+    def _optional(self, kind: Any) -> Any:
+        """The value of a flag that may also have a number or a word: only what is one, and no truth value, is taken."""
+        following = self._words[0] if self._words else ""
+        others = tuple(member for member in _members(kind) if member is not bool)
+        if not others or following.startswith("-"):
+            return True
+        try:
+            from_text(Union[others], following)  # noqa: UP007
+        except ValueError:
+            return True
+        return self._words.pop(0)
+
+    def _value(self, word: str, text: str | None, wanted: str) -> str:
+        if text is not None:
+            return text
+        following = self._words[0] if self._words else ""
+        if not self._words or following.startswith("--") or following[1:] in self._letters:
+            found = f"{following} follows" if following else "nothing follows"
+            raise SettingsError(f"{word} was given without its value: {found}. Expected {wanted}. Type {word}=VALUE.")
+        return self._words.pop(0)
+
+    def _put(self, given: Given) -> None:
+        key = (given.section, given.option)
+        before = self._given.pop(key, None)
+        if before is not None and before.data != given.data:
+            if given.option in CHOOSING and not given.section and given.source != before.source:
+                raise SettingsError(
+                    f"{_written(before)} and {_written(given)} were both given, and a run has one {given.option.replace('_', ' ')}. Leave one "
+                    f"of them out."
+                )
+            self._notes.append(f"{_written(before)} and {_written(given)} were both given: the last one holds.")
+        self._given[key] = given
+        if given.option in CHOOSING and not given.section:
+            self._mentioned.append(given.data.rpartition(":")[2])
+
+    def _check_flag(self) -> None:
+        """Words such as `--cpu false script.py`, where the value was meant for the flag."""
+        following = self._words[0] if self._words else ""
+        if self._last_flag and following.lower() in {"true", "false", "yes", "no", "0", "1", "on", "off"}:
+            raise SettingsError(
+                f"{self._last_flag} {following} was given, and a flag takes no next word, which is the program to start. Type "
+                f"{self._last_flag}={following}."
+            )
+
+
+def _find(look: Callable[[str], Option | None], name: str) -> tuple[Option | None, bool]:
+    """The option of a name, and whether the name is its negation, as in `--no-cpu`."""
+    option = look(name)
+    if option is not None or not name.startswith("no_"):
+        return option, False
+    option = look(name.removeprefix("no_"))
+    return (option, True) if option is not None and is_flag(option.field.type) else (None, False)
+
+
+def _written(given: Given) -> str:
+    word = given.source.lstrip("-")
+    return given.source if given.data in {True, False} or word == given.data else f"{given.source} {given.data}"

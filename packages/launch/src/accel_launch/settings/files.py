@@ -1,0 +1,265 @@
+"""Configuration files: where they lie, what they say and in which line.
+
+A file is YAML 1.2, where `no` is a text, or JSON. It is read here and by nothing else: a script that is started by `python` or
+`torchrun` never picks up one from somebody's home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from accel_core.outside import variable_of
+from accel_launch.settings.errors import SettingsError
+
+PEER_NAMES = ("default_config.yaml", "default_config.json")
+PEER_MARKS = ("compute_environment", "distributed_type")
+"""Keys that every file of Accelerate has, and none of ours."""
+
+_FILE_VARIABLE = variable_of("config_file")
+_NOTHING: Mapping[tuple[str, ...], int] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a file says.
+
+    Args:
+        path: where it lies.
+        data: its content; empty for an empty file.
+        positions: the line of each key, by the keys that lead to it, from 1; empty where lines mean nothing.
+        notes: what the user should know of how it was read.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    positions: Mapping[tuple[str, ...], int] = field(default_factory=lambda: _NOTHING)
+    notes: tuple[str, ...] = ()
+
+    def place(self, *keys: str) -> str:
+        """Where a key stands: `config.yaml, line 7`."""
+        line = self.positions.get(keys)
+        return str(self.path) if line is None else f"{self.path}, line {line}"
+
+
+def own_path() -> Path:
+    """Where the user's own file lies, whether it exists or not: in the folder of the system for configuration (XDG)."""
+    from platformdirs import user_config_path
+
+    return user_config_path("accel", appauthor=False) / "config.yaml"
+
+
+def peer_paths(environ: Mapping[str, str]) -> list[Path]:
+    """Where Accelerate keeps its file, best first."""
+    home = Path(environ.get("HOME") or Path.home())
+    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
+    folder = Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate"
+    # Scripts move HF_HOME after the file was written: then the file still lies where it was.
+    folders = dict.fromkeys(
+        [folder, cache / "huggingface" / "accelerate", home / ".cache" / "huggingface" / "accelerate"]
+    )
+    return [each.expanduser() / name for each in folders for name in PEER_NAMES]
+
+
+def chosen_path(option: str | None, environ: Mapping[str, str]) -> Path:
+    """The file that holds: `--config-file`, else `ACCELERATE_CONFIG_FILE`, else the user's own."""
+    text = option or environ.get(_FILE_VARIABLE, "").strip()
+    return Path(text).expanduser() if text else own_path()
+
+
+def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
+    """Reads the file that holds; None if none was asked for and the user has none.
+
+    If the user has no file of ours but one of Accelerate's, that one is translated, and so is a file of that kind that was asked
+    for. `ConfigFile.notes` says so.
+
+    Raises:
+        SettingsError: if a file that was asked for does not exist, or if one cannot be read.
+    """
+    path = chosen_path(option, environ)
+    if path.exists():
+        return _read_either(path)
+    if path != own_path():
+        asked = "" if option else f" ({_FILE_VARIABLE})"
+        raise SettingsError(
+            f"The configuration file {path} was asked for{asked}, and there is no such file. Type `accel config --config-file {path}` to write one, or leave "
+            f"it out."
+        )
+    other = next((each for each in peer_paths(environ) if each.is_file()), None)
+    return None if other is None else _read_either(other)
+
+
+def read(path: Path) -> ConfigFile:
+    """Reads a file of ours.
+
+    Raises:
+        SettingsError: if it cannot be read, is no mapping, or has a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"The configuration file {path} cannot be read: {error}. Type `accel config --config-file {path}` to write one, or give "
+            f"another with --config-file."
+        ) from error
+    # JSON may be indented by tabs, which YAML forbids.
+    data, positions = _from_json(path, text) if text.lstrip().startswith("{") else _from_yaml(path, text)
+    if data is None:
+        return ConfigFile(path, _EMPTY)
+    if not isinstance(data, dict):
+        raise SettingsError(
+            f"The configuration file {path} holds a {type(data).__name__}, and a mapping of options was expected, such as "
+            f"`num_processes: 2`. Type `accel config` to write one."
+        )
+    return ConfigFile(path, data, positions)
+
+
+def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, anew: bool = False) -> None:
+    """Writes a file as a whole or not at all: who reads it meanwhile finds the old one.
+
+    What stood in it with the same value stays as it is written there; other values are replaced; remarks above and behind keys
+    that stay are kept; new keys get their help as a remark. A file whose name ends in `.json` has no remarks.
+
+    Args:
+        path: its folder is made if it is missing. Where it is a link, what it leads to is written.
+        data: options, and mappings of options under the names of sections.
+        comments: help, by `num_processes`, `fsdp` or `fsdp.cpu_offload`.
+        anew: keep nothing of what stands there.
+
+    Raises:
+        SettingsError: if there is a file already that cannot be read.
+        OSError: if it cannot be written.
+    """
+    from accel_launch.settings.rendering import render
+
+    target = path.resolve()
+    if target.suffix == ".json":
+        text = json.dumps(data, indent=2) + "\n"
+    elif target.exists() and not anew:
+        text = render(data, comments, read(target), target.read_text(encoding="utf-8-sig"))
+    else:
+        text = render(data, comments)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _replace(target, text)
+
+
+def is_of_peer(data: Mapping[str, Any]) -> bool:
+    """Whether the content of a file is in Accelerate's format."""
+    return any(key in data for key in PEER_MARKS)
+
+
+def _read_either(path: Path) -> ConfigFile:
+    file = read(path)
+    if not is_of_peer(file.data):
+        return file
+    from accel_launch.importing.translation import translate
+
+    imported = translate(file.data)
+    left = [f"  {key}: {value!r} was left out: {reason}" for key, value, reason in imported.left]
+    opening = (
+        f"{path} is in Accelerate's format: {len(imported.carried)} of its options were carried over, {len(left)} were not"
+        f"{':' if left else '.'}"
+    )
+    keep = "Type `accel config import` to keep the result as a file of your own."
+    return ConfigFile(path, imported.data, notes=("\n".join([opening, *left, keep]),))
+
+
+def _from_json(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise SettingsError(f"{path}: the key {twice!r} stands there twice, and only one can hold. Take one out.")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique), _NOTHING
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"{path}, line {error.lineno}: this is no JSON: {error.msg}. A file that begins with a brace is read as JSON; type "
+            f"`accel config validate {path}` when it is mended."
+        ) from error
+
+
+def _from_yaml(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        found = YAML(typ="rt").load(text)
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1
+        key = str(error.problem).partition('"')[2].partition('"')[0]
+        raise SettingsError(
+            f"{path}, line {line}: the key {key!r} stands there twice, and only one can hold. Take one out."
+        ) from error
+    except YAMLError as error:
+        mark = (error.problem_mark or error.context_mark) if isinstance(error, MarkedYAMLError) else None
+        what = error.problem or error.context if isinstance(error, MarkedYAMLError) else error
+        where = "" if mark is None else f", line {mark.line + 1}"
+        raise SettingsError(
+            f"{path}{where}: this is no YAML: {what}. Write one option a line, as in `num_processes: 2`, and type "
+            f"`accel config validate {path}` when it is mended."
+        ) from error
+    positions: dict[tuple[str, ...], int] = {}
+    return _plain(path, found, (), positions), positions
+
+
+def _plain(path: Path, node: Any, keys: tuple[str, ...], positions: dict[tuple[str, ...], int]) -> Any:
+    """What ruamel.yaml has read, as dicts, lists and scalars of Python, and the lines of its keys."""
+    tag = getattr(getattr(node, "tag", None), "value", None)
+    if isinstance(node, dict) and tag is None:
+        return {key: _plain(path, value, (*keys, key), positions) for key, value in _items(path, node, keys, positions)}
+    if isinstance(node, list) and tag is None:
+        return [_plain(path, value, keys, positions) for value in node]
+    if node is None or isinstance(node, bool):
+        return node
+    for kind in (int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    line = positions.get(keys)
+    where = str(path) if line is None else f"{path}, line {line}"
+    raise SettingsError(
+        f"{where}: {'.'.join(keys)} is a {tag or type(node).__name__}, and a file holds numbers, texts, true, false, null, lists and mappings "
+        f"only. Put quotes around it if a text was meant."
+    )
+
+
+def _items(
+    path: Path, node: dict[Any, Any], keys: tuple[str, ...], positions: dict[tuple[str, ...], int]
+) -> list[tuple[str, Any]]:
+    lines = getattr(getattr(node, "lc", None), "data", None) or {}
+    found = []
+    for key, value in node.items():
+        line = lines[key][0] + 1 if key in lines else None
+        if not isinstance(key, str):
+            raise SettingsError(
+                f"{path}{'' if line is None else f', line {line}'}: the key {key!r} is no text, and keys are names. Put quotes "
+                f"around it if a name was meant."
+            )
+        if line is not None:
+            whole = (*keys, key)
+            positions[whole] = line
+        found.append((str(key), value))
+    return found
+
+
+def _replace(target: Path, text: str) -> None:
+    new = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(new, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            new.chmod(target.stat().st_mode & 0o777)
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,303 @@
+"""Which value holds: command line, then environment, then file, then default. The one place that decides, for all commands.
+
+A value that equals the default still counts as given. Everything that was given is checked, also what another source overrides.
+Code wins over all of it, in the processes: what reaches them is only what was given, through one variable (`accel_core.outside`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accel_core.errors import PluginError
+from accel_core.outside import LOADER_OPTIONS, OPTIONS, variable_of
+from accel_core.schema import expected, from_data, to_data
+from accel_core.sections import SECTIONS
+from accel_launch.options import LaunchOptions
+from accel_launch.settings.catalog import DEFAULT_STRATEGIES, ROLES, Catalog, Option, has_default
+from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.sources import said_by_environment, said_by_file
+from accel_launch.settings.unknown import no_option, unknown_option
+from accel_launch.starting.checks import check_values
+
+if TYPE_CHECKING:
+    from accel_launch.settings.command_line import CommandLine, Given
+    from accel_launch.settings.files import ConfigFile
+
+HANDED_ON = (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")
+"""The options without a section that the processes read; all others end with the launcher."""
+
+
+class Value(NamedTuple):
+    """One option, its value, and where that was given: `--fsdp.cpu-offload`, a variable, a path, or "default"."""
+
+    section: str
+    option: str
+    value: Any
+    source: str
+
+    @property
+    def key(self) -> str:
+        """`fsdp.cpu_offload`, or `num_processes`."""
+        return f"{self.section}.{self.option}" if self.section else self.option
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What holds.
+
+    Args:
+        catalog: the options, with the loader that was chosen.
+        given: what was given and holds, by section and option.
+        active: the sections in use, under the names that choose them.
+        idle: what was given for components that are not chosen, as it was given.
+        launch: the launcher's own options.
+        channel: what the processes are to read in `accel_core.outside.CHANNEL`.
+        notes: what the user should know.
+    """
+
+    catalog: Catalog
+    given: Mapping[tuple[str, str], Value]
+    active: tuple[str, ...]
+    idle: tuple[Value, ...]
+    launch: LaunchOptions
+    channel: str
+    notes: tuple[str, ...]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """Every option without a section and of what is active, with those that text can express. Imports what is active."""
+        sections = [self.catalog.section(name) for name in self.active]
+        options = [option for options in (self.catalog.own, *sections) for option in options.values()]
+        return tuple(self._value(option) for option in options if not option.field.python_only)
+
+    def get(self, option: str, section: str = "") -> Value:
+        """The value of one option. Raises `KeyError` if there is none."""
+        if (section, option) in self.given:
+            return self.given[section, option]
+        found = self.catalog.section(section).get(option) if section else self.catalog.option(option)
+        if found is None:
+            raise KeyError(f"{section}.{option}" if section else option)
+        return self._value(found)
+
+    def _value(self, option: Option) -> Value:
+        name = option.field.name
+        default = option.field.default if has_default(option) else None
+        return self.given.get((option.section, name), Value(option.section, name, default, "default"))
+
+
+def resolve(
+    catalog: Catalog,
+    command_line: CommandLine,
+    file: ConfigFile | None,
+    environ: Mapping[str, str],
+    *,
+    thorough: bool = False,
+) -> Resolved:
+    """Decides which values hold.
+
+    Args:
+        catalog: the options of what is installed.
+        command_line: what `parse` has read.
+        file: what `load` has read; None for none.
+        environ: variables of the environment.
+        thorough: also import the components that are not active, to check what a file or the environment gives for them.
+
+    Raises:
+        SettingsError: with every mistake that was found.
+    """
+    resolution = _Resolution(catalog, command_line, file, environ, thorough)
+    resolved = resolution.resolve()
+    if resolution.problems:
+        raise SettingsError(resolution.problems)
+    return resolved
+
+
+class _Resolution:
+    """One resolution: problems and notes are gathered on the way."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        command_line: CommandLine,
+        file: ConfigFile | None,
+        environ: Mapping[str, str],
+        thorough: bool,
+    ) -> None:
+        environment, in_file = said_by_environment(catalog, environ), said_by_file(catalog, file)
+        self._levels: dict[str, Sequence[Given]] = {
+            "command line": command_line.given,
+            "environment": environment.given,
+            "file": in_file.given,
+        }
+        self._thorough = thorough
+        self._catalog = catalog
+        self.problems = [*environment.problems, *in_file.problems]
+        self._notes = [*(file.notes if file else ()), *command_line.notes, *environment.notes]
+        self._given: dict[tuple[str, str], Value] = {}
+        self._idle: dict[tuple[str, str], Value] = {}
+        self._idle_places: dict[str, list[str]] = {}
+        self._channel: dict[str, dict[str, tuple[Any, str]]] = {"command line": {}, "file": {}}
+
+    def resolve(self) -> Resolved:
+        chosen = {role: self._choose(role) for role in ROLES}
+        self._catalog = self._catalog.with_loader(chosen["loader"])
+        references = self._references(chosen)
+        for level, given in self._levels.items():
+            for each in given:
+                self._take(level, each, references)
+        self._note_idle()
+        return Resolved(
+            self._catalog,
+            self._given,
+            tuple(references.values()),
+            tuple(self._idle.values()),
+            self._launch(),
+            json.dumps(self._channel),
+            tuple(self._notes),
+        )
+
+    def _first(self, option: str) -> Given | None:
+        return next(
+            (each for given in self._levels.values() for each in given if (each.section, each.option) == ("", option)),
+            None,
+        )
+
+    def _choose(self, role: str) -> str | None:
+        """The component that is chosen for a role, by name; None where nobody chooses, or where there is no such name."""
+        given = self._first(role)
+        if given is None or not isinstance(given.data, str):
+            return None
+        try:
+            offer = self._catalog.component(given.data, role)
+            if offer.misfit() is not None or self._thorough:
+                offer.load()
+        except PluginError as error:
+            self.problems.append(f"{given.key}={given.data!r} was given by {given.place or given.source}. {error}")
+            return None
+        return given.data
+
+    def _references(self, chosen: Mapping[str, str | None]) -> dict[str, str]:
+        """The sections in use: section → the name that chooses it."""
+        strategies = [chosen["strategy"]] if chosen["strategy"] else list(DEFAULT_STRATEGIES)
+        precision, loader = chosen["mixed_precision"] or "no", self._catalog.loader
+        names = [*strategies, precision, *([loader] if loader else [])]
+        known = [name for name in names if name.rpartition(":")[2] in self._catalog.sections]
+        backend = self._first("dynamo_backend")
+        compiles = backend is not None and str(backend.data).lower() != "no"
+        fixed = {name: name for name in SECTIONS if name != "dynamo" or compiles}
+        return {**{name.rpartition(":")[2]: name for name in known}, **fixed}
+
+    def _take(self, level: str, given: Given, references: Mapping[str, str]) -> None:
+        if given.section and given.section not in references:
+            self._take_idle(level, given)
+            return
+        try:
+            option = self._option(given, references.get(given.section, given.section))
+            if option is not None:
+                self._hold(level, given, option, self._converted(given, option))
+        except (SettingsError, PluginError) as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+
+    def _option(self, given: Given, reference: str) -> Option | None:
+        if not given.section:
+            option = self._catalog.option(given.option)
+            if option is None:
+                raise _missing(given, self._catalog)
+            return option
+        options = self._catalog.section(reference)
+        option = next(
+            (each for name, each in options.items() if name == given.option or name.lower() == given.option), None
+        )
+        if option is None:
+            place = given.place or given.source
+            raise SettingsError(
+                f"{given.key} was given by {place}, and {no_option(self._catalog, reference, given.option)}"
+            )
+        if option.field.python_only:
+            raise SettingsError(
+                f"{given.key} was given by {given.place or given.source}, and it is for Python only: {option.field.python_only}. Build the "
+                f"object in the code, and give it there."
+            )
+        return option
+
+    def _converted(self, given: Given, option: Option) -> Any:
+        kind = option.field.type
+        for data in (given.data, _as_texts(given.data)):
+            try:
+                return from_data(kind, data)
+            except ValueError:
+                continue
+        place = given.place or given.source
+        raise SettingsError(f"{given.key}={given.data!r} was given by {place}: expected {expected(kind)}.")
+
+    def _hold(self, level: str, given: Given, option: Option, value: Any) -> None:
+        key = (option.section, option.field.name)
+        self._given.setdefault(key, Value(*key, value, given.source))
+        if level in self._channel and (option.section or option.field.name in HANDED_ON):
+            self._channel[level][option.variable] = (to_data(value), given.source)
+
+    def _take_idle(self, level: str, given: Given) -> None:
+        """Takes what was given for a component that is not chosen: the code may choose it."""
+        if level == "command line":
+            self.problems.append(
+                f"{given.source} was given, an option of {given.section!r}, which is not chosen. {self._how(given.section)}."
+            )
+            return
+        if self._thorough:
+            try:
+                option = self._option(given, given.section)
+                assert option is not None, "options of sections are found or raise"
+                self._converted(given, option)
+            except (SettingsError, PluginError) as error:
+                self.problems.append(str(error))
+        self._idle.setdefault(
+            (given.section, given.option), Value(given.section, given.option, given.data, given.source)
+        )
+        self._idle_places.setdefault(given.section, []).append(given.place or given.source)
+        if level in self._channel:
+            self._channel[level][variable_of(given.option, given.section)] = (given.data, given.source)
+
+    def _how(self, section: str) -> str:
+        """What to type to choose a component, or to compile."""
+        if section in SECTIONS:
+            return "Add --dynamo-backend inductor"
+        role = next(role for role in ROLES if section in self._catalog.names(role))
+        return f"Add --{role.replace('_', '-')} {section}"
+
+    def _note_idle(self) -> None:
+        for section, places in self._idle_places.items():
+            what = "nothing is compiled" if section in SECTIONS else f"{section!r} is not chosen"
+            self._notes.append(
+                f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: options of {section!r} without effect, for {what}, "
+                f"unless the code does that. {self._how(section)} to use them."
+            )
+
+    def _launch(self) -> LaunchOptions:
+        names = set(LaunchOptions.__dataclass_fields__)
+        launch = LaunchOptions(
+            **{name: value.value for (section, name), value in self._given.items() if not section and name in names}
+        )
+        try:
+            check_values(launch)
+        except ValueError as error:
+            self.problems.append(str(error))
+        return launch
+
+
+def _missing(given: Given, catalog: Catalog) -> SettingsError:
+    """The error for an option of loaders that the chosen one does not have, or where there is none."""
+    told = str(unknown_option(given.option, catalog, ())).partition(", and ")[2]
+    return SettingsError(f"{given.key} was given by {given.place or given.source}, and {told}")
+
+
+def _as_texts(data: Any) -> Any:
+    """Numbers as they are written, where a text was expected: `rdzv_id: 7`, `redirects: 3`."""
+    if isinstance(data, Mapping):
+        return {key: _as_texts(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_as_texts(value) for value in data]
+    return str(data) if isinstance(data, int) and not isinstance(data, bool) else data

@@ -1,0 +1,42 @@
+"""What holds, as rows of a table or as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_core.schema import to_data
+from accel_launch.settings.catalog import DEFAULT_STRATEGIES
+from accel_launch.settings.help_page import shown_value
+
+if TYPE_CHECKING:
+    from accel_launch.settings.resolution import Resolved, Value
+
+NO_EFFECT = "(no effect: not chosen)"
+
+
+def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
+    """Option, value and source of everything; last, what was given for components that are not chosen."""
+    return [
+        *((value.key, _text(value), value.source) for value in resolved.values),
+        *((value.key, _text(value), f"{value.source} {NO_EFFECT}") for value in resolved.idle),
+    ]
+
+
+def as_data(resolved: Resolved) -> list[dict[str, Any]]:
+    """The same for programs, each with the variable that sets it and whether it has an effect."""
+    return [
+        {
+            "option": value.key,
+            "value": to_data(value.value),
+            "source": value.source,
+            "active": active,
+        }
+        for values, active in ((resolved.values, True), (resolved.idle, False))
+        for value in values
+    ]
+
+
+def _text(value: Value) -> str:
+    if value.key == "strategy" and value.value is None:
+        return f"{DEFAULT_STRATEGIES[0]}, or {DEFAULT_STRATEGIES[1]} for one process"
+    return shown_value(value.value)

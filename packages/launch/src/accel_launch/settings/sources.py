@@ -1,0 +1,110 @@
+"""What the environment and a file give, and what in them is no option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from accel_core.outside import CHANNEL, LOADER_OPTIONS, PREFIX, variable_of
+from accel_core.plugins.offers import nearest
+from accel_launch.settings.command_line import Given
+from accel_launch.settings.unknown import no_key, what_to_install
+
+if TYPE_CHECKING:
+    from accel_launch.settings.catalog import Catalog
+    from accel_launch.settings.files import ConfigFile
+
+
+@dataclass
+class Said:
+    """What one source says.
+
+    Args:
+        given: values of options; those of sections not looked at yet.
+        problems: what is no option and no section.
+        notes: what the user should know.
+    """
+
+    given: list[Given] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
+    """What variables give. One without a section that is no option may be somebody else's, so it is refused by nobody."""
+    said = Said()
+    names = {variable_of(name): name for name in (*catalog.direct, *LOADER_OPTIONS)}
+    ours = {CHANNEL, variable_of("config_file")}
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        text = environ[variable].strip()
+        if not text:
+            continue
+        section, separator, option = variable.removeprefix(PREFIX).partition("__")
+        if variable in names:
+            said.given.append(Given("", names[variable], text, variable))
+        elif variable == CHANNEL:
+            said.notes.append(
+                f"{CHANNEL} is set, by a launcher around this one: what its command line and its file said does not hold here."
+            )
+        elif separator and option:
+            _of_section(catalog, section, Given("", option.lower(), text, variable), said)
+        elif variable not in ours:
+            _note_misspelling(variable, names, said)
+    return said
+
+
+def _note_misspelling(variable: str, names: Iterable[str], said: Said) -> None:
+    # What all of them begin with would make any two look alike.
+    meant = nearest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in names])
+    if meant is not None:
+        said.notes.append(
+            f"{variable} is set, and no option goes by that name: it has no effect. Type {PREFIX}{meant} if that was meant."
+        )
+
+
+def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
+    """What a file gives. An option without a section that is null there is not given."""
+    said = Said()
+    if file is None:
+        return said
+    for key, value in file.data.items():
+        place = file.place(key)
+        if key in catalog.direct or key in LOADER_OPTIONS:
+            if value is not None:
+                said.given.append(Given("", key, value, str(file.path), place))
+        elif key not in catalog.sections:
+            said.problems.append(f"{key} was given by {place}, and {no_key(catalog, key)}")
+        elif value is None or isinstance(value, Mapping):
+            said.given += [
+                Given(key, option, each, str(file.path), file.place(key, option))
+                for option, each in (value or {}).items()
+            ]
+        else:
+            said.problems.append(
+                f"{key}={value!r} was given by {place}, and {key!r} is a component with options of its own: expected a mapping of them. "
+                f"Write `{_choosing(catalog, key)}: {key}` to choose it."
+            )
+    return said
+
+
+def _choosing(catalog: Catalog, section: str) -> str:
+    return next(
+        (role for role in ("strategy", "mixed_precision", "loader") if section in catalog.names(role)), "strategy"
+    )
+
+
+def _of_section(catalog: Catalog, section: str, given: Given, said: Said) -> None:
+    name = catalog.section_called(section)
+    if name is not None:
+        said.given.append(given._replace(section=name))
+        return
+    spelled = section.lower()
+    meant = nearest(spelled, list(catalog.sections))
+    known = (
+        f"Type {variable_of(given.option, meant)} if that was meant."
+        if meant
+        else f"Known: {', '.join(catalog.sections)}."
+    )
+    hint = what_to_install(catalog, spelled) or f"nothing that is installed goes by the name {spelled!r}. {known}"
+    said.problems.append(f"{given.source} was given, and {hint}")

@@ -1,0 +1,111 @@
+"""What to say of an option that does not exist: the nearest name, what to install, or what it is called here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from accel_core.outside import LOADER_OPTIONS
+from accel_core.plugins.offers import nearest
+from accel_core.vocabulary import KNOWN_PROVIDERS
+from accel_launch.settings.catalog import DEFAULT_LOADER, ROLES
+from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.peer_options import advice
+
+if TYPE_CHECKING:
+    from accel_launch.settings.catalog import Catalog
+
+_ALL = "`accel launch -h` shows all options."
+
+
+def unknown_option(
+    word: str, catalog: Catalog, switches: Iterable[str], mentioned: Sequence[str] = ()
+) -> SettingsError:
+    """The error for a word of the command line that is no option.
+
+    Args:
+        word: as it was typed, with its value if that stands behind `=`.
+        catalog: the options of what is installed.
+        switches: the options of the command itself.
+        mentioned: the components whose options are known, besides those of the run.
+    """
+    flag = word.partition("=")[0]
+    name = flag.lstrip("-").replace("-", "_")
+    section, dot, option = name.partition(".")
+    known = catalog.section_called(section) if dot else None
+    if known is not None:
+        return SettingsError(f"{flag} was given, and {no_option(catalog, known, option, flags=True)}")
+    if (hint := what_to_install(catalog, section)) is not None:
+        return SettingsError(f"{flag} was given, and {hint}")
+    if (hint := _no_such_loader_option(catalog, name)) is not None:
+        return SettingsError(f"{flag} was given, and {hint}")
+    if (hint := advice(name)) is not None:
+        return SettingsError(f"{flag} was given, which is no option here. {hint}")
+    if not flag.startswith("--"):  # a letter is near to too much
+        return SettingsError(f"{flag} was given, and there is no such option. {_ALL}")
+    if dot:
+        nearby = nearest(section, [each.replace("-", "_") for each in catalog.sections])
+        meant = None if nearby is None else f"{_flag(nearby)}.{option.replace('_', '-')}"
+    else:
+        meant = nearest(_flag(name), _flags(catalog, switches, mentioned))
+    hint = f"Type {meant} if that was meant. {_ALL}" if meant else _ALL
+    return SettingsError(f"{flag} was given, and there is no such option. {hint}")
+
+
+def _flags(catalog: Catalog, switches: Iterable[str], mentioned: Sequence[str]) -> list[str]:
+    """Everything that could stand on this command line, without importing more than what it mentions."""
+    names = [*switches, *catalog.direct, *LOADER_OPTIONS, *catalog.names("strategy"), *catalog.names("mixed_precision")]
+    options = [option for section in mentioned for option in catalog.section(section).values()]
+    return [*map(_flag, names), *(option.flag for option in options)]
+
+
+def no_option(catalog: Catalog, section: str, option: str, *, flags: bool = False) -> str:
+    """`'fsdp' has no option 'cpu_ofload'. Its options: …`, with the nearest name. Imports the component.
+
+    Args:
+        section: may be qualified by a distribution.
+        flags: whether names are spelled as on the command line.
+    """
+    options = {each.field.name: each.flag for each in catalog.section(section).values() if not each.field.python_only}
+    plain = section.rpartition(":")[2]
+    shown = [options[name] if flags else name for name in options]
+    meant = nearest(option, list(options))
+    hint = "" if meant is None else f" Type {options[meant] if flags else repr(meant)} if that was meant."
+    return f"{plain!r} has no option {option!r}. Its options: {', '.join(shown) or 'none'}.{hint}"
+
+
+def no_key(catalog: Catalog, key: str) -> str:
+    """What to say of a key at the top of a file that is neither an option nor a section."""
+    hint = what_to_install(catalog, key) or _no_such_loader_option(catalog, key)
+    if hint is not None:
+        return hint
+    meant = nearest(key, [*catalog.direct, *LOADER_OPTIONS, *catalog.sections])
+    hint = "" if meant is None else f"Type {meant!r} if that was meant. "
+    return f"there is no option {key!r}, and nothing that is installed goes by that name. {hint}{_ALL}"
+
+
+def what_to_install(catalog: Catalog, section: str) -> str | None:
+    """What to say of a component that is known but not installed; None if the name is of none."""
+    for role, group in ROLES.items():
+        for name, provider in KNOWN_PROVIDERS.get(group, {}).items():
+            if name.replace("-", "_") == section.replace("-", "_") and name not in catalog.names(role):
+                what = role.replace("mixed_precision", "precision")
+                return f"the {what} {name!r} is not installed. Type: pip install {provider}"
+    return None
+
+
+def _no_such_loader_option(catalog: Catalog, name: str) -> str | None:
+    plain = name if name in LOADER_OPTIONS else name.removeprefix("no_")
+    if plain not in LOADER_OPTIONS:
+        return None
+    if catalog.loader is None:
+        provider = KNOWN_PROVIDERS["accel.loaders"].get(DEFAULT_LOADER)
+        return f"{plain!r} is an option of loader components, of which none is installed. Type: pip install {provider}"
+    return (
+        f"the loader {catalog.loader!r} has no option {plain!r}. It has: {', '.join(catalog.data) or 'none of these'}. Choose another "
+        f"loader, or leave it out."
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,110 @@
+"""Torch's elastic agent, as a launcher of ours needs it: who failed first is known, and all end in time.
+
+`LocalElasticAgent` meets the other machines, gives ranks, starts processes, redirects their output, and starts all again when one has
+failed. What it does not do: it waits 30 seconds for the others when one has failed, whatever was asked for, and a process that was
+halted takes them all; a signal that arrives while it starts or ends processes leaves some of them behind; and it takes for the first
+failure what it happens to look at first. The methods that are overridden here are those that its documentation names for that.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from accel_launch.starting.failures import Failure, find_failures, listed
+from accel_launch.starting.ranks import CAN_LOOK, Ranks
+
+if TYPE_CHECKING:
+    from accel_launch.starting.guard import Guard
+    from accel_launch.starting.logs import Logs
+    from accel_launch.starting.signals import Signals
+
+
+class HostAgent(LocalElasticAgent):
+    """The agent of one machine.
+
+    Attributes:
+        ranks: the processes of the present attempt.
+        failures: those of the last attempt that failed, the first in front.
+
+    Args:
+        spec: what torch's agent is to do.
+        logs: where output and errors go.
+        signals: passed on to the ranks from now on.
+        guard: is told which processes there are.
+        patience: seconds that processes have to end.
+        prefix: of each line, where output goes to the console and to files.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: Logs, signals: Signals, guard: Guard, patience: int, prefix: str | None
+    ) -> None:
+        super().__init__(spec, logs, shutdown_timeout=patience, log_line_prefix_template=prefix)
+        self.ranks, self.failures = Ranks({}), list[Failure]()
+        self._logs, self._signals, self._guard, self._patience = logs, signals, guard, patience
+        self._attempts, self._restarts = 0, spec.max_restarts
+        if CAN_LOOK:
+            signals.pass_on, signals.child_ended = self._pass_on, self._look
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._signals.held():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._signals.install()  # torch has put its own in their place
+            if CAN_LOOK:
+                self.ranks = Ranks({each.global_rank: pids[each.local_rank] for each in worker_group.workers})
+                self._guard.watch(self.ranks.pids.values())
+        self._attempts += 1
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if CAN_LOOK:
+            running = len(self.ranks.running)
+            self.ranks.look()
+            if any(ending.status for ending in self.ranks.endings.values()):
+                self._conclude(worker_group)
+            elif len(self.ranks.running) < running:
+                self._guard.watch(self.ranks.pids[rank] for rank in self.ranks.running)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _conclude(self, worker_group: WorkerGroup) -> None:
+        """Ends all, because one has failed; then says so, if they will be started again."""
+        with self._signals.held():
+            self.ranks.stop(signal.SIGTERM, self._patience)
+        local_ranks = {each.global_rank: each.local_rank for each in worker_group.workers}
+        files = {rank: self._logs.error_file(local_rank) for rank, local_rank in local_ranks.items()}
+        self.failures = find_failures(self.ranks, local_ranks, files)
+        if self._attempts <= self._restarts and self.failures:
+            first = self.failures[0]
+            say(
+                f"accel launch: rank {first.rank} failed (process {first.pid}): {first.how()}. All are started again: "
+                f"{listed(list(self.ranks.pids))}, restart {self._attempts} of {self._restarts}."
+            )
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_ranks(signal.SIGTERM)
+        super()._stop_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._stop_ranks(death_sig)
+        super()._shutdown(death_sig, min(timeout, self._patience))
+
+    def _stop_ranks(self, number: signal.Signals) -> None:
+        if CAN_LOOK and self.ranks.running:
+            with self._signals.held():
+                self.ranks.stop(number, self._patience)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self.ranks.tell(number)
+
+    def _look(self) -> None:
+        self.ranks.look()
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's to standard error, where it does not mix with what the script prints for programs."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  (a launcher speaks to who has typed the command)

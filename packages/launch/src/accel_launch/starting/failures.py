@@ -1,0 +1,215 @@
+"""Who failed first, and what became of the others: what a launcher says when a run has failed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from accel_launch.starting.ranks import Ranks
+
+LINES = 40
+"""How many of the last lines of a rank's errors are shown, if the console has not shown them."""
+
+_HINTS = {
+    "SIGKILL": "the kernel does that when memory runs out (dmesg says so), and so do people and batch systems",
+    "SIGSEGV": "a fault in compiled code; PYTHONFAULTHANDLER=1 shows where in Python",
+    "SIGABRT": "compiled code gave up; what it said stands above",
+    "SIGBUS": "shared memory ran out, perhaps: look at /dev/shm",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Args:
+        rank, local_rank, pid: of its process.
+        status: its exit status; the negative number of the signal that killed it.
+        time: when it failed, in seconds since the epoch, as exactly as that is known.
+        error: the exception that ended it: type and message; empty if it has not said.
+        traceback: the same in full.
+        follows: whether it said that it failed only because another rank had gone.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    status: int
+    time: float
+    error: str = ""
+    traceback: str = ""
+    follows: bool = False
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell would make of it."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    def how(self) -> str:
+        """In words."""
+        if self.error:
+            lines = self.error.strip().splitlines()
+            return lines[0] + (" …" if len(lines) > 1 else "")
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        name = signal_name(-self.status)
+        return f"killed by {name}" + (f": {_HINTS[name]}" if name in _HINTS else "")
+
+
+def find_failures(ranks: Ranks, local_ranks: dict[int, int], error_files: dict[int, Path]) -> list[Failure]:
+    """The ranks that failed by themselves, the one that was first in front.
+
+    A rank that was told to end has not failed, unless it says that it had before. Errors which say that they only follow from
+    another rank's stand behind those, whoever ended first: who fails may stay to tell the others why.
+    """
+    failures = []
+    for rank, ending in ranks.endings.items():
+        said = _read(error_files[rank])
+        moment = min(said.get("time", ending.time), ending.time)
+        told = ranks.stopped_at is not None and moment > ranks.stopped_at
+        if ending.status != 0 and not told:
+            failures.append(
+                Failure(
+                    rank,
+                    local_ranks[rank],
+                    ranks.pids[rank],
+                    # One that had failed, and stayed to tell the others why, may have been told to end before it did.
+                    1 if said and ending.time > moment and ending.status == -signal.SIGTERM else ending.status,
+                    moment,
+                    said.get("error", ""),
+                    said.get("traceback", ""),
+                    said.get("follows", False),
+                )
+            )
+    return sorted(failures, key=lambda failure: (failure.follows, failure.time))
+
+
+def from_torch(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
+    """The same of what torch's agent has found, for platforms where we cannot look ourselves."""
+    found = [
+        Failure(rank, each.local_rank, each.pid, each.exitcode, float(each.timestamp))
+        for rank, each in failures.items()
+    ]
+    return sorted(found, key=lambda failure: failure.time)
+
+
+class Scene(NamedTuple):
+    """What a summary says beside who failed.
+
+    Args:
+        where: the machine, in words.
+        among: " on this machine", if there are others.
+        logs: the folder of the run's files; None if there are none.
+        unseen: the file with the errors of the rank that failed first; None if the console has shown them.
+        advice: what to type next.
+    """
+
+    where: str
+    among: str
+    logs: Path | None
+    unseen: Path | None
+    advice: str
+
+
+def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
+    """What is said at the end of a run that has failed.
+
+    Args:
+        failures: as `find_failures` gives them.
+        ranks: all of this machine.
+        scene: the rest.
+    """
+    first = failures[0]
+    moment = time.strftime("%H:%M:%S", time.localtime(first.time))
+    place = f"{scene.where}, local rank {first.local_rank}, process {first.pid}, {moment}"
+    halted = (
+        f"{listed(ranks.halted)} had been halted (SIGSTOP, or a debugger), and did not answer; then "
+        if ranks.halted
+        else ""
+    )
+    lines = [f"accel launch: {halted}rank {first.rank} failed first{scene.among} ({place}): {first.how()}"]
+    if scene.unseen is not None:
+        lines += [
+            f"  its errors, which were not shown ({scene.unseen}):",
+            *(f"  | {line}" for line in _last_lines(scene.unseen, first)),
+        ]
+    lines += [f"  rank {each.rank} failed then: {each.how()}" for each in failures[1:]]
+    lines += [f"  {line}" for line in _others(ranks, {failure.rank for failure in failures})]
+    if scene.logs is not None:
+        lines.append(f"  output of all ranks: {scene.logs}")
+    return "\n".join([*lines, f"  {scene.advice}"])
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; its number where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in few words: ranks 0–2, 5."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _others(ranks: Ranks, failed: set[int]) -> list[str]:
+    """What became of those that did not fail."""
+    rest = [rank for rank in ranks.pids if rank not in failed]
+    halted = [rank for rank in rest if rank in ranks.halted]
+    killed = [rank for rank in rest if rank in ranks.killed and rank not in halted]
+    before = [
+        rank
+        for rank in rest
+        if rank in ranks.endings and ranks.stopped_at is not None and ranks.endings[rank].time <= ranks.stopped_at
+    ]
+    told = [rank for rank in rest if rank not in {*halted, *killed, *before}]
+    said = (
+        (halted, "{was} ended, too"),
+        (killed, "{was} told to end, did not, and {was} killed"),
+        (told, "{was} told to end, and did"),
+        (before, "had finished"),
+    )
+    return [f"{listed(each)} {words.format(was='was' if len(each) == 1 else 'were')}" for each, words in said if each]
+
+
+def _last_lines(path: Path, failure: Failure) -> list[str]:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        lines = [f"(cannot be read: {error.strerror})"]
+    return (lines or failure.traceback.splitlines())[-LINES:] or ["(nothing)"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a rank has said of its error, in the format of torch's `ErrorHandler`; empty if nothing that can be read."""
+    try:
+        message = json.loads(path.read_text())["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # It was killed while it wrote, perhaps. How it ended is known all the same.
+        return {}
+    if not isinstance(message, dict):
+        return {"error": str(message)}
+    more = message.get("extraInfo", {})
+    said = {"error": str(message.get("message", "")), "traceback": str(more.get("py_callstack", ""))}
+    exact = more.get("time")
+    return {
+        **said,
+        "follows": bool(more.get("follows", False)),
+        **({"time": float(exact)} if exact is not None else {}),
+    }

@@ -1,0 +1,32 @@
+"""Which process listens at a port of this machine, for messages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROCESSES = Path("/proc")
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTENING = "0A"  # the state of a socket in these tables
+
+
+def listener_at(port: int) -> str | None:
+    """The process that listens at `port`, as "process 123 (python train.py)"; None if this system or user cannot see it."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    for process in _PROCESSES.glob("[0-9]*") if sockets else ():
+        with contextlib.suppress(OSError):  # another user's, or it has ended meanwhile
+            if any(os.readlink(handle) in sockets for handle in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {process.name} ({command[:200]})"
+    return None
+
+
+def _listening(port: int) -> Iterator[str]:
+    """The inodes of the sockets that listen at `port`."""
+    for table in _TABLES:
+        for row in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = row.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]

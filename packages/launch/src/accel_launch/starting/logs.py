@@ -1,0 +1,66 @@
+"""The files of a run: what its processes print, where that was asked for, and what they leave about their errors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+from accel_launch.starting.streams import read_streams, writes_files
+
+if TYPE_CHECKING:
+    from accel_launch.options import LaunchOptions
+
+_PREFIX = "accel-launch-"
+
+
+class Logs(DefaultLogsSpecs):
+    """Where the output of the processes of this machine goes; tells torch's agent, which calls `reify` before each start.
+
+    Attributes:
+        folder: where the files lie.
+        kept: whether they are the user's; else the folder is for error files only, and `close` removes it.
+
+    Args:
+        launch: what was asked for.
+        processes: how many there are on this machine.
+    """
+
+    def __init__(self, launch: LaunchOptions, processes: int) -> None:
+        self.kept = writes_files(launch)
+        self._temporary = None if self.kept else tempfile.TemporaryDirectory(prefix=_PREFIX)
+        self.folder = Path(
+            self._temporary.name if self._temporary else launch.log_dir or tempfile.mkdtemp(prefix=_PREFIX)
+        )
+        redirects = read_streams("redirects", launch.redirects, processes)
+        tee = read_streams("tee", launch.tee, processes)
+        shown = set(range(processes) if launch.local_ranks_filter is None else launch.local_ranks_filter)
+        self._teed = {rank for rank in shown if Std(tee[rank]) & Std.ERR}
+        self._destination = LogsDest()
+        super().__init__(str(self.folder), _as_std(redirects), _as_std(tee), shown)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See base class."""
+        self._destination = super().reify(envs)
+        return self._destination
+
+    def error_file(self, local_rank: int) -> Path:
+        """Where that process says what ended it, if it does, in the format of `torch.distributed.elastic`."""
+        return Path(self._destination.error_files[local_rank])
+
+    def unseen(self, local_rank: int) -> Path | None:
+        """The file that has the errors of a process, if the console does not show them; None if it does."""
+        path = self._destination.stderrs.get(local_rank)
+        return Path(path) if path and local_rank not in self._teed else None
+
+    def close(self) -> None:
+        """Removes what is not the user's."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _as_std(streams: Mapping[int, int]) -> dict[int, Std]:
+    return {rank: Std(value) for rank, value in streams.items()}

@@ -1,0 +1,259 @@
+"""What is started on this machine, decided before anything is: from options, and from what a launcher around this one has said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from accel_core.launch_environment import Place, read_place
+from accel_launch.starting import meeting_point, streams, threads
+from accel_launch.starting.checks import check_numa, check_output, check_values, given
+from accel_launch.starting.devices import Accelerators, confined, find_accelerators
+from accel_launch.starting.errors import LaunchError
+
+if TYPE_CHECKING:
+    from accel_launch.options import LaunchOptions
+    from accel_launch.starting.meeting_point import MeetingPoint
+
+FOR_JOINING = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "device_ids",
+    "num_cpu_threads_per_process",
+    "debug",
+    "log_level",
+)
+"""Options that hold where another launcher has started the processes, too. The others are about starting them."""
+
+FOR_ONE = (*FOR_JOINING, "meeting_timeout", "local_addr")
+"""Options that need no agent where one process is started on one machine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started on this machine.
+
+    Args:
+        launch: the options.
+        way: `join`: this process becomes a rank that another launcher has started; `alone`: it becomes the only rank;
+            `agent`: it starts ranks, looks after them, and starts them again.
+        place: what another launcher has said of this process.
+        processes: of the whole run.
+        here: processes of this machine.
+        machine_rank: which machine this is; None if a rendezvous will tell.
+        meeting: where the machines meet, and their ranks; only with an agent.
+        variables: what is added to the environment of the processes.
+        accelerators: those that are there; None if nobody had to look.
+    """
+
+    launch: LaunchOptions
+    way: Literal["join", "alone", "agent"]
+    place: Place
+    processes: int
+    here: int
+    machine_rank: int | None = 0
+    meeting: MeetingPoint | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    accelerators: Accelerators | None = None
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What will happen, as pairs of a name and a text, in the order in which they are read best."""
+        how = {
+            "join": f"this process becomes rank {self.place.rank} of {self.place.size}, which {self.place.source} has started",
+            "alone": "this process becomes the script",
+            "agent": f"{self.here} under an agent that looks after {'it' if self.here == 1 else 'them'}",
+        }
+        rows = [("processes", f"{self.processes} in all"), ("started here", how[self.way])]
+        if self.launch.num_machines > 1:
+            which = (
+                "which one this is, the rendezvous tells"
+                if self.machine_rank is None
+                else f"this is {self.machine_rank}"
+            )
+            rows.append(("machines", f"{self.launch.num_machines}; {which}"))
+        if self.meeting is not None:
+            rows.append(("meeting", str(self.meeting)))
+            if self.launch.num_machines > 1:
+                rows.append(("waits for others", f"{self.launch.meeting_timeout.total_seconds():g} s"))
+        if self.accelerators is not None:
+            rows.append(("accelerators", str(self.accelerators)))
+        rows += [("variable", f"{name}={value}") for name, value in self.variables.items()]
+        if self.way == "agent":
+            rows += [
+                ("restarts", str(self.launch.max_restarts)),
+                ("output", streams.describe(self.launch)),
+                ("time to end", f"{self.launch.shutdown_timeout} s, then they are killed"),
+            ]
+        return rows
+
+
+def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> Plan:
+    """Decides what is started on this machine. Starts nothing, and imports torch only to count accelerators.
+
+    Args:
+        launch: the options.
+        cpu: whether the run uses the CPU only.
+        environ: of this process, which tells of another launcher around this one.
+
+    Raises:
+        LaunchError: if the options do not fit together, or not to this machine or the other launcher.
+        WorldError: if what the other launcher has said contradicts itself.
+    """
+    check_values(launch)
+    if cpu and launch.device_ids is not None:
+        raise LaunchError(
+            f"device_ids={','.join(map(str, launch.device_ids))} was given beside cpu, which uses no accelerator. Leave one out."
+        )
+    place = read_place(environ)
+    if place.source == "alone":
+        return _started_here(launch, cpu, environ, place)
+    if launch.num_processes in {None, place.size}:
+        return _joined(launch, environ, place)
+    return _started_here(_as_machine(launch, place), cpu, environ, place)
+
+
+def _joined(launch: LaunchOptions, environ: Mapping[str, str], place: Place) -> Plan:
+    """The plan of a rank that another launcher has started."""
+    idle = [name for name in given(launch) if name not in FOR_JOINING]
+    if idle:
+        raise LaunchError(
+            f"{', '.join(idle)} {'was' if len(idle) == 1 else 'were'} given, and {place.source} has started the {place.size} processes of this "
+            f"run already, which is what such options are about. Give them to {place.source}; or start one task on each node, and "
+            f"say with --num-processes how many processes they make in all."
+        )
+    nodes = place.size // place.local_size
+    if launch.num_machines not in {1, nodes} or launch.machine_rank not in {None, place.rank // place.local_size}:
+        raise LaunchError(
+            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has started rank "
+            f"{place.rank} of {place.size}, with {place.local_size} processes on this machine. Leave them out: {place.source} says it."
+        )
+    variables = _meeting_variables(launch, place)
+    found = None
+    if launch.device_ids is not None:
+        found = find_accelerators()
+        variables |= confined(launch.device_ids, found, environ)
+    if launch.num_cpu_threads_per_process is not None:
+        variables[threads.VARIABLE] = str(launch.num_cpu_threads_per_process)
+    launch = replace(launch, num_machines=nodes)
+    return Plan(
+        launch, "join", place, place.size, place.local_size, place.rank // place.local_size, None, variables, found
+    )
+
+
+def _meeting_variables(launch: LaunchOptions, place: Place) -> dict[str, str]:
+    """The variables with which the ranks of another launcher are told where they meet."""
+    told = {"MASTER_ADDR": launch.main_process_ip, "MASTER_PORT": launch.main_process_port or None}
+    variables = {name: str(value) for name, value in told.items() if value is not None}
+    if variables and place.source == "torchrun":
+        raise LaunchError(
+            f"{' and '.join(f'{name.lower()}={value}' for name, value in variables.items())} was given as the address and port of the "
+            f"main process, and torchrun, which has started this process, says {place.address}:{place.port}. Leave main_process_ip "
+            f"and main_process_port out."
+        )
+    return variables
+
+
+def _as_machine(launch: LaunchOptions, place: Place) -> LaunchOptions:
+    """The options of one machine of a run, where another launcher has started this process once on each machine."""
+    asked = f"num_processes={launch.num_processes} was given, and {place.source} has started {place.size} processes"
+    if place.source == "torchrun":
+        raise LaunchError(f"{asked}, of which this is one. Leave num_processes out; or start without torchrun.")
+    if place.local_size != 1 or (launch.num_processes or 0) % place.size:
+        raise LaunchError(
+            f"{asked}, {place.local_size} of them on this machine. Leave num_processes out to join these; or start one task on "
+            f"each node (srun --ntasks-per-node=1), and give a multiple of their number."
+        )
+    if launch.num_machines not in {1, place.size} or launch.machine_rank not in {None, place.rank}:
+        raise LaunchError(
+            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has started task "
+            f"{place.rank} of {place.size}, one on each machine. Leave them out: {place.source} says it."
+        )
+    if place.size == 1 or launch.rdzv_backend is not None:
+        return replace(launch, num_machines=place.size)
+    return replace(
+        launch,
+        num_machines=place.size,
+        machine_rank=place.rank,
+        main_process_ip=launch.main_process_ip or place.address,
+        main_process_port=launch.main_process_port or place.port,
+    )
+
+
+def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place: Place) -> Plan:
+    """The plan of processes that are started from here."""
+    machines = launch.num_machines
+    if (launch.num_processes or 0) % machines:
+        raise LaunchError(
+            f"num_processes={launch.num_processes} was given for num_machines={machines}, and each machine starts equally many. Give "
+            f"the processes of all machines together, a multiple of {machines}: {machines * -(-(launch.num_processes or 0) // machines)}, say."
+        )
+    found, variables = _accelerators(launch, cpu, environ)
+    count = 0 if found is None else len(launch.device_ids or []) or found.count
+    here = (launch.num_processes or 0) // machines or count or 1
+    if found is not None and here > max(count, 1):
+        _refuse_too_many(launch, here, count, found)
+    check_output(launch, here)
+    check_numa(launch, found or Accelerators())
+    if here == machines == 1 and not [name for name in given(launch) if name not in FOR_ONE]:
+        _add_threads(variables, launch, 1, environ)
+        return Plan(launch, "alone", place, 1, 1, 0, None, variables, found)
+    _add_threads(variables, launch, here, environ)
+    rank, meeting = _meeting(launch, here * machines)
+    return Plan(launch, "agent", place, here * machines, here, rank, meeting, variables, found)
+
+
+def _accelerators(
+    launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]
+) -> tuple[Accelerators | None, dict[str, str]]:
+    """What is there, if that matters, and the variables that confine the run to what was asked for."""
+    # One process can have at most one accelerator too many, which torch will say: no need to import it here.
+    alone = launch.num_processes == launch.num_machines and launch.device_ids is None and launch.numa_binding is None
+    if cpu or alone:
+        return None, {}
+    found = find_accelerators()
+    return found, {} if launch.device_ids is None else confined(launch.device_ids, found, environ)
+
+
+def _refuse_too_many(launch: LaunchOptions, here: int, count: int, found: Accelerators) -> None:
+    """Raises `LaunchError` if processes would have to share accelerators; on a machine without any, they share its cores."""
+    if not found.count:
+        return
+    visible = f"device_ids names {count}" if launch.device_ids else f"this machine has {found}"
+    raise LaunchError(
+        f"{here} processes were asked for on this machine, and {visible}: each process uses one accelerator of its own. Give "
+        f"--num-processes {count * launch.num_machines}, or --cpu to train on the CPU."
+    )
+
+
+def _add_threads(variables: dict[str, str], launch: LaunchOptions, here: int, environ: Mapping[str, str]) -> None:
+    count = threads.threads_of_each(here, launch.num_cpu_threads_per_process, environ)
+    if count is not None:
+        variables[threads.VARIABLE] = str(count)
+
+
+def _meeting(launch: LaunchOptions, processes: int) -> tuple[int | None, MeetingPoint]:
+    """This machine's rank, None if the meeting will tell; and where the machines meet."""
+    if launch.rdzv_backend is not None:
+        return launch.machine_rank, meeting_point.by_backend(launch)
+    if launch.num_machines == 1:
+        return 0, meeting_point.on_this_machine(launch)
+    rank, host, port = launch.machine_rank, launch.main_process_ip, launch.main_process_port
+    told = {"machine_rank": rank, "main_process_ip": host, "main_process_port": port or None}
+    if rank is None or host is None or not port:
+        missing = [name for name, value in told.items() if value is None]
+        raise LaunchError(
+            f"num_machines={launch.num_machines} was given, and not {', '.join(missing)}. Add "
+            f"{' '.join(_EXAMPLES[name] for name in missing)}: the machines meet at machine 0, at a port that is free there."
+        )
+    return rank, meeting_point.by_machine_rank(launch, rank, host, port, processes)
+
+
+_EXAMPLES = {
+    "machine_rank": "--machine-rank RANK",
+    "main_process_ip": "--main-process-ip ADDRESS",
+    "main_process_port": "--main-process-port PORT",
+}

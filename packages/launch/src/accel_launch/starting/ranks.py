@@ -1,0 +1,110 @@
+"""The processes that a launcher has started on this machine: which have ended, when and how, and how they are made to.
+
+What a process has left behind is looked at, and not taken: who started it (torch's agent) still finds it there. As long as that has
+not been taken, the numbers of processes and their groups cannot be given to others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CAN_LOOK = hasattr(os, "waitid")
+"""Whether ends can be looked at on this platform; not on Windows, nor on macOS before Python 3.13. Torch's agent then is alone."""
+
+_NAP = 0.01
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process ended.
+
+    Args:
+        status: its exit status; the negative number of the signal that killed it.
+        time: when that was seen, in seconds since the epoch.
+    """
+
+    status: int
+    time: float
+
+
+class Ranks:
+    """The processes of one attempt, each of which leads a group of processes.
+
+    Attributes:
+        endings: by rank, in the order in which they ended.
+        stopped_at: when they were first told to end, in seconds since the epoch; None if they were not.
+        killed: the ranks that had to be killed, because they did not end in time.
+        halted: the ranks that had been halted (SIGSTOP, or a debugger) when they were told to end.
+
+    Args:
+        pids: by rank.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.pids = dict(pids)
+        self.endings: dict[int, Ending] = {}
+        self.stopped_at: float | None = None
+        self.killed: list[int] = []
+        self.halted: list[int] = []
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose processes have not been seen to end."""
+        return [rank for rank in self.pids if rank not in self.endings]
+
+    def look(self) -> None:
+        """Notes who has ended since the last look."""
+        for rank in self.running:
+            found = _peek(self.pids[rank], os.WEXITED)
+            if found is not None:
+                exited = found.si_code == os.CLD_EXITED
+                self.endings[rank] = Ending(found.si_status if exited else -found.si_status, time.time())
+
+    def tell(self, number: signal.Signals) -> None:
+        """Sends a signal to the groups of all that run; who was halted goes on, so as to notice."""
+        for rank in self.running:
+            _send(self.pids[rank], number)
+            _send(self.pids[rank], signal.SIGCONT)
+
+    def stop(self, number: signal.Signals, patience: float) -> None:
+        """Tells all to end, and kills those that have not done so after `patience` seconds, with all that they started.
+
+        Returns when all have ended, except for one that the kernel does not let go, which is waited for five seconds.
+        """
+        self.look()
+        if self.stopped_at is None:
+            self.stopped_at = time.time()
+            self.halted = [rank for rank in self.running if _peek(self.pids[rank], os.WSTOPPED) is not None]
+        self.tell(number)
+        self._wait(patience)
+        self.killed += [rank for rank in self.running if rank not in self.killed]
+        for pid in self.pids.values():
+            _send(pid, signal.SIGKILL)
+        self._wait(5.0)
+
+    def _wait(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        self.look()
+        while self.running and time.monotonic() < deadline:
+            time.sleep(_NAP)
+            self.look()
+
+
+def _peek(pid: int, what: int) -> os.waitid_result | None:
+    """What has become of a child, without taking it; None if nothing has, or if it was taken already."""
+    try:
+        return os.waitid(os.P_PID, pid, what | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+
+
+def _send(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        # It has ended; or all that is left of it has changed its user, and is not ours to end.
+        return

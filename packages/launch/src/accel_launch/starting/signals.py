@@ -1,0 +1,93 @@
+"""What a launcher does with signals while its ranks run: passes them on, and ends when they have ended."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+"""Signals that end the run: the ranks are told, and have time to end."""
+
+PASSED_ON = ("SIGUSR1", "SIGUSR2")
+"""Signals that are for the ranks: Slurm announces the end of a job with them."""
+
+
+class Ended(BaseException):
+    """The launcher was told to end, before there was anybody to pass that on to."""
+
+
+class Signals:
+    """The signals of the launcher's process, within a `with` block; afterwards everything is as before.
+
+    What the process ignores stays ignored: `nohup` lets it live on without a terminal, and shells protect what runs in the
+    background from Ctrl-C. Outside of the main thread, where Python allows no handlers, nothing is changed.
+
+    Attributes:
+        received: the first signal that ends the run; None if there was none.
+        interrupt: makes the exception that a signal raises in the main thread.
+        pass_on: sends a signal to the ranks.
+        child_ended: is called when a process has ended that was started from here.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.interrupt: Callable[[signal.Signals], BaseException] = lambda _: Ended()
+        self.pass_on: Callable[[signal.Signals], None] = lambda _: None
+        self.child_ended: Callable[[], None] = lambda: None
+        self._before: dict[signal.Signals, Any] = {}
+        self._holds, self._raised = 0, False
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        names = (*ENDING, *PASSED_ON, "SIGCHLD")
+        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
+            before = signal.getsignal(number)
+            if before is not None:  # a handler that is not Python's
+                self._before[number] = before
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Puts the handlers in force, again if somebody else has taken their place."""
+        handlers = {**dict.fromkeys(PASSED_ON, self._tell), "SIGCHLD": self._reap}
+        for number, before in self._before.items():
+            ignored = before is signal.SIG_IGN and number.name != "SIGCHLD"
+            signal.signal(number, before if ignored else handlers.get(number.name, self._end))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A block that no signal interrupts: what comes meanwhile goes to the ranks at once, and is raised behind the block."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+        if self.received is not None and not self._raised and not self._holds:
+            self._raised = True
+            raise self.interrupt(self.received)
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        given = signal.Signals(number)
+        self.received = self.received or given
+        if self._holds or self._raised:
+            self.pass_on(given)
+            return
+        self._raised = True
+        raise self.interrupt(given)
+
+    def _tell(self, number: int, _: FrameType | None) -> None:
+        self.pass_on(signal.Signals(number))
+
+    def _reap(self, _: int, __: FrameType | None) -> None:
+        self.child_ended()

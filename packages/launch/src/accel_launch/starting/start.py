@@ -1,0 +1,60 @@
+"""From a plan to processes, and to the exit status of the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel_launch.starting.signals import Ended, Signals
+
+if TYPE_CHECKING:
+    from accel_launch.starting.plan import Plan
+    from accel_launch.starting.program import Program
+
+
+def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
+    """Starts what a plan says, and stays until it has ended.
+
+    Where one process is started and nothing is to be looked after, this process becomes the program: the function does not return,
+    and signals, output and exit status are the program's own.
+
+    Args:
+        plan: from `make_plan`.
+        program: what every process executes.
+        environment: of the processes, as a whole; the plan's variables are added.
+
+    Returns:
+        0 if all processes have ended with 0; else the exit status of the one that failed first, 128 and the number of the
+        signal if one killed it; or 128 and the number of the signal that this process was sent.
+
+    Raises:
+        LaunchError: if there is no such program, or no such rendezvous.
+    """
+    program.check(environment)
+    whole = {**environment, **plan.variables}
+    if plan.way != "agent":
+        return _become(program, whole)
+    with Signals() as signals:
+        try:
+            from accel_launch.starting.supervision import supervise  # torch, which not every start needs
+
+            return supervise(plan, program, whole, signals)
+        except Ended:
+            assert signals.received is not None, "that is what Ended says"
+            return 128 + signals.received
+
+
+def _become(program: Program, environment: Mapping[str, str]) -> int:
+    argv = program.argv()
+    if sys.platform == "win32":
+        return subprocess.run(argv, env=environment, check=False).returncode
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and whoever is executed would go on to ignore
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvpe(argv[0], argv, environment)  # noqa: S606  (a list, no shell)
+    raise AssertionError("it never returns")

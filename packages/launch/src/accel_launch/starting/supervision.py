@@ -1,0 +1,228 @@
+"""The run of torch's agent on this machine, from a plan to an exit status."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.numa.binding import AffinityMode, NumaOptions
+
+from accel_launch.starting.agent import HostAgent, say
+from accel_launch.starting.errors import LaunchError
+from accel_launch.starting.failures import Scene, from_torch, summary
+from accel_launch.starting.guard import Guard
+from accel_launch.starting.logs import Logs
+from accel_launch.starting.meeting_point import MACHINES, MeetingPoint
+
+if TYPE_CHECKING:
+    from accel_launch.starting.plan import Plan
+    from accel_launch.starting.program import Program
+    from accel_launch.starting.signals import Signals
+
+_REPEATED = {
+    "torch.distributed.elastic.multiprocessing.api": ("failed (exitcode", "Sending process", "Unable to shutdown"),
+    "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
+}
+"""Messages of torch's agent that say what our summary says: logger → how they begin."""
+
+_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+def supervise(plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals) -> int:
+    """Starts the ranks of this machine, looks after them until the run has ended, and says who failed if it did.
+
+    Args and result are as for `start`; `environment` is whole.
+    """
+    launch = plan.launch
+    assert plan.meeting is not None, "plans with an agent have one"
+    with ExitStack() as stack:
+        stack.enter_context(_in_environment(environment))
+        stack.enter_context(_without_repetition(environment))
+        guard = stack.enter_context(Guard(launch.shutdown_timeout))
+        logs = Logs(launch, plan.here)
+        stack.callback(logs.close)
+        if logs.kept:
+            say(f"accel launch: the ranks' output is written to files under {logs.folder}")
+        signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
+        try:
+            spec = _spec(plan, program, plan.meeting)
+            agent = HostAgent(spec, logs, signals, guard, launch.shutdown_timeout, launch.log_line_prefix_template)
+            result = _run(agent, spec.rdzv_handler)
+        except SignalException as told:
+            return 128 + told.sigval
+        except (RendezvousError, dist.DistError) as error:
+            say(_not_met(plan, plan.meeting, error))
+            return 1
+        if result is None:
+            say(
+                f"accel launch: the run that met {plan.meeting} has ended already, and this machine took no part in it."
+            )
+            return 1
+        return _report(plan, agent, logs, result) if result.is_failed() else 0
+
+
+def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
+    launch, (entrypoint, *arguments) = plan.launch, program.argv()
+    numa = None if launch.numa_binding is None else NumaOptions(affinity_mode=AffinityMode(launch.numa_binding))
+    return WorkerSpec(
+        role=launch.role,
+        local_world_size=plan.here,
+        entrypoint=entrypoint,
+        args=tuple(
+            each.replace("$", "$$") for each in arguments
+        ),  # torch substitutes what looks like a macro of its own
+        rdzv_handler=_handler(meeting),
+        max_restarts=launch.max_restarts,
+        monitor_interval=launch.monitor_interval,
+        local_addr=meeting.local_addr,
+        numa_options=numa,
+    )
+
+
+def _handler(meeting: MeetingPoint) -> RendezvousHandler:
+    if meeting.backend == MACHINES:
+        from accel_launch.starting.meeting import register
+
+        register()
+    fewest, most = meeting.machines
+    parameters = RendezvousParameters(
+        backend=meeting.backend,
+        endpoint=meeting.endpoint,
+        run_id=meeting.run_id,
+        min_nodes=fewest,
+        max_nodes=most,
+        local_addr=meeting.local_addr,
+        **meeting.options,
+    )
+    try:
+        return get_rendezvous_handler(parameters)
+    except (ValueError, ImportError) as error:
+        raise LaunchError(
+            f"rdzv_backend={meeting.backend} was asked for at {meeting.endpoint}, and torch cannot make that rendezvous: {error} "
+            f"Give another one, such as --rdzv-backend c10d; or leave it out, so that machines meet by their ranks."
+        ) from error
+
+
+def _run(agent: HostAgent, handler: RendezvousHandler) -> RunResult | None:
+    """Runs the agent, and closes the rendezvous; None if the run had ended before this machine could take part.
+
+    As in torch's own launcher, a rendezvous that is closed finds the failure on its way, so that it can tell the other machines.
+    """
+    result: RunResult | None = None
+    closes = True
+    try:
+        try:
+            result = agent.run()
+            if result is not None and result.is_failed() and result.failures:
+                raise ChildFailedError("the run", _first(agent, result))
+        except SignalException:
+            closes = False  # for other machines, which may go on with fewer, it stays open
+            raise
+        finally:
+            if closes:
+                handler.shutdown()
+    except ChildFailedError:
+        return result
+    return result
+
+
+def _first(agent: HostAgent, result: RunResult) -> dict[int, ProcessFailure]:
+    """The failure that the other machines are told of."""
+    known = {each.rank: result.failures[each.rank] for each in agent.failures[:1] if each.rank in result.failures}
+    return known or result.failures
+
+
+def _report(plan: Plan, agent: HostAgent, logs: Logs, result: RunResult) -> int:
+    """Says who failed, and returns the exit status."""
+    failures = agent.failures or from_torch(result.failures)
+    if not failures:
+        say(
+            "accel launch: torch's agent has ended the run, and no rank of this machine had failed. Its messages stand above."
+        )
+        return 1
+    first, launch = failures[0], plan.launch
+    where, among = socket.gethostname(), ""
+    if launch.num_machines > 1:
+        where += "" if plan.machine_rank is None else f", machine {plan.machine_rank}"
+        among = " on this machine"
+    unseen = logs.unseen(first.local_rank)
+    kept = logs.folder if logs.kept else None
+    say(summary(failures, agent.ranks, Scene(where, among, kept, unseen, _advice(plan, logs))))
+    return first.exit_status
+
+
+def _advice(plan: Plan, logs: Logs) -> str:
+    parts = [] if logs.kept else ["--log-dir FOLDER --tee 3 keeps each rank's output in a file of its own"]
+    if not plan.launch.max_restarts:
+        parts.append(
+            "--max-restarts N starts all ranks again, which go on from their last checkpoint if the script does"
+        )
+    else:
+        parts.append(f"this was after {plan.launch.max_restarts} of {plan.launch.max_restarts} restarts")
+    return "; ".join(parts)
+
+
+def _not_met(plan: Plan, meeting: MeetingPoint, error: BaseException) -> str:
+    if meeting.backend == MACHINES:
+        return f"accel launch: {error}"
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    who = "this machine" if plan.machine_rank is None else f"machine {plan.machine_rank} of {plan.launch.num_machines}"
+    return (
+        f"accel launch: {who} was to meet {meeting}, and the meeting has failed: {reason}\n"
+        f"  See that every machine is given the same address, port and number of machines; `accel doctor` tries the connections."
+    )
+
+
+@contextmanager
+def _in_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """A block in which this process has the environment of the ranks, from which torch's agent makes theirs."""
+    before = dict(os.environ)
+    _replace_environment(environment)
+    # The others are ours (see `Signals`); of this one no process group is told but by torch.
+    os.environ[_SIGNALS] = "SIGQUIT" if os.name == "posix" else "SIGTERM"
+    try:
+        yield
+    finally:
+        _replace_environment(before)
+
+
+def _replace_environment(values: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(values):
+        del os.environ[name]
+    os.environ.update({name: value for name, value in values.items() if os.environ.get(name) != value})
+
+
+@contextmanager
+def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
+    """A block in which torch's agent does not say what our summary says; all of it, if `LOGLEVEL` asks for its messages."""
+    filters = {} if environment.get("LOGLEVEL") else {name: _Repeated(starts) for name, starts in _REPEATED.items()}
+    for name, each in filters.items():
+        logging.getLogger(name).addFilter(each)
+    try:
+        yield
+    finally:
+        for name, each in filters.items():
+            logging.getLogger(name).removeFilter(each)
+
+
+class _Repeated(logging.Filter):
+    def __init__(self, starts: tuple[str, ...]) -> None:
+        super().__init__()
+        self._starts = starts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._starts)

@@ -1,0 +1,215 @@
+"""Launches that do not end well: all processes end within seconds, who failed first is said, signals reach everybody, nobody is left."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from start_many import Launch, Result, run_together
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from accel_launch.starting.failures import Scene, find_failures, from_torch, listed, summary
+from accel_launch.starting.ranks import Ending, Ranks
+from accel_launch.starting.signals import Ended, Signals
+
+LIMIT = 15.0
+TWO = {"num_processes": 2, "shutdown_timeout": 2}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Ranks without torch: what the launcher does needs no collectives."""
+    launches = [
+        *(Launch(way, way, TWO) for way in ("raises", "exits", "is-killed", "reports", "once")),
+        Launch("again", "once", {**TWO, "max_restarts": 2}),
+        Launch("often", "is-killed", {**TWO, "max_restarts": 1}),
+        Launch("redirected", "raises", {**TWO, "redirects": "3"}),
+        Launch("filtered", "raises", {**TWO, "local_ranks_filter": [0]}),
+        *(Launch(name, "stays", TWO, [name]) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGKILL")),
+        Launch("saves", "saves", TWO, ["SIGTERM"]),
+        Launch("deaf", "deaf", TWO, ["SIGINT"]),
+        Launch("deaf, killed", "deaf", TWO, ["SIGKILL"]),
+        Launch("children", "children", TWO, ["SIGINT"]),
+        Launch("told", "told", TWO, ["SIGUSR1", "SIGINT", "SIGTERM"]),
+    ]
+    return run_together(launches, tmp_path_factory.mktemp("failures"))
+
+
+@pytest.fixture(scope="module")
+def collective(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Ranks that wait for each other in a collective, and a run that resumes: four launches side by side."""
+    ways = ("collective-raises", "collective-halts", "resumes", "collective")
+    launches = [Launch(way, way, {"num_processes": 2, "max_restarts": int(way == "resumes")}) for way in ways]
+    return run_together(launches, tmp_path_factory.mktemp("collective"), 90.0)
+
+
+@pytest.mark.parametrize("way, status", [("raises", 1), ("exits", 3), ("is-killed", 137)])
+def test_failing_rank_ends_all_and_gives_the_exit_status(results: dict[str, Result], way: str, status: int) -> None:
+    result = results[way]
+    assert (result.status, result.left) == (status, [])
+    assert result.seconds < LIMIT
+    assert "accel launch: rank 1 failed first (" in result.errors
+    assert "\n  rank 0 was told to end, and did\n" in result.errors
+
+
+def test_traceback_comes_first_and_the_summary_is_short(results: dict[str, Result]) -> None:
+    errors = results["raises"].errors
+    assert errors.startswith("Traceback")
+    assert errors.index("ValueError: only I") < errors.index("accel launch:")
+    assert len(errors[errors.index("accel launch:") :].splitlines()) == 3
+    assert "--max-restarts N starts all ranks again" in errors
+
+
+def test_rank_that_was_killed_is_told_with_its_signal_and_a_hint(results: dict[str, Result]) -> None:
+    assert "killed by SIGKILL: the kernel does that when memory runs out" in results["is-killed"].errors
+
+
+def test_rank_that_has_written_an_error_file_is_told_with_its_error(results: dict[str, Result]) -> None:
+    """Rank 1 ends first, and says that it only follows from another's failure."""
+    result = results["reports"]
+    assert result.status == 1
+    assert "accel launch: rank 0 failed first (" in result.errors
+    assert "): ValueError: of rank 0\n" in result.errors
+    assert "  rank 1 failed then: ValueError: of rank 1\n" in result.errors
+
+
+def test_all_ranks_are_started_again_as_often_as_was_asked(results: dict[str, Result]) -> None:
+    result = results["again"]
+    assert result.status == 0
+    assert [(result.folder / f"finished-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert "rank 1 failed (process " in result.errors
+    assert "All are started again: ranks 0–1, restart 1 of 2." in result.errors
+    assert results["once"].status == 137
+    assert results["often"].status == 137
+    assert "this was after 1 of 1 restarts" in results["often"].errors
+
+
+def test_errors_that_went_to_a_file_are_shown(results: dict[str, Result]) -> None:
+    errors = results["redirected"].errors
+    assert "  | ValueError: only I\n" in errors
+    assert "  output of all ranks: /" in errors
+    assert "its errors, which were not shown (/dev/null):\n  | (nothing)" in results["filtered"].errors
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
+def test_signal_reaches_all_ranks_and_nobody_is_left(results: dict[str, Result], name: str) -> None:
+    result = results[name]
+    assert (result.status, result.left) == (128 + signal.Signals[name], [])
+    assert result.seconds < LIMIT
+    assert "accel_launch" not in result.errors, "no traceback of the launcher"
+
+
+def test_script_that_saves_when_it_is_told_to_end_has_its_time(results: dict[str, Result]) -> None:
+    result = results["saves"]
+    assert [(result.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
+    assert result.status == 143
+
+
+def test_rank_that_does_not_end_is_killed_after_the_timeout(results: dict[str, Result]) -> None:
+    result = results["deaf"]
+    assert (result.status, result.left) == (130, [])
+    assert TWO["shutdown_timeout"] <= result.seconds < LIMIT
+
+
+def test_what_a_rank_has_started_ends_with_it(results: dict[str, Result]) -> None:
+    result = results["children"]
+    assert len(list(result.folder.glob("child-*"))) == 2
+    assert (result.status, result.left) == (130, [])
+
+
+def test_later_signals_are_passed_on_too_and_some_end_nothing(results: dict[str, Result]) -> None:
+    result = results["told"]
+    assert [(result.folder / f"told-{rank}").read_text().split() for rank in (0, 1)] == [
+        ["SIGUSR1", "SIGINT", "SIGTERM"]
+    ] * 2
+    assert result.status == 130
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "deaf, killed"])
+def test_ranks_of_a_launcher_that_was_killed_do_not_live_on(results: dict[str, Result], name: str) -> None:
+    assert (results[name].status, results[name].left) == (-signal.SIGKILL, [])
+
+
+def test_traceback_of_a_rank_in_a_collective_comes_before_what_follows_from_it(collective: dict[str, Result]) -> None:
+    result = collective["collective-raises"]
+    assert (result.status, result.seconds < LIMIT) == (1, True)
+    first = result.errors.index("ValueError: only I")
+    assert first < result.errors.index("accel launch: rank 1 failed first")
+    for consequence in ("Connection", "[rank0]"):
+        assert consequence not in result.errors[:first]
+
+
+def test_rank_that_stops_answering_ends_all_and_is_named(collective: dict[str, Result]) -> None:
+    result = collective["collective-halts"]
+    assert result.status != 0
+    assert result.seconds < LIMIT
+    assert (
+        "accel launch: rank 1 had been halted (SIGSTOP, or a debugger), and did not answer; then rank 0 failed first"
+        in result.errors
+    )
+
+
+def test_run_with_checkpoints_resumes_after_a_rank_was_killed(collective: dict[str, Result]) -> None:
+    result = collective["resumes"]
+    assert result.status == 0, result.errors
+    assert sorted(result.output.splitlines()) == ["began at 2, ended with 4"] * 2
+
+
+def test_launch_whose_ranks_come_together_is_not_disturbed_by_others_beside_it(collective: dict[str, Result]) -> None:
+    assert (collective["collective"].status, collective["collective"].errors) == (0, "")
+    assert collective["collective"].output.split() == ["2.0", "2.0"]
+
+
+def test_listed_ranks_are_short() -> None:
+    assert listed([3]) == "rank 3"
+    assert listed([5, 0, 2, 1]) == "ranks 0–2, 5"
+
+
+def test_rank_that_had_finished_or_had_to_be_killed_is_said(tmp_path: Path) -> None:
+    ranks = Ranks({rank: 100 + rank for rank in range(4)})
+    ranks.stopped_at, ranks.killed = 10.0, [2]
+    ranks.endings = {0: Ending(0, 8.0), 1: Ending(5, 9.0), 2: Ending(-9, 12.0), 3: Ending(-15, 10.5)}
+    failures = find_failures(
+        ranks, {rank: rank for rank in range(4)}, {rank: tmp_path / str(rank) for rank in range(4)}
+    )
+    assert [(failure.rank, failure.exit_status) for failure in failures] == [(1, 5)]
+    text = summary(failures, ranks, Scene("here", " on this machine", tmp_path, None, "advice"))
+    assert text.startswith("accel launch: rank 1 failed first on this machine (here, local rank 1, process 101, ")
+    assert "  rank 2 was told to end, did not, and was killed\n" in text
+    assert "  rank 3 was told to end, and did\n" in text
+    assert "  rank 0 had finished\n" in text
+    assert text.endswith("  advice")
+
+
+def test_signals_that_are_ignored_stay_so_and_handlers_come_back() -> None:
+    """`nohup` lets a launcher live on without its terminal; torch's agent would put a handler of its own."""
+    before = [signal.getsignal(number) for number in signal.Signals]
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.signal(signal.SIGHUP, lambda *_: None)
+            signals.install()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(Ended):
+                signal.raise_signal(signal.SIGTERM)
+            assert signals.received == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, was)
+    assert [signal.getsignal(number) for number in signal.Signals] == before
+
+
+def test_signal_in_a_block_that_holds_is_raised_behind_it() -> None:
+    passed: list[signal.Signals] = []
+    with Signals() as signals:
+        signals.pass_on = passed.append
+        with pytest.raises(Ended), signals.held():
+            signal.raise_signal(signal.SIGINT)
+            assert passed == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+    assert passed == [signal.SIGINT] * 2, "only the first one is raised"
+
+
+def test_where_ends_cannot_be_looked_at_torch_says_who_failed() -> None:
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=-6, error_file="none")
+    assert [(each.rank, each.exit_status) for each in from_torch({3: failure})] == [(3, 134)]
