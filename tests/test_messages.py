@@ -20,6 +20,7 @@ import torch
 import accel_core
 import accel_data
 import accel_fsdp
+import accel_launch
 import accel_precision
 from accel_core.hookspecs import HookSpecs
 
@@ -28,10 +29,10 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
-DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_(?:core|data|fsdp|precision)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
+DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_(?:core|data|fsdp|launch|precision)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
-OURS = (accel_core, accel_data, accel_fsdp, accel_precision)
+OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision)
 ROOTS = {"itertools": itertools, "torch": torch, **{package.__name__: package for package in OURS}}
 
 # What a variable in a message stands for, as in `accelerator.backward(loss)`.
@@ -60,7 +61,9 @@ BARE = (
 ALLOWED = {
     ".__iter__",  # the method that a subclass of DataLoader brings
     ".step",  # of an optimizer whose class a message fills in
-    "Float8LinearConfig.from_recipe_name",  # torchao's
+    "Float8LinearConfig",  # torchao's
+    "Float8LinearConfig.from_recipe_name",
+    "SLURM_",  # the beginning of variables, in a pattern
     "GPT",  # the user's model, in an example
     "broadcast_object",  # accel_core.collectives, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed

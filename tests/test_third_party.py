@@ -76,6 +76,10 @@ def test_the_strategy_is_listed_with_its_distribution_and_version(site, tmp_path
     assert re.search(r"^accel\.strategies +hello +accel-hello +0\.1\.0 +ok$", listed, re.MULTILINE), listed
 
 
+def test_the_command_is_one_of_accel_with_its_arguments(site, tmp_path):
+    assert run("-m", "accel_launch", "hello", "Ada", site=site, folder=tmp_path) == "Hello, Ada!\n"
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_strategy_and_observer_take_part_in_a_run(world, site, tmp_path):
     script, times = tmp_path / "train.py", tmp_path / "times.jsonl"

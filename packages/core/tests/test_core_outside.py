@@ -20,6 +20,8 @@ from accel_core import (
     TorchDynamoPlugin,
     get_logger,
 )
+from accel_core.config import Option
+from accel_core.loader_options import resolve_options
 from accel_core.outside import CHANNEL, LOADER_OPTIONS, OPTIONS, Told, told, variable_of
 from accel_core.sections import SECTIONS
 from accel_core.testing import run_ranks
@@ -97,6 +99,11 @@ def test_the_project_folder_may_be_given_outside(monkeypatch: pytest.MonkeyPatch
     accelerator = Accelerator()
     assert accelerator.project_dir == "runs/a"
     assert settings()["project_dir"] == ("runs/a", "ACCELERATE_PROJECT_DIR")
+
+
+def test_an_empty_list_in_a_file_is_an_empty_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNEL, channel(file={"ACCELERATE_RNG_TYPES": []}))
+    assert resolve_options({}, None)["rng_types"] == Option([], "config.yaml")
 
 
 def test_the_level_of_loggers_may_be_given_by_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,11 @@ class Result:
 def run_together(launches: list[Launch], folder: Path, limit: float = LIMIT) -> dict[str, Result]:
     """Runs all at once, and returns when all have ended."""
     process = subprocess.Popen(
-        [sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True, text=True
+        [sys.executable, __file__, str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
         process.communicate(json.dumps([asdict(launch) for launch in launches]), timeout=limit)
@@ -79,7 +83,7 @@ def _result(folder: Path) -> Result:
 
 
 def main() -> None:
-    from accel_launch.starting import supervision  # noqa: F401  (so that no launcher has to import it)
+    from accel_launch.starting import report  # noqa: F401  (so that no launcher has to import it)
 
     folder = Path(sys.argv[1])
     launches = [Launch(**each) for each in json.load(sys.stdin)]

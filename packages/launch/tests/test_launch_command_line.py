@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
 
+from accel_core.errors import PluginError
 from accel_launch.commands import launch
 from accel_launch.settings.catalog import Catalog
-from accel_launch.settings.command_line import Given, parse
+from accel_launch.settings.command_line import Given, is_flag, parse
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.peer_options import PEER_OPTIONS
 
@@ -41,6 +43,15 @@ def test_everything_behind_the_program_belongs_to_the_program():
     assert read("-m", "module").switch("module")
 
 
+def test_what_the_program_chooses_for_itself_says_nothing_of_our_options():
+    own = ("script.py", "--loader", "mine", "--strategy", "other:fsdp")
+    line = read("--fsdp", "--fsdp.cpu-offload", "--even-batches", *own)
+    assert line.rest == own
+    assert {each.key for each in line.given} == {"strategy", "fsdp.cpu_offload", "even_batches"}
+    with pytest.raises(PluginError, match="The loader 'typo' was asked for"):
+        read("--even-batches", "--loader", "typo", *own)
+
+
 def test_underscores_equal_hyphens_in_every_name():
     words = ("--num_processes=2", "--mixed_precision", "bf16", "--fsdp.cpu_offload", "--strategy=fsdp", "--no_python")
     assert given(*words) == {
@@ -55,7 +66,12 @@ def test_underscores_equal_hyphens_in_every_name():
     }
 
 
+def test_the_name_of_a_component_may_be_spelled_in_capitals():
+    assert given("--FSDP", "--Fsdp.cpu-offload") == {"strategy": "fsdp", "fsdp.cpu_offload": True}
+
+
 def test_a_truth_value_is_a_flag_with_a_negation_and_never_takes_the_next_word():
+    assert is_flag(Annotated[bool | None, "a remark"])
     assert given("--cpu", "script.py") == {"cpu": True}
     assert given("--no-cpu", "--no-even-batches") == {"cpu": False, "even_batches": False}
     assert given("--cpu=false") == {"cpu": "false"}

@@ -98,6 +98,7 @@ def test_validate_lists_all_mistakes_at_once_with_their_lines(capsys, home):
         "pip install accel-deepspeed",
     ):
         assert expected in err
+    assert all(line.startswith("  ") for line in err.splitlines()[1:])
 
 
 def test_validate_says_that_a_file_is_in_order_and_what_has_no_effect(capsys, home, monkeypatch):

@@ -51,7 +51,9 @@ def report(rank: int, machine: int = 0, **told: Any) -> dict[str, Any]:
     return {**found, **told}
 
 
-def test_two_processes_are_examined_for_real():
+def test_two_processes_are_examined_for_real(tmp_path, monkeypatch):
+    for name in ("XDG_CONFIG_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
     command = [sys.executable, "-m", "accel_launch", "doctor", "--num-processes", "2", "--cpu", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

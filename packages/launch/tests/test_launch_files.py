@@ -7,8 +7,9 @@ import os
 
 import pytest
 
+from accel_launch.importing.places import peer_paths
 from accel_launch.settings.errors import SettingsError
-from accel_launch.settings.files import chosen_path, load, own_path, peer_paths, read, write
+from accel_launch.settings.files import chosen_path, load, own_path, read, write
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(SettingsError, match=r"config.yaml cannot be written: disk full. Give another with --config-file"):
         write(path, {"cpu": False}, {})
     assert path.read_text() == "cpu: true\n"
     assert [each.name for each in path.parent.iterdir()] == ["config.yaml"]

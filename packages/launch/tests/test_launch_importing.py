@@ -10,10 +10,11 @@ import pytest
 
 from accel_core.outside import LOADER_OPTIONS
 from accel_core.schema import from_data
-from accel_launch.importing import command, translate
+from accel_launch.commands.config_import import import_file
 from accel_launch.importing.blocks import BLOCKS
 from accel_launch.importing.rules import PREFIXES
 from accel_launch.importing.table import TOP
+from accel_launch.importing.translation import translate
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine
 from accel_launch.settings.errors import SettingsError
@@ -65,8 +66,8 @@ def test_what_is_carried_over_is_a_valid_file(file: Path):
     try:
         assert resolve(Catalog(), CommandLine(), content, {}, thorough=True).given
     except SettingsError as error:
-        assert file.stem in {"deepspeed", "megatron"}  # noqa: PT017
-        assert "Type: pip install accel-" in str(error)  # noqa: PT017
+        assert file.stem in {"deepspeed", "megatron"}
+        assert "Type: pip install accel-" in str(error)
 
 
 def test_a_default_file():
@@ -347,7 +348,7 @@ def test_every_rule_of_the_table_decides_about_any_value():
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert command(*arguments) == 0
+    assert import_file(*arguments) == 0
     return capsys.readouterr().out
 
 
@@ -369,7 +370,7 @@ def test_the_command_repeated_changes_nothing_and_never_overwrites(tmp_path: Pat
     assert "says so already: nothing was changed" in run(capsys, FOLDER / "two_gpus.yaml", target)
     assert target.stat().st_mtime_ns == before.st_mtime_ns
     with pytest.raises(ValueError, match=r"exists and says something else: nothing was written. Add --force"):
-        command(FOLDER / "cpu.yaml", target)
+        import_file(FOLDER / "cpu.yaml", target)
     assert read(target).data["device_ids"] == [0, 1]
     assert "is written" in run(capsys, FOLDER / "cpu.yaml", target, True)
     assert read(target).data == {"num_processes": 2, "cpu": True}
@@ -393,7 +394,7 @@ def test_the_command_finds_the_file_where_accelerate_keeps_it(
     with pytest.raises(
         ValueError, match=r"(?s)none was found. Looked for:.*default_config.yaml.*accel config import FILE"
     ):
-        command(None, tmp_path / "config.yaml")
+        import_file(None, tmp_path / "config.yaml")
     for name, folder in places.items():
         monkeypatch.setenv(name, str(tmp_path / {"HOME": "home", "XDG_CACHE_HOME": "cache", "HF_HOME": "hub"}[name]))
         file = folder / "accelerate" / "default_config.yaml"
@@ -404,12 +405,12 @@ def test_the_command_finds_the_file_where_accelerate_keeps_it(
 
 def test_the_command_refuses_what_is_not_there_or_not_of_the_peer(tmp_path: Path):
     with pytest.raises(ValueError, match="there is no such file"):
-        command(tmp_path / "none.yaml", tmp_path / "config.yaml")
+        import_file(tmp_path / "none.yaml", tmp_path / "config.yaml")
     ours = tmp_path / "ours.yaml"
     ours.write_text("num_processes: 2\n")
     with pytest.raises(ValueError, match=r"is not in Accelerate's format.*accel config validate"):
-        command(ours, tmp_path / "config.yaml")
+        import_file(ours, tmp_path / "config.yaml")
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text("distributed_type: NO\n")
     with pytest.raises(ValueError, match=r"is the file that was to be imported.*--config-file"):
-        command(theirs, theirs)
+        import_file(theirs, theirs)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from accel_core.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(240)  # seconds; it takes a tenth of them where nothing else runs
 PORT = 29511
 
 
@@ -37,7 +37,7 @@ class Site:
         self.zero, self.folder = zero, folder
         self.started: list[subprocess.Popen] = []
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "GLOO_"))}
-        self.env |= {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder), "PYTHONFAULTHANDLER": "1"}
+        self.env |= {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder), "HF_HOME": str(folder)}
 
     def launch(
         self, machine: Machine, rank: int, name: str, *arguments: str, command: str = "launch"
@@ -46,8 +46,6 @@ class Site:
             f"--num-machines 2 --machine-rank {rank} --main-process-ip {self.zero.address} --main-process-port {PORT}"
         )
         line = [sys.executable, "-m", "accel_launch", command, *options.split(), *arguments]
-        if os.environ.get("DRIVER"):
-            line = [sys.executable, os.environ["DRIVER"], command, *options.split(), *arguments]
         self.started.append(machine.start(line, self.folder / name, self.env))
         return self.started[-1]
 
@@ -80,12 +78,12 @@ def test_two_machines_train_as_one_does_although_one_loses_power_and_comes_back(
     running = [site.launch(machine, rank, str(rank), *options, *job) for rank, machine in enumerate(machines)]
     everything = lambda: f"{site.said('0')}\n----\n{site.said('1')}\n----\n{site.said('again')}"
     saved = site.folder / "checkpoints" / "checkpoint_2"
-    eventually(lambda: saved.exists() or any(each.poll() for each in running), 40, everything)
+    eventually(lambda: saved.exists() or any(each.poll() for each in running), 60, everything)
     assert saved.exists(), everything()
     one.lose_power()
     running[1].wait(5)
     running[1] = site.launch(one, 1, "again", *options, *job)
-    statuses = [each.wait(60) for each in running]
+    statuses = [each.wait(90) for each in running]
     assert statuses == [0, 0], everything()
     lines = re.findall(r"rank (\d) of 4 made the steps (\d+) to 16", site.said("0") + site.said("again"))
     assert sorted(rank for rank, _ in lines) == ["0", "1", "2", "3"], everything()
@@ -108,8 +106,10 @@ def test_a_second_machine_0_ends_both_at_once(machines, site):
     eventually(lambda: _listens(zero), 20, lambda: site.said("first"))
     start = time.monotonic()
     second = site.launch(one, 0, "second", *program)
-    assert [first.wait(10), second.wait(10)] == [1, 1]
-    assert time.monotonic() - start < 5
+    assert [first.wait(20), second.wait(20)] == [1, 1]
+    assert time.monotonic() - start < 15, (
+        "most of it is the start of Python; the meeting itself takes less than a second"
+    )
     for name in ("first", "second"):
         assert "accel launch: Machine rank 0 of 2 was claimed twice: by machine 0 (" in site.said(name)
         assert "Traceback" not in site.said(name)
@@ -125,14 +125,14 @@ def test_a_newcomer_is_refused_and_without_machine_0_the_other_ends_and_says_so(
         lambda: started.exists() and started.read_text() == "\n\n", 30, lambda: site.said("zero") + site.said("one")
     )
     stray = site.launch(one, 1, "stray", *program)
-    assert stray.wait(10) == 1
+    assert stray.wait(20) == 1
     assert "Machine rank 1 of 2 was claimed twice" in site.said("stray")
     assert "The run that had begun goes on." in site.said("stray")
     assert [first.poll(), second.poll()] == [None, None]
     zero.lose_power()
     start = time.monotonic()
-    assert second.wait(15) == 1
-    assert time.monotonic() - start < 5
+    assert second.wait(20) == 1
+    assert time.monotonic() - start < 10
     assert f"that meet at {zero.address}:{PORT}, but machine 0, which keeps the meeting point, is gone" in site.said(
         "one"
     )

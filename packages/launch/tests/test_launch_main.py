@@ -9,15 +9,11 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from accel_launch import output
 from accel_launch.main import main
-
-ROOT = Path(__file__).parents[3]
-HELLO = ROOT / "examples" / "accel-hello"
 
 COMMANDS = '''
 import sys
@@ -218,24 +214,30 @@ def test_ctrl_c_and_a_reader_that_leaves_end_it_quietly(site, capsys):
 
 
 SHOWS = """
+import os
+
 from accel_launch.output import BAD, GOOD, mark, say, table, warn
 
-say(f"{mark(GOOD)} fine [b]", GOOD)
-warn("not fine", BAD)
-table(("name", "about"), [("x" * 100, "[red]y[/red]")], "Title")
-table(("name", "about"), [])
+for variables in ({}, {"NO_COLOR": "1"}):
+    os.environ.update(variables)
+    say(f"{mark(GOOD)} fine [b]", GOOD)
+    warn("not fine", BAD)
+    table(("name", "about"), [("x" * 100, "[red]y[/red]")], "Title")
+    table(("name", "about"), [])
+    print("=" * 8)
 """
 
 
-def shown_on_a_terminal(**environment):
-    """What a real pseudo-terminal of 80 columns gets."""
+@pytest.fixture(scope="module")
+def shown():
+    """What a real pseudo-terminal of 80 columns gets: first as it is, then with NO_COLOR."""
     import pty
 
     leader, follower = pty.openpty()
-    given = {**os.environ, "TERM": "xterm", "COLUMNS": "80", **environment}
+    given = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     process = subprocess.Popen([sys.executable, "-c", SHOWS], stdout=follower, stderr=follower, env=given)
     os.close(follower)
-    shown = b""
+    printed = b""
     while True:
         try:
             part = os.read(leader, 4096)
@@ -243,15 +245,15 @@ def shown_on_a_terminal(**environment):
             break
         if not part:
             break
-        shown += part
+        printed += part
     os.close(leader)
     assert process.wait(timeout=60) == 0
-    return shown.decode()
+    return printed.decode().split("=" * 8)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
-def test_a_terminal_gets_colour_and_a_table_that_fits():
-    shown = shown_on_a_terminal()
+def test_a_terminal_gets_colour_and_a_table_that_fits(shown):
+    shown = shown[0]
     assert "\x1b[32m✓ fine [b]\x1b[0m" in shown
     assert "\x1b[1;31mnot fine\x1b[0m" in shown
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
@@ -262,10 +264,9 @@ def test_a_terminal_gets_colour_and_a_table_that_fits():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
-def test_no_color_means_plain_whole_lines_on_a_terminal_too():
-    shown = shown_on_a_terminal(NO_COLOR="1")
-    assert "\x1b" not in shown
-    assert "x" * 100 + "  [red]y[/red]" in shown
+def test_no_color_means_plain_whole_lines_on_a_terminal_too(shown):
+    assert "\x1b" not in shown[1]
+    assert "x" * 100 + "  [red]y[/red]" in shown[1]
 
 
 def test_what_the_output_cannot_express_is_written_in_other_ways(monkeypatch, tmp_path):
@@ -273,16 +274,3 @@ def test_what_the_output_cannot_express_is_written_in_other_ways(monkeypatch, tm
         monkeypatch.setattr(sys, "stdout", file)
         output.say(f"{output.mark(output.GOOD)} é")
     assert (tmp_path / "out.txt").read_text() == "ok \\xe9\n"
-
-
-@pytest.mark.skipif(not HELLO.is_dir(), reason="the examples are not here")
-def test_a_third_party_brings_a_command_in_a_wheel_of_its_own(tmp_path):
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    copy = shutil.copytree(HELLO, tmp_path / "source")  # building leaves files beside the source
-    build = [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copy)]
-    subprocess.run(build, check=True, capture_output=True, timeout=100)
-    (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "installed"
-    shutil.unpack_archive(wheel, site, "zip")
-    with accel("hello", "Ada", site=site, stdout=subprocess.PIPE) as ended:
-        assert (ended.communicate(timeout=60)[0], ended.returncode) == ("Hello, Ada!\n", 0)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from accel_launch.starting import board, claims, heartbeat, outcome, patience
 from accel_launch.starting.board import Address, MeetingError
 from accel_launch.starting.claims import Card
-from accel_launch.starting.interfaces import interface_to, own_addresses
+from accel_launch.starting.interfaces import interface_to, own_addresses, variables_towards
 from accel_launch.starting.meeting import MachineRendezvous, register
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,8 +68,8 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Clusters in which a machine counts as gone sooner than in life."""
-    monkeypatch.setattr(claims, "SILENCE", 0.6)
-    monkeypatch.setattr(heartbeat, "BEAT", 0.1)
+    monkeypatch.setattr(claims, "SILENCE", 1.0)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
     made: list[Cluster] = []
 
     def make(*args, **kwargs) -> Cluster:
@@ -133,6 +133,41 @@ def test_a_machine_that_vanished_takes_its_rank_back_and_the_others_see_it(clust
     assert coming.result(20).rank == 1
 
 
+def test_a_machine_that_was_frozen_and_lost_its_rank_meanwhile_ends(cluster):
+    run = cluster(2)
+    zero, one = run.machine(0), run.machine(1)
+    run.met(zero, one)
+    frozen = one._heart
+    frozen.stop()
+    (coming,) = run.come(run.machine(1))
+    eventually(lambda: zero.num_nodes_waiting() == 1)
+    frozen._beat()
+    with pytest.raises(MeetingError, match=r"This machine had rank 1 of 2 .* and machine 1 \(.*\) has taken its rank"):
+        one.num_nodes_waiting()
+    run.met(zero)
+    assert coming.result(20).rank == 1
+    one._board = one._heart = None
+
+
+def test_a_machine_0_that_does_not_answer_for_long_counts_as_gone(cluster, monkeypatch):
+    run = cluster(2)
+    zero, one = run.machine(0), run.machine(1)
+    run.met(zero, one)
+    monkeypatch.setattr(heartbeat, "LOST", -1.0)
+    with pytest.raises(MeetingError, match=r"machine 0, which keeps the meeting point, is gone: no answer for \d+ s"):
+        one.num_nodes_waiting()
+
+
+def test_processes_meet_at_the_port_behind_the_machines_or_at_a_free_one():
+    port = unused_port()
+    assert board.free_port(port) == port
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        assert board.free_port(port) not in {0, port}
+    assert 0 < board.free_port(1 << 16) < 1 << 16
+
+
 def test_a_machine_that_comes_and_vanishes_before_the_round_is_complete_is_waited_for(cluster):
     run = cluster(3)
     zero, one, two = (run.machine(rank, timeout=4 if rank == 1 else 20) for rank in range(3))
@@ -140,7 +175,7 @@ def test_a_machine_that_comes_and_vanishes_before_the_round_is_complete_is_waite
     eventually(lambda: one._heart is not None)
     time.sleep(0.3)
     one._heart.stop()  # its thread in this process goes on to wait; nobody hears from it
-    time.sleep(1)
+    time.sleep(1.4)
     last = run.come(two)
     time.sleep(0.5)
     assert not last[0].done()
@@ -180,8 +215,12 @@ def test_a_stray_newcomer_does_not_touch_a_run_that_has_begun(cluster):
     assert "claimed twice" in message
     time.sleep(0.3)
     assert zero.num_nodes_waiting() == one.num_nodes_waiting() == 0
+    message = error_of(run.pool.submit(come_and_leave, run.machine(2, machines=3)))
+    assert message.startswith("The machines of a run were told different numbers:")
+    assert message.endswith("The run that had begun goes on.")
     second_zero = run.machine(0)
     assert "Machine rank 0 of 2 was claimed twice" in error_of(*run.come(second_zero))
+    time.sleep(0.3)
     assert zero.num_nodes_waiting() == one.num_nodes_waiting() == 0
 
 
@@ -327,6 +366,7 @@ def test_a_port_that_is_taken_names_who_has_it(cluster):
         assert "another main_process_port" in message
         taken.shutdown(socket.SHUT_RDWR)
         answering.join(5)
+    eventually(lambda: not any("connect" in thread.name for thread in threading.enumerate()))  # torch's tries
 
 
 def _refuse(server: socket.socket) -> None:
@@ -376,6 +416,9 @@ def test_torch_finds_the_rendezvous_by_its_name_and_is_told_what_is_missing():
 def test_the_interface_to_an_address_is_the_one_that_routes_there():
     assert interface_to("127.0.0.1") == "lo"
     assert interface_to("no.such.host.invalid") is None
+    assert variables_towards("127.0.0.1", {}) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert variables_towards("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7"}) == {}
+    assert variables_towards("no.such.host.invalid", {}) == {}
     for address in own_addresses():
         assert interface_to(address)
 

@@ -54,11 +54,11 @@ def test_n_means_n_on_the_cpu_and_the_default_is_one() -> None:
 def test_this_machine_meets_at_a_free_port_or_at_the_given_one() -> None:
     meeting = planned(num_processes=2).meeting
     assert meeting is not None
-    assert (meeting.backend, meeting.endpoint, meeting.local_addr) == ("c10d", "localhost:0", "localhost")
+    assert (meeting.backend, meeting.endpoint, meeting.local_addr) == ("here", "localhost:0", "localhost")
     assert str(meeting) == "on this machine, at a free port"
     meeting = planned(num_processes=2, main_process_port=29501, main_process_ip="::1").meeting
     assert meeting is not None
-    assert (meeting.endpoint, meeting.options["is_host"]) == ("[::1]:29501", True)
+    assert (meeting.endpoint, str(meeting)) == ("[::1]:29501", "at [::1]:29501")
 
 
 def test_machines_meet_by_their_ranks() -> None:
@@ -184,7 +184,7 @@ def test_accelerators_are_counted_among_those_that_are_visible() -> None:
     "ids, found, message",
     [
         ([4], FOUR, "device_ids=4 was given, and the accelerators of this machine are 0 to 3 (4 of type cuda)."),
-        ([0], Accelerators(), "the accelerators of this machine are none (none)."),
+        ([0], Accelerators(), "device_ids=0 was given, and this machine has no accelerator that torch sees. Leave it out."),
         ([], FOUR, "Give one or more of these"),
         ([1, 1], FOUR, "device_ids=1,1 was given, which names an accelerator twice."),
         (

@@ -28,6 +28,7 @@ NOWHERE = {
     "XDG_CACHE_HOME": None,
     "HF_HOME": None,
     "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
 }
 
 pytestmark = [

@@ -124,6 +124,15 @@ def test_missing_script_is_told_once_and_not_by_every_rank() -> None:
         LaunchError, match=r"^nothing.py was to be started, and there is no such file in .*Give the path of a"
     ):
         Program("script", "nothing.py").check({})
+    with pytest.raises(LaunchError, match=r"^an empty path was to be started, and there is no such file"):
+        Program("script", "").check({})
+
+
+def test_folder_is_a_script_only_if_python_can_run_it(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"was to be started, and it is a folder without a __main__.py. Give the path"):
+        Program("script", str(tmp_path)).check({})
+    (tmp_path / "__main__.py").touch()
+    Program("script", str(tmp_path)).check({})
 
 
 def test_missing_program_is_told_before_anything_is_started() -> None:
@@ -131,7 +140,16 @@ def test_missing_program_is_told_before_anything_is_started() -> None:
         LaunchError, match="no executable file of that name was found on the PATH. Give its path, such as ./no-"
     ):
         Program("program", "no-such-program").check({"PATH": "/usr/bin"})
+    with pytest.raises(LaunchError, match="'' was to be started as a program, and no executable file"):
+        Program("program", "").check({"PATH": "/usr/bin"})
     Program("program", "sh").check({"PATH": "/usr/bin:/bin"})
+
+
+def test_program_that_may_not_be_executed_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "my start.sh"
+    script.touch(mode=0o644)
+    with pytest.raises(LaunchError, match=r"that file may not be executed. Type chmod \+x '.*my start.sh'; or leave --no-"):
+        Program("program", str(script)).check({"PATH": "/usr/bin"})
 
 
 def test_ranks_write_at_once_and_get_the_arguments() -> None:

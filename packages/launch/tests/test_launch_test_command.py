@@ -9,14 +9,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from accel_core.plugins import offers
 from accel_core.testing import run_ranks
 from accel_launch.checking import communication
 from accel_launch.checking.setup_job import Check
+from accel_launch.checking.steps import CheckError
+from accel_launch.commands import examination
 from accel_launch.commands.test import main
 
 FAULTY = Path(__file__).parent / "faulty"
@@ -193,19 +197,33 @@ def test_the_command_starts_what_a_file_says(tmp_path):
     assert not list((tmp_path / "shared").iterdir())
 
 
-def test_the_exit_status_tells_that_something_does_not_work(tmp_path):
-    ended = accel_test("--cpu", "--num-processes", "2", "--strategy", "raising", folder=tmp_path)
+@pytest.mark.parametrize(("processes", "strategy"), [("1", "ddp"), ("2", "single")])
+def test_what_cannot_even_be_started_is_said_with_status_1(processes, strategy, tmp_path):
+    ended = accel_test("--cpu", "--num-processes", processes, "--strategy", strategy, folder=tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert re.search(r"This set-up does not work: .*Failed: .*checkpoint\.$", ended.stdout)
+    expected = rf"^✗ configuration: strategy '{strategy}' was .*\nThis set-up does not work: nothing can be started"
+    assert re.search(expected, ended.stdout, re.DOTALL)
+    assert "Traceback" not in ended.stderr
     assert "failed first" not in ended.stderr  # no rank broke down
     assert not list(tmp_path.glob("accel-test-*"))
 
 
-def test_what_cannot_even_be_started_is_said(tmp_path):
-    ended = accel_test("--cpu", "--num-processes", "1", "--strategy", "ddp", folder=tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert re.search(r"^✗ configuration: strategy 'ddp' was .*\nThis set-up does not work", ended.stdout, re.DOTALL)
-    assert "Traceback" not in ended.stderr
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((0, 1), "several have cuda:0 on here. Start fewer processes there"), ((0, 0), "Ranks 0 to 1 were expected, and")],
+)
+def test_ranks_that_share_a_device_or_a_number_are_found(ranks, words, monkeypatch):
+    """Without accelerators, what the ranks would say is put into their mouths."""
+    cards = [communication._Card(rank, "here", "cuda:0", "2", "1") for rank in ranks]
+    monkeypatch.setattr(communication, "gather_object", lambda _: cards)
+    with pytest.raises(CheckError, match=words):
+        communication.check_processes(SimpleNamespace(rank=0, size=2, device=torch.device("cuda:0")))
+
+
+def test_a_check_that_broke_off_is_no_pass(monkeypatch, capsys):
+    monkeypatch.setattr(examination, "run", lambda *_: 3)
+    assert main(["--num-processes", "2"]) == 3
+    assert "This set-up does not work: the check broke off. What stands above says where." in capsys.readouterr().out
 
 
 def test_what_is_no_option_is_said(tmp_path):

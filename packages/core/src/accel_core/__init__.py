@@ -35,6 +35,7 @@ from accel_core.world import World
 
 if TYPE_CHECKING:
     from accel_core.accelerated import AcceleratedOptimizer, AcceleratedScheduler
+    from accel_core.checkpoint.weights.exporting import export_weights
     from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
     from accel_core.compilation import TorchDynamoPlugin
     from accel_core.local_sgd import LocalSGD
@@ -97,6 +98,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",
+    "export_weights",
     "find_executable_batch_size",
     "gather",
     "gather_object",
@@ -128,6 +130,7 @@ _MODULES = {
     "broadcast": "operations",
     "broadcast_object_list": "operations",
     "clear_device_cache": "memory",
+    "export_weights": "checkpoint.weights.exporting",
     "find_executable_batch_size": "memory",
     "gather": "operations",
     "gather_object": "operations",

@@ -264,7 +264,7 @@ def _options(
         sections.refuse_beside(offer.name, f"{type(handler).__name__}(...)")
         return handler.to_kwargs()
     elsewhere = {name: name for name in LOADER_OPTIONS} if group == "accel.loaders" else {}
-    return sections.take(offer.name, offer.load(), elsewhere)
+    return sections.take(offer.name, offer.load, elsewhere)
 
 
 def _loader(

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from accel_core.outside import told
+from accel_core.outside import FALSE, TRUE, told
 from accel_core.plugins.offers import nearest
-from accel_core.schema import FALSE, TRUE
 from accel_core.vocabulary import RNGType
 
 T = TypeVar("T")
@@ -77,8 +76,8 @@ def as_seed(text: str, variable: str) -> int:
 
 
 def as_list(text: str, _: str) -> list[str]:
-    """Names between commas."""
-    return [name.strip() for name in text.split(",")]
+    """Names between commas; none in an empty text."""
+    return [name.strip() for name in text.split(",")] if text else []
 
 
 def flag(name: str, argument: object, variable: str, default: D) -> Option[bool | D]:

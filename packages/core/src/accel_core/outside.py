@@ -7,7 +7,7 @@ hands on what its command line and its file say in one variable more, `ACCELERAT
     {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
 
 that is, variable → [data, where it was said], and only what was given. The command line wins over the environment, and that over
-the file. Files themselves are read by launchers alone: started by `python` or `torchrun`, a script never picks up one from
+the file. Processes that such a process starts inherit both; a launcher among them adds to them what it was told itself. Files themselves are read by launchers alone: started by `python` or `torchrun`, a script never picks up one from
 somebody's home.
 """
 
@@ -19,6 +19,10 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+TRUE = ("1", "true", "yes", "on", "y", "t")
+FALSE = ("0", "false", "no", "off", "n", "f")
+"""The usual spellings of truth values in texts."""
 
 CHANNEL = "ACCELERATE_CONFIG"
 PREFIX = "ACCELERATE_"
@@ -52,6 +56,7 @@ LOADER_OPTIONS = (
 
 _SPECIAL: Mapping[str, str] = {"cpu": "ACCELERATE_USE_CPU", "debug": "ACCELERATE_DEBUG_MODE"}
 _LEVELS = ("command line", "file")
+_SHOWN = 200
 
 
 class Told(NamedTuple):
@@ -84,7 +89,10 @@ def variable_of(option: str, section: str = "") -> str:
 
 def told(variable: str) -> Told | None:
     """What was given for an option, by the first that says anything: command line, environment, file. None if nobody does."""
-    launched = _launched()
+    return _first(variable, inherited())
+
+
+def _first(variable: str, launched: Mapping[str, Mapping[str, Told]]) -> Told | None:
     if variable in launched["command line"]:
         return launched["command line"][variable]
     text = os.environ.get(variable, "").strip()
@@ -114,26 +122,45 @@ def _upper(section: str) -> str:
 
 
 def _of_sections() -> dict[str, Told]:
-    launched = _launched()
+    launched = inherited()
     names = {*launched["command line"], *launched["file"], *os.environ}
     found = {
-        name: told(name) for name in sorted(names) if name.startswith(PREFIX) and "__" in name.removeprefix(PREFIX)
+        name: _first(name, launched)
+        for name in sorted(names)
+        if name.startswith(PREFIX) and "__" in name.removeprefix(PREFIX)
     }
-    return {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in found.items() if value is not None}
+    for name, value in given.items():
+        if name != name.upper():
+            raise ValueError(
+                f"{value.source} was given, and variables are written in capital letters. Type {name.upper()}={value.text}."
+            )
+    return given
 
 
-def _launched() -> dict[str, dict[str, Told]]:
-    text = os.environ.get(CHANNEL, "").strip()
+def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, Told]]:
+    """What launchers around this process were told: "command line" and "file" → variable → value.
+
+    Args:
+        environ: variables of the environment.
+
+    Raises:
+        ValueError: if no launcher can have written it.
+    """
+    text = environ.get(CHANNEL, "").strip()
     if not text:
         return {level: {} for level in _LEVELS}
     try:
         content = json.loads(text)
+        if content.keys() - {*_LEVELS}:
+            raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
         return {
-            level: {name: Told(value, source) for name, (value, source) in content.get(level, {}).items()}
+            level: {name: Told(value, str(source)) for name, (value, source) in content.get(level, {}).items()}
             for level in _LEVELS
         }
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         raise ValueError(
-            f"{CHANNEL}={text!r} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
+            f"{CHANNEL}={shown!r} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
             f"command line of the launcher, or in variables of their own, such as {PREFIX}MIXED_PRECISION=bf16."
         ) from error

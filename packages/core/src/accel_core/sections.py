@@ -18,7 +18,6 @@ from accel_core.config import Option
 from accel_core.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.outside import section_name, told_of, told_sections, variable_of
 from accel_core.plugins.offers import nearest
-from accel_core.schema import expected, fields_of, from_data
 
 if TYPE_CHECKING:
     from accel_core.outside import Told
@@ -55,28 +54,38 @@ class Sections:
         self.options: dict[str, Option[Any]] = {}
 
     def take(
-        self, name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = MappingProxyType({})
+        self,
+        name: str,
+        load: Callable[[], Callable[..., Any]],
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """What was given for the options of one component, to be handed to its constructor.
 
         Args:
             name: under which it is chosen.
-            factory: its constructor.
+            load: gives its constructor; called only if anything was given.
             elsewhere: parameters that are options of the Accelerator, and so not of the section: parameter → its option.
 
         Raises:
             ValueError: for an option that it does not have, one that only Python can express, and a value of another type.
         """
-        self._used.add(section_name(name))
-        if section_name(name) not in self._sources:
+        section = section_name(name)
+        is_taken = section in self._used
+        self._used.add(section)
+        if section not in self._sources:
             return {}
-        options = read_section(name, factory, elsewhere)
-        self.options.update({f"{section_name(name)}.{option}": value for option, value in options.items()})
+        if is_taken:
+            raise ValueError(
+                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name, which variables "
+                f"cannot tell apart. Leave it out, and give the options in the code, to the constructor of the one that is meant."
+            )
+        options = read_section(name, load(), elsewhere)
+        self.options.update({f"{section}.{option}": value for option, value in options.items()})
         return {option: value.value for option, value in options.items()}
 
     def share(self, name: str) -> dict[str, Any]:
         """As `take`, of one of `SECTIONS`."""
-        return self.take(name, SECTIONS[name].handler, SECTIONS[name].elsewhere)
+        return self.take(name, lambda: SECTIONS[name].handler, SECTIONS[name].elsewhere)
 
     def refuse_beside(self, name: str, given: str) -> None:
         """Raises `ValueError` where options of a component were given beside `given`, an object that configures it."""
@@ -132,6 +141,8 @@ def read_section(
     told = told_of(name)
     if not told:
         return {}  # before anything is looked into
+    from accel_core.schema import fields_of  # one ms, which most runs need not spend
+
     fields = fields_of(factory)
     by_folded = {field.casefold(): field for field in fields}
     options = {}
@@ -149,6 +160,8 @@ def read_section(
 
 
 def _converted(name: str, field: Field, given: Told) -> Any:
+    from accel_core.values import expected, from_data
+
     try:
         return from_data(field.type, given.value)
     except ValueError as error:

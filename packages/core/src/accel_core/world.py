@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from accel_core import error_file
 from accel_core.config import flag
 from accel_core.errors import WorldError
 from accel_core.farewell import PATIENCE, Farewell
@@ -428,6 +429,7 @@ def _fatal_error() -> BaseException | None:
 def _tell_why(error: BaseException) -> None:
     """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
     lost = broken_connection_in(error)
+    error_file.leave(error, follows=lost is not None)
     notices = Notices.running()
     if lost is None and notices is not None:
         notices.post(error, certain=True)

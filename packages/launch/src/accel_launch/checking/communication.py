@@ -59,40 +59,7 @@ def check_processes(world: World) -> str:
 
 def check_collectives(world: World) -> str:
     """That collectives bring the values that they should, of nested structures. Collective."""
-    rank, size, device = world.rank, world.size, world.device
-    last = size - 1
-    ones = torch.ones(2, 3, device=device)
-    nested = {
-        "numbers": [ones * rank, (torch.arange(4, device=device) + rank,)],
-        "flag": torch.tensor([True]).to(device),
-    }
-    texts: list[Any] = [f"from rank {rank}", {"rank": rank}]
-    found = {
-        "broadcast": broadcast(nested, last),
-        "gather": gather({"row": ones[:1] * rank}),
-        "gather of unequal sizes": gather([torch.full((rank + 1,), rank, device=device)]),
-        "sum": reduce((ones * (rank + 1),), "sum"),
-        "mean": reduce((ones * (rank + 1),), "mean"),
-        "maximum": reduce((ones * rank,), "max"),
-        "padding": pad_across_processes([torch.ones(rank + 1, device=device)], pad_index=7),
-        "gather_object": gather_object([rank, {"text": "é" * rank}]),
-        "broadcast_object_list": broadcast_object_list(texts, last),
-    }
-    sizes = torch.tensor([of for of in range(size) for _ in range(of + 1)], device=device)
-    expected = {
-        "broadcast": {
-            "numbers": [ones * last, (torch.arange(4, device=device) + last,)],
-            "flag": torch.tensor([True]).to(device),
-        },
-        "gather": {"row": torch.arange(size, device=device)[:, None] * ones[:1]},
-        "gather of unequal sizes": [sizes],
-        "sum": (ones * size * (size + 1) / 2,),
-        "mean": (ones * (size + 1) / 2,),
-        "maximum": (ones * last,),
-        "padding": [torch.tensor([1.0] * (rank + 1) + [7.0] * (last - rank), device=device)],
-        "gather_object": [item for of in range(size) for item in (of, {"text": "é" * of})],
-        "broadcast_object_list": [f"from rank {last}", {"rank": last}],
-    }
+    found, expected = _found(world), _expected(world)
     # All have run before anything is raised: the ranks stay in step.
     wrong = [name for name in expected if not _equal(found[name], expected[name])]
     if wrong:
@@ -102,6 +69,47 @@ def check_collectives(world: World) -> str:
             f"{found[name]}. `accel doctor` says which pair of ranks cannot talk."
         )
     return f"{len(expected)} kinds, of nested structures, with the values checked"
+
+
+def _found(world: World) -> dict[str, Any]:
+    """What each collective gives."""
+    rank, device = world.rank, world.device
+    last, ones = world.size - 1, torch.ones(2, 3, device=device)
+    return {
+        "broadcast": broadcast(_nested(rank, device), last),
+        "gather": gather({"row": ones[:1] * rank}),
+        "gather of unequal sizes": gather([torch.full((rank + 1,), rank, device=device)]),
+        "sum": reduce((ones * (rank + 1),), "sum"),
+        "mean": reduce((ones * (rank + 1),), "mean"),
+        "maximum": reduce((ones * rank,), "max"),
+        "padding": pad_across_processes([torch.ones(rank + 1, device=device)], pad_index=7),
+        "gather_object": gather_object([rank, {"text": "é" * rank}]),
+        "broadcast_object_list": broadcast_object_list([f"from rank {rank}", {"rank": rank}], last),
+    }
+
+
+def _expected(world: World) -> dict[str, Any]:
+    """What each should give."""
+    rank, size, device = world.rank, world.size, world.device
+    last, ones = size - 1, torch.ones(2, 3, device=device)
+    sizes = torch.tensor([of for of in range(size) for _ in range(of + 1)], device=device)
+    return {
+        "broadcast": _nested(last, device),
+        "gather": {"row": torch.arange(size, device=device)[:, None] * ones[:1]},
+        "gather of unequal sizes": [sizes],
+        "sum": (ones * size * (size + 1) / 2,),
+        "mean": (ones * (size + 1) / 2,),
+        "maximum": (ones * last,),
+        "padding": [torch.tensor([1.0] * (rank + 1) + [7.0] * (last - rank), device=device)],
+        "gather_object": [item for of in range(size) for item in (of, {"text": "é" * of})],
+        "broadcast_object_list": [f"from rank {last}", {"rank": last}],
+    }
+
+
+def _nested(rank: int, device: torch.device) -> dict[str, Any]:
+    """What a rank broadcasts."""
+    numbers = [torch.full((2, 3), float(rank), device=device), (torch.arange(4, device=device) + rank,)]
+    return {"numbers": numbers, "flag": torch.tensor([rank % 2 == 0], device=device)}
 
 
 def _equal(found: Any, expected: Any) -> bool:

@@ -14,12 +14,15 @@ _PAIRS = 64  # so many lines of pairs at most, the slowest
 def print_page(reports: list[Report], findings: list[Finding], size: int) -> None:
     """Prints machines, ranks and pairs as tables, then what was found and the verdict."""
     table(("machine", "host", "addresses", "torch", "free /dev/shm", "open files"), _machines(reports), "Machines")
+    say()
     table(("rank", "machine", "process", "device", "met in"), _ranks(reports), "Ranks")
+    say()
     if size > 1:
         pairs = _pairs(reports)
         table(("from", "to", "connection", "message"), pairs[:_PAIRS], "Pairs (one way, the slowest first)")
         if len(pairs) > _PAIRS:
             say(f"… and {len(pairs) - _PAIRS} faster ones; --json has all.")
+        say()
     for finding in findings:
         style = BAD if finding.is_problem else DOUBTFUL
         say(f"{mark(style)} {finding.text}", style)

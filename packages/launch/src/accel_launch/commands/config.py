@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,7 +160,7 @@ def _validate(command_line: CommandLine, catalog: Catalog) -> int:
     except SettingsError as error:
         warn(f"{len(error.problems)} mistake{'s' if len(error.problems) > 1 else ''}:")
         for problem in error.problems:
-            warn(f"  {problem}")
+            warn(textwrap.indent(problem, "  "))
         return 1
     if backend:
         warn(backend)
@@ -195,10 +196,10 @@ def _path(command_line: CommandLine, _: Catalog) -> int:
 
 
 def _import(command_line: CommandLine, _: Catalog) -> int:
-    from accel_launch.importing import command
+    from accel_launch.commands.config_import import import_file
 
     source = Path(command_line.rest[0]).expanduser() if command_line.rest else None
-    return command(source, _target(command_line), command_line.switch("force"))
+    return import_file(source, _target(command_line), command_line.switch("force"))
 
 
 def _target(command_line: CommandLine) -> Path:

@@ -13,7 +13,7 @@ from accel_launch.output import GOOD, console, is_plain, say
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write a checkpoint's weights as plain safetensors, which any library loads."""
-    from accel_core.checkpoint.weights.exporting import export_weights
+    from accel_core import export_weights
 
     given = _parser().parse_args(arguments)
     with _progress() as report:

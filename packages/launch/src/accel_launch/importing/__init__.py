@@ -1,9 +1,4 @@
-"""Configuration files of Hugging Face Accelerate: what they say, in our own words, and what of it has no counterpart here.
+"""Configuration files of Hugging Face Accelerate: where they lie, what they say in our own words, and what has no counterpart here.
 
-`translate` is for whoever has read such a file, `command` is `accel config import`.
+`translation` makes one of ours of their content, key by key, by the rules of `table` (the top level) and `blocks` (the rest).
 """
-
-from accel_launch.importing.command import command
-from accel_launch.importing.translation import Carried, Imported, Left, translate
-
-__all__ = ["Carried", "Imported", "Left", "command", "translate"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accel_launch.notebook.attendant import Attendant
 from accel_launch.notebook.rank import DESK
 
 if TYPE_CHECKING:
@@ -51,27 +49,22 @@ class Desk:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / DESK))
         self._listener.listen(128)
-        self._bell, self._ring = os.pipe()
-        self._thread = threading.Thread(target=self._serve, name="notebook_launcher: desk", daemon=True)
+        self._attendant = Attendant("desk", self._serve)
 
     def __enter__(self) -> Desk:
-        self._thread.start()
+        self._attendant.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._ring)
-        self._thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._attendant.dismiss()
         for connection in self._visitors:
             connection.close()
         self._listener.close()
-        os.close(self._bell)
 
     def _serve(self) -> None:
         open_for_all = True
         while True:
-            bell = [self._bell] if open_for_all else []
+            bell = [self._attendant.bell] if open_for_all else []
             # After the bell, what has been said already is still heard.
             ready = wait([self._listener, *bell, *self._visitors], None if open_for_all else 0)
             if not ready:

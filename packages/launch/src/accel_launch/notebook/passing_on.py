@@ -7,13 +7,12 @@ import os
 import re
 import selectors
 import sys
-import threading
 import warnings
 from pathlib import Path
 from string import Template
-from types import TracebackType
 from typing import TextIO
 
+from accel_launch.notebook.attendant import Attendant
 from accel_launch.notebook.rank import STREAMS
 
 IDLE = 0.2
@@ -49,8 +48,7 @@ class Output:
             for name in STREAMS
             for local_rank in range(processes)
         }
-        self._bell, self._ring = os.pipe()
-        self._thread = threading.Thread(target=self._pass_on, name="notebook_launcher: output", daemon=True)
+        self._attendant = Attendant("output", self._pass_on)
 
     def begin(self, local_rank: int, rank: int) -> None:
         """Says which rank of the run writes to the pipes of a local rank."""
@@ -60,15 +58,11 @@ class Output:
                 self._lines[name, local_rank].prefix = prefix
 
     def __enter__(self) -> Output:
-        self._thread.start()
+        self._attendant.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._ring)
-        self._thread.join()
-        os.close(self._bell)
+    def __exit__(self, *_: object) -> None:
+        self._attendant.dismiss()
         for lines in self._lines.values():
             os.close(lines.pipe)
         if self._problem is not None:
@@ -76,7 +70,7 @@ class Output:
 
     def _pass_on(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._attendant.bell, selectors.EVENT_READ)
             for lines in self._lines.values():
                 selector.register(lines.pipe, selectors.EVENT_READ, lines)
             ended = False

@@ -11,8 +11,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +22,12 @@ from accel_launch.notebook import passing_on, rank
 from accel_launch.notebook.desk import Desk
 from accel_launch.notebook.outcome import RankFailedError, raise_first, result_of
 from accel_launch.notebook.travel import cells
-from accel_launch.starting import supervision
-from accel_launch.starting.agent import HostAgent
 from accel_launch.starting.errors import LaunchError
-from accel_launch.starting.guard import Guard
-from accel_launch.starting.logs import Logs
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals
+from accel_launch.starting.supervision import supervise
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
-
     from accel_launch.starting.failures import Failure
     from accel_launch.starting.plan import Plan
 
@@ -78,21 +71,9 @@ def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix
 
 def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
     """Starts the ranks and waits for them; returns the failures of this machine if the run has failed, the first in front."""
-    assert plan.meeting is not None, "the plan has an agent"
-    patience = plan.launch.shutdown_timeout
     try:
-        with ExitStack() as stack:
-            signals = stack.enter_context(Signals())
-            signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
-            stack.enter_context(supervision._in_environment(os.environ))
-            stack.enter_context(supervision._without_repetition(os.environ))
-            guard = stack.enter_context(Guard(patience))
-            logs = Logs(plan.launch, plan.here)
-            stack.callback(logs.close)
-            spec = supervision._spec(plan, program, plan.meeting)
-            agent = HostAgent(spec, logs, signals, guard, patience, None)
-            stack.push(partial(_leave_when_told, spec.rdzv_handler))
-            result = supervision._run(agent, spec.rdzv_handler)
+        with Signals() as signals:
+            ended = supervise(plan, program, os.environ, signals, stays=True)
     except Ended:
         told = signals.received
     except SignalException as error:
@@ -104,16 +85,10 @@ def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
             f"and number of nodes; `accel doctor` tries the connections."
         ) from error
     else:
-        if result is None:
+        if ended.result is None:
             raise LaunchError(f"{call}: the run that met {plan.meeting} has ended already. Start all nodes again.")
-        return agent.failures if result.is_failed() else None
+        return ended.failures if ended.has_failed else None
     if told is None or told == signal.SIGINT:
         raise KeyboardInterrupt
     signal.raise_signal(told)  # now that nobody has to be told of it, it does what it does without us
     raise RankFailedError(f"{call} was ended by {told.name}, which this process was sent.")
-
-
-def _leave_when_told(handler: RendezvousHandler, kind: type[BaseException] | None, *_: object) -> None:
-    """Leaves the rendezvous if this process was told to end: a notebook does not end by that, and would go on to keep its place."""
-    if kind is not None and issubclass(kind, SignalException):
-        handler.shutdown()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.schema import to_data
+from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import BAD, DOUBTFUL, say, table
 from accel_launch.questionnaire import screen
 from accel_launch.questionnaire.answers import Answers, shown
@@ -14,7 +15,7 @@ from accel_launch.questionnaire.interview import Interview
 from accel_launch.questionnaire.screen import Entry
 from accel_launch.settings.command_line import CommandLine
 from accel_launch.settings.errors import SettingsError
-from accel_launch.settings.files import ConfigFile, is_of_peer, own_path, peer_paths, read, write
+from accel_launch.settings.files import ConfigFile, own_path, read, write
 from accel_launch.settings.resolution import resolve
 from accel_launch.starting.devices import find_accelerators
 

@@ -7,18 +7,17 @@ and each component's constructor, its own. Only the components that somebody ask
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType, NoneType
-from typing import Any
+from typing import Any, Union
 
 from accel_core.errors import PluginError
 from accel_core.outside import LOADER_OPTIONS, OPTIONS, section_name, variable_of
 from accel_core.plugins import Group, Offer, find, list_offers
 from accel_core.plugins.explain import state
-from accel_core.schema import Field, fields_of
+from accel_core.schema import Field, fields_of, is_optional, members
 from accel_core.sections import SECTIONS
 from accel_core.vocabulary import KNOWN_PROVIDERS
 from accel_launch.options import LaunchOptions
@@ -154,6 +153,10 @@ class Catalog:
         """The names to choose from for one of `ROLES`. Imports nothing."""
         return list(dict.fromkeys(offer.name for offer in self.offers if offer.group == ROLES[role]))
 
+    def roles(self, name: str) -> list[str]:
+        """Those of `ROLES` for which a name can be chosen. Imports nothing."""
+        return [role for role in ROLES if name in self.names(role)]
+
     def choices(self, role: str) -> list[Choice]:
         """What can be chosen for one of `ROLES`, or for "dynamo_backend", which takes torch's compiler a second or two."""
         if role == "dynamo_backend":
@@ -217,8 +220,18 @@ class Catalog:
         return (*SECTIONS, *dict.fromkeys(offer.name for offer in self.offers if offer.group in ROLES.values()))
 
     def section_called(self, spelling: str) -> str | None:
-        """The section that goes by a name of which letter case and hyphens may be lost, as in a variable."""
-        return next((name for name in self.sections if section_name(name) == section_name(spelling)), None)
+        """The section that goes by a name of which letter case and hyphens may be lost, as in a variable; None if there is none.
+
+        Raises:
+            PluginError: if several do.
+        """
+        found = [name for name in self.sections if section_name(name) == section_name(spelling)]
+        if len(found) > 1:
+            raise PluginError(
+                f"variables cannot tell {' and '.join(map(repr, found))} apart, which are both installed. Give their options in the code, or "
+                f"uninstall what is not needed; `accel plugins` shows who brings them."
+            )
+        return found[0] if found else None
 
     def section(self, name: str) -> Mapping[str, Option]:
         """The options of one section, also those that only Python can express. Imports the component.
@@ -243,7 +256,7 @@ class Catalog:
         if role:
             return find(ROLES[role], name, self.offers)
         plain = name.rpartition(":")[2]
-        roles = [role for role in ROLES if plain in self.names(role)]
+        roles = self.roles(plain)
         if len(roles) > 1:
             choosing = " and ".join(str(self.component(name, role)) for role in roles)
             raise PluginError(
@@ -286,5 +299,5 @@ def _own(field: Field, owner: Callable[..., Any]) -> Option:
 
 def _without_none(kind: Any) -> Any:
     """A type without None: to the Accelerator, None is what was not given, so nobody can say it."""
-    members = tuple(member for member in typing.get_args(kind) if member is not NoneType)
-    return typing.Union[members] if NoneType in typing.get_args(kind) else kind  # noqa: UP007
+    others = tuple(member for member in members(kind) if member is not NoneType)
+    return Union[others] if is_optional(kind) else kind  # noqa: UP007

@@ -11,11 +11,13 @@ What is given stays text here: `accel_launch.settings.resolution` makes values o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
-from accel_core.schema import expected, from_text
+from accel_core.errors import PluginError
+from accel_core.outside import section_name
+from accel_core.schema import expected, from_text, members
 from accel_launch.settings.catalog import ROLES
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.unknown import unknown_option
@@ -52,7 +54,7 @@ class Given(NamedTuple):
         option: its name.
         data: text, or data as JSON has them.
         source: where it was given, as tables show it: a flag, a variable, a file.
-        place: the same for messages, with the line of a file; empty if it is the same.
+        place: the same with the line of a file; empty if there is none.
     """
 
     section: str
@@ -65,6 +67,11 @@ class Given(NamedTuple):
     def key(self) -> str:
         """`fsdp.cpu_offload`, or `num_processes`."""
         return f"{self.section}.{self.option}" if self.section else self.option
+
+    @property
+    def told_by(self) -> str:
+        """Where it was given, for messages."""
+        return self.place or self.source
 
 
 @dataclass(frozen=True)
@@ -80,18 +87,18 @@ class CommandLine:
     """
 
     given: tuple[Given, ...] = ()
-    switches: Mapping[str, str | bool] | None = None
+    switches: Mapping[str, str | bool] = field(default_factory=dict)
     mentioned: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def switch(self, name: str) -> bool:
         """Whether a flag of the command was given."""
-        return bool((self.switches or {}).get(name))
+        return bool(self.switches.get(name))
 
     def text(self, name: str) -> str | None:
         """The value of a switch of the command; None if it was not given."""
-        value = (self.switches or {}).get(name)
+        value = self.switches.get(name)
         return value if isinstance(value, str) else None
 
 
@@ -107,32 +114,52 @@ def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Swi
         SettingsError: for an option that does not exist, lacks its value, or contradicts another one.
         PluginError: for an option of a component that is not installed or broken.
     """
-    loader = next(reversed(_values_of("loader", arguments)), None)
-    chosen = [name for role in CHOOSING for name in _values_of(role, arguments)]
-    return _Reader(list(arguments), catalog.with_loader(loader), switches, chosen).read()
+    # What words mean depends on what is chosen, perhaps behind them; where the program begins depends on what words mean. So the words
+    # that choose are looked for everywhere first, then before the last one that may be the program's own, and so on.
+    places = [place for place, word in enumerate(arguments) if _chooses(word)]
+    problem: SettingsError | PluginError | None = None
+    for end in [len(arguments), *reversed(places)]:
+        chosen = _chosen(arguments[:end])
+        try:
+            found = _Reader(list(arguments), catalog.with_loader(chosen.get("loader")), switches, chosen).read()
+        except (SettingsError, PluginError) as error:
+            problem = error
+            continue
+        if _chosen(arguments[: len(arguments) - len(found.rest)]) == chosen:
+            return found
+    assert problem is not None, "the words before the program are among those that were tried"
+    raise problem
 
 
 def is_flag(kind: Any) -> bool:
-    """Whether an option may be given without a value: a truth value is among what it admits, and a text is not."""
-    members = _members(kind)
-    return bool in members and str not in members
+    """Whether an option may be given without a value: a truth value is among what it admits, and not just any word is."""
+    others = tuple(member for member in members(kind) if member not in {bool, NoneType})
+    return bool in members(kind) and not (others and _fits(Union[others], "script.py"))  # noqa: UP007
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    if get_origin(kind) in {Union, UnionType}:
-        return tuple(member for member in get_args(kind) if member is not NoneType)
-    return (kind,)
+def _fits(kind: Any, text: str) -> bool:
+    try:
+        from_text(kind, text)
+    except ValueError:
+        return False
+    return True
 
 
-def _values_of(name: str, arguments: Sequence[str]) -> list[str]:
-    """What a command line says of an option, before anything else is known: what other words mean depends on it."""
-    found = []
+def _chooses(word: str) -> str:
+    """The one of `ROLES` that a word is about, as in `--loader` or `--loader=NAME`; empty if it is about none."""
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    return name if word.startswith("--") and name in ROLES else ""
+
+
+def _chosen(arguments: Sequence[str]) -> dict[str, str]:
+    """What a command line chooses, by role, before anything else is known."""
+    found = {}
     for place, word in enumerate(arguments):
         if word == "--":
             break
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            found.append(value if equals else "".join(arguments[place + 1 : place + 2]))
+        if role := _chooses(word):
+            _, equals, value = word.partition("=")
+            found[role] = value if equals else "".join(arguments[place + 1 : place + 2])
     return found
 
 
@@ -140,10 +167,10 @@ class _Reader:
     """One walk over the words of a command line."""
 
     def __init__(
-        self, words: list[str], catalog: Catalog, switches: Mapping[str, Switch], chosen: Sequence[str]
+        self, words: list[str], catalog: Catalog, switches: Mapping[str, Switch], chosen: Mapping[str, str]
     ) -> None:
         self._words = words
-        self._references = {name.rpartition(":")[2]: name for name in chosen}
+        self._references = {name.rpartition(":")[2]: name for name in chosen.values()}
         self._catalog = catalog
         self._switch_table = switches
         self._letters = {switch.short: name for name, switch in switches.items() if switch.short}
@@ -205,7 +232,7 @@ class _Reader:
             self._take(option, word, text, negated)
             return
         role, chosen = self._component_flag(word)
-        part = next((each for each in self._catalog.sections if each.replace("-", "_") == name), None)
+        part = self._catalog.section_called(name)
         if not chosen and part is not None and text is None:
             self._mentioned.append(part)
             self._bare.append(word)
@@ -221,9 +248,9 @@ class _Reader:
 
     def _component_flag(self, word: str) -> tuple[str, str]:
         """The role and the name that a flag such as `--fsdp` chooses; two empty texts if it is none."""
-        written = word[2:].partition("=")[0].replace("_", "-")
+        written = section_name(word[2:].partition("=")[0])
         found = [
-            (role, name) for role in CHOOSING for name in self._catalog.names(role) if name.replace("_", "-") == written
+            (role, name) for role in CHOOSING for name in self._catalog.names(role) if section_name(name) == written
         ]
         if len(found) > 1:
             ways = " or ".join(f"--{role.replace('_', '-')} {name}" for role, name in found)
@@ -231,8 +258,8 @@ class _Reader:
         return found[0] if found else ("", "")
 
     def _of_section(self, name: str, word: str, text: str | None) -> None:
-        spelled, _, wanted = name.partition(".")
-        section = next((each for each in self._catalog.sections if each.replace("-", "_") == spelled), None)
+        spelled, _, wanted = name.rpartition(".")
+        section = self._catalog.section_called(spelled)
         if section is None:
             raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
         self._mentioned.append(section)
@@ -263,14 +290,10 @@ class _Reader:
     def _optional(self, kind: Any) -> Any:
         """The value of a flag that may also have a number or a word: only what is one, and no truth value, is taken."""
         following = self._words[0] if self._words else ""
-        others = tuple(member for member in _members(kind) if member is not bool)
+        others = tuple(member for member in members(kind) if member not in {bool, NoneType})
         if not others or following.startswith("-"):
             return True
-        try:
-            from_text(Union[others], following)  # noqa: UP007
-        except ValueError:
-            return True
-        return self._words.pop(0)
+        return self._words.pop(0) if _fits(Union[others], following) else True  # noqa: UP007
 
     def _value(self, word: str, text: str | None, wanted: str) -> str:
         if text is not None:

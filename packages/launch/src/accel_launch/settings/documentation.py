@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -33,10 +34,19 @@ def _documented(factory: Callable[..., Any]) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for text in _docstrings(factory):
         for parameter in parse(text, style=DocstringStyle.GOOGLE).params:
-            about = " ".join((parameter.description or "").split())
+            about = _for_options(" ".join((parameter.description or "").split()))
             for name in parameter.arg_name.split(","):
                 found.setdefault(name.strip(), about)
     return found
+
+
+def _for_options(about: str) -> str:
+    """What a docstring says to whoever writes Python, for whoever writes an option: there, None is what is not given.
+
+    Which variable is asked stands beside each option, so the text need not name it.
+    """
+    about = re.sub(r"Not given: (?:the environment variable )?ACCELERATE_\w+, else ", "Not given: ", about)
+    return re.sub(r"(^|[.;:] )None: ", r"\1Not given: ", about)
 
 
 def _docstrings(factory: Callable[..., Any]) -> list[str]:

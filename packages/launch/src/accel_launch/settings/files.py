@@ -15,15 +15,20 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_core.outside import variable_of
+from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.settings.errors import SettingsError
-
-PEER_NAMES = ("default_config.yaml", "default_config.json")
-PEER_MARKS = ("compute_environment", "distributed_type")
-"""Keys that every file of Accelerate has, and none of ours."""
 
 _FILE_VARIABLE = variable_of("config_file")
 _NOTHING: Mapping[tuple[str, ...], int] = MappingProxyType({})
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+_MOST, _DEEPEST = 100_000, 100
+"""Values in a file, and levels of them."""
+
+
+class Unusual(int):
+    """A whole number that is not written as usual, such as 007, 0x10 or 1_000: it may be meant as a text, which is another one then."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +58,6 @@ def own_path() -> Path:
     from platformdirs import user_config_path
 
     return user_config_path("accel", appauthor=False) / "config.yaml"
-
-
-def peer_paths(environ: Mapping[str, str]) -> list[Path]:
-    """Where Accelerate keeps its file, best first."""
-    home = Path(environ.get("HOME") or Path.home())
-    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
-    folder = Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate"
-    # Scripts move HF_HOME after the file was written: then the file still lies where it was.
-    folders = dict.fromkeys(
-        [folder, cache / "huggingface" / "accelerate", home / ".cache" / "huggingface" / "accelerate"]
-    )
-    return [each.expanduser() / name for each in folders for name in PEER_NAMES]
 
 
 def chosen_path(option: str | None, environ: Mapping[str, str]) -> Path:
@@ -109,7 +102,10 @@ def read(path: Path) -> ConfigFile:
             f"another with --config-file."
         ) from error
     # JSON may be indented by tabs, which YAML forbids.
-    data, positions = _from_json(path, text) if text.lstrip().startswith("{") else _from_yaml(path, text)
+    try:
+        data, positions = _from_json(path, text) if text.lstrip().startswith("{") else _from_yaml(path, text)
+    except RecursionError as error:
+        raise _too_much(path) from error
     if data is None:
         return ConfigFile(path, _EMPTY)
     if not isinstance(data, dict):
@@ -133,8 +129,7 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
         anew: keep nothing of what stands there.
 
     Raises:
-        SettingsError: if there is a file already that cannot be read.
-        OSError: if it cannot be written.
+        SettingsError: if there is a file already that cannot be read, or if it cannot be written.
     """
     from accel_launch.settings.rendering import render
 
@@ -145,13 +140,14 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
         text = render(data, comments, read(target), target.read_text(encoding="utf-8-sig"))
     else:
         text = render(data, comments)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _replace(target, text)
-
-
-def is_of_peer(data: Mapping[str, Any]) -> bool:
-    """Whether the content of a file is in Accelerate's format."""
-    return any(key in data for key in PEER_MARKS)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(target, text)
+    except OSError as error:
+        raise SettingsError(
+            f"The configuration file {path} cannot be written: {error}. Give another with --config-file, and start with the same: "
+            f"accel launch --config-file PATH script.py"
+        ) from error
 
 
 def _read_either(path: Path) -> ConfigFile:
@@ -208,8 +204,28 @@ def _from_yaml(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int
             f"{path}{where}: this is no YAML: {what}. Write one option a line, as in `num_processes: 2`, and type "
             f"`accel config validate {path}` when it is mended."
         ) from error
+    _check_size(path, found)
     positions: dict[tuple[str, ...], int] = {}
     return _plain(path, found, (), positions), positions
+
+
+def _check_size(path: Path, node: Any) -> None:
+    """Refuses a file in which aliases stand for more than any file of options holds, or for themselves."""
+    left, count = [(node, 0)], 0
+    while left:
+        each, depth = left.pop()
+        count += 1
+        if count > _MOST or depth > _DEEPEST:
+            raise _too_much(path)
+        if isinstance(each, (dict, list)):
+            left += [(inner, depth + 1) for inner in (each.values() if isinstance(each, dict) else each)]
+
+
+def _too_much(path: Path) -> SettingsError:
+    return SettingsError(
+        f"The configuration file {path} holds more than {_MOST} values, or more than {_DEEPEST} levels of them; aliases (`*name`) count as "
+        f"what they stand for. Write each option once, as in `num_processes: 2`."
+    )
 
 
 def _plain(path: Path, node: Any, keys: tuple[str, ...], positions: dict[tuple[str, ...], int]) -> Any:
@@ -221,7 +237,9 @@ def _plain(path: Path, node: Any, keys: tuple[str, ...], positions: dict[tuple[s
         return [_plain(path, value, keys, positions) for value in node]
     if node is None or isinstance(node, bool):
         return node
-    for kind in (int, float, str):
+    if isinstance(node, int):
+        return int(node) if type(node) is int or not node else Unusual(node)
+    for kind in (float, str):
         if isinstance(node, kind):
             return kind(node)
     line = positions.get(keys)

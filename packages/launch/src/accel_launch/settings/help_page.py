@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import torch
 
 from accel_core.outside import PREFIX
-from accel_core.schema import choices, to_data
+from accel_core.schema import choices, members, to_data
 from accel_core.sections import SECTIONS
 from accel_launch.output import console, is_plain, say
 from accel_launch.settings.catalog import DEFAULT_STRATEGIES, ROLES, Option, has_default
@@ -73,10 +73,10 @@ def metavar(option: Option) -> str:
     kind = option.field.type
     if option.key in ROLES or option.key == "dynamo_backend":
         return "NAME"
-    members = _members(kind)
-    if members == [bool]:
+    admitted = [member for member in members(kind) if member is not NoneType]
+    if admitted == [bool]:
         return ""
-    shown = "|".join(dict.fromkeys(word for member in members if (word := _kind(member))))
+    shown = "|".join(dict.fromkeys(word for member in admitted if (word := _kind(member))))
     return f"[={shown}]" if is_flag(kind) else shown
 
 
@@ -97,13 +97,6 @@ def shown_value(value: Any) -> str:
     return str(data)
 
 
-def _members(kind: Any) -> list[Any]:
-    """The types of a union, None aside."""
-    if get_origin(kind) in {Union, UnionType}:
-        return [member for each in get_args(kind) for member in _members(each)]
-    return [] if kind is NoneType else [kind]
-
-
 def _kind(kind: Any) -> str:
     """What stands for a value of one type; empty for one that text cannot express."""
     origin = get_origin(kind)
@@ -112,7 +105,7 @@ def _kind(kind: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "KEY=VALUE,..."
     if isinstance(origin, type) and issubclass(origin, Iterable):
-        each = [word for member in _members(next(iter(get_args(kind)), str)) if (word := _kind(member))]
+        each = [word for member in members(next(iter(get_args(kind)), str)) if (word := _kind(member))]
         return f"{'|'.join(each)},..."
     if isinstance(origin, type) and issubclass(origin, os.PathLike):
         return "PATH"
@@ -166,7 +159,7 @@ def _of_section(catalog: Catalog, section: str, width: int) -> list[Line]:
     for option in options.values():
         if not option.field.python_only:
             lines += _option(option, width, option.variable)
-    if not any(not option.field.python_only for option in options.values()):
+    if all(option.field.python_only for option in options.values()):
         lines.append([("  It has no options.", "")])
     in_python = [option.field for option in options.values() if option.field.python_only]
     if in_python:
@@ -181,7 +174,7 @@ def _option(option: Option, width: int, further: str = "") -> list[Line]:
     notes = [further] if further else []
     if has_default(option) and option.field.default is not None:
         notes.insert(0, f"default: {shown_value(option.field.default)}")
-    if bool in _members(option.field.type):
+    if bool in members(option.field.type):
         prefix, dot, name = option.flag.rpartition(".")
         notes.insert(0, f"or {prefix}{dot}no-{name}" if dot else f"or --no-{name.removeprefix('--')}")
     return _row(flag, option.help, width, f"[{'; '.join(notes)}]" if notes else "")
@@ -205,8 +198,7 @@ def _paragraph(text: str, width: int) -> list[Line]:
 
 
 def _print(lines: Iterable[Line]) -> None:
-    while_plain = is_plain()
-    if while_plain:
+    if is_plain():
         say("\n".join("".join(text for text, _ in line) for line in lines).rstrip())
         return
     from rich.text import Text

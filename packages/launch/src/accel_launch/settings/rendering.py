@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -143,5 +144,5 @@ def _entry(key: str, value: Any) -> str:
     yaml.default_flow_style = True
     yaml.width = 1 << 16
     stream = io.StringIO()
-    yaml.dump({key: value}, stream)
+    yaml.dump({key: json.loads(json.dumps(value))}, stream)  # numbers of `files.Unusual` are plain ones then
     return stream.getvalue().strip().removeprefix("{").removesuffix("}")

@@ -1,6 +1,8 @@
 """Which value holds: command line, then environment, then file, then default. The one place that decides, for all commands.
 
-A value that equals the default still counts as given. Everything that was given is checked, also what another source overrides.
+Where a launcher is started by a process that another launcher has started, what the outer one was told and handed on holds as well, as
+it does for any other program there: its command line counts right behind the own one, its file right behind the own file. The source of
+such a value says so. A value that equals the default still counts as given. Everything that was given is checked, also what another source overrides.
 Code wins over all of it, in the processes: what reaches them is only what was given, through one variable (`accel_core.outside`).
 """
 
@@ -18,7 +20,8 @@ from accel_core.sections import SECTIONS
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import DEFAULT_STRATEGIES, ROLES, Catalog, Option, has_default
 from accel_launch.settings.errors import SettingsError
-from accel_launch.settings.sources import said_by_environment, said_by_file
+from accel_launch.settings.files import Unusual
+from accel_launch.settings.sources import said_around, said_by_environment, said_by_file
 from accel_launch.settings.unknown import no_option, unknown_option
 from accel_launch.starting.checks import check_values
 
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 
 HANDED_ON = (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")
 """The options without a section that the processes read; all others end with the launcher."""
+
+
+_LONGEST = 100_000
+"""Characters of the channel: kernels take 128 KiB for one variable."""
 
 
 class Value(NamedTuple):
@@ -126,16 +133,22 @@ class _Resolution:
         environ: Mapping[str, str],
         thorough: bool,
     ) -> None:
-        environment, in_file = said_by_environment(catalog, environ), said_by_file(catalog, file)
+        around = said_around(catalog, environ)
+        said = {
+            "command line around": around["command line"],
+            "environment": said_by_environment(catalog, environ),
+            "file": said_by_file(catalog, file),
+            "file around": around["file"],
+        }
         self._levels: dict[str, Sequence[Given]] = {
             "command line": command_line.given,
-            "environment": environment.given,
-            "file": in_file.given,
+            **{level: each.given for level, each in said.items()},
         }
         self._thorough = thorough
         self._catalog = catalog
-        self.problems = [*environment.problems, *in_file.problems]
-        self._notes = [*(file.notes if file else ()), *command_line.notes, *environment.notes]
+        self.problems = [problem for each in said.values() for problem in each.problems]
+        notes = [note for each in said.values() for note in each.notes]
+        self._notes = [*(file.notes if file else ()), *command_line.notes, *notes]
         self._given: dict[tuple[str, str], Value] = {}
         self._idle: dict[tuple[str, str], Value] = {}
         self._idle_places: dict[str, list[str]] = {}
@@ -149,13 +162,19 @@ class _Resolution:
             for each in given:
                 self._take(level, each, references)
         self._note_idle()
+        channel = json.dumps(self._channel)
+        if len(channel) > _LONGEST:
+            self.problems.append(
+                f"What was given on the command line and in files takes {len(channel)} characters, and a variable, by which processes are "
+                f"told, holds {_LONGEST}. Give long values in the code, or put them into a file of which the option is the path."
+            )
         return Resolved(
             self._catalog,
             self._given,
             tuple(references.values()),
             tuple(self._idle.values()),
             self._launch(),
-            json.dumps(self._channel),
+            channel,
             tuple(self._notes),
         )
 
@@ -175,7 +194,7 @@ class _Resolution:
             if offer.misfit() is not None or self._thorough:
                 offer.load()
         except PluginError as error:
-            self.problems.append(f"{given.key}={given.data!r} was given by {given.place or given.source}. {error}")
+            self.problems.append(f"{given.key}={given.data!r} was given by {given.told_by}. {error}")
             return None
         return given.data
 
@@ -213,13 +232,12 @@ class _Resolution:
             (each for name, each in options.items() if name == given.option or name.lower() == given.option), None
         )
         if option is None:
-            place = given.place or given.source
             raise SettingsError(
-                f"{given.key} was given by {place}, and {no_option(self._catalog, reference, given.option)}"
+                f"{given.key} was given by {given.told_by}, and {no_option(self._catalog, reference, given.option)}"
             )
         if option.field.python_only:
             raise SettingsError(
-                f"{given.key} was given by {given.place or given.source}, and it is for Python only: {option.field.python_only}. Build the "
+                f"{given.key} was given by {given.told_by}, and it is for Python only: {option.field.python_only}. Build the "
                 f"object in the code, and give it there."
             )
         return option
@@ -231,14 +249,19 @@ class _Resolution:
                 return from_data(kind, data)
             except ValueError:
                 continue
-        place = given.place or given.source
-        raise SettingsError(f"{given.key}={given.data!r} was given by {place}: expected {expected(kind)}.")
+        raise SettingsError(f"{given.key}={given.data!r} was given by {given.told_by}: expected {expected(kind)}.")
 
     def _hold(self, level: str, given: Given, option: Option, value: Any) -> None:
         key = (option.section, option.field.name)
         self._given.setdefault(key, Value(*key, value, given.source))
-        if level in self._channel and (option.section or option.field.name in HANDED_ON):
-            self._channel[level][option.variable] = (to_data(value), given.source)
+        if option.section or option.field.name in HANDED_ON:
+            self._hand_on(level, option.variable, to_data(value), given.source)
+
+    def _hand_on(self, level: str, variable: str, data: Any, source: str) -> None:
+        """Puts a value into the channel, unless a launcher's own source has said something there already."""
+        told = self._channel.get(level.removesuffix(" around"))
+        if told is not None:
+            told.setdefault(variable, (data, source))
 
     def _take_idle(self, level: str, given: Given) -> None:
         """Takes what was given for a component that is not chosen: the code may choose it."""
@@ -257,15 +280,14 @@ class _Resolution:
         self._idle.setdefault(
             (given.section, given.option), Value(given.section, given.option, given.data, given.source)
         )
-        self._idle_places.setdefault(given.section, []).append(given.place or given.source)
-        if level in self._channel:
-            self._channel[level][variable_of(given.option, given.section)] = (given.data, given.source)
+        self._idle_places.setdefault(given.section, []).append(given.told_by)
+        self._hand_on(level, variable_of(given.option, given.section), given.data, given.source)
 
     def _how(self, section: str) -> str:
         """What to type to choose a component, or to compile."""
         if section in SECTIONS:
             return "Add --dynamo-backend inductor"
-        role = next(role for role in ROLES if section in self._catalog.names(role))
+        role = self._catalog.roles(section)[0]
         return f"Add --{role.replace('_', '-')} {section}"
 
     def _note_idle(self) -> None:
@@ -291,7 +313,7 @@ class _Resolution:
 def _missing(given: Given, catalog: Catalog) -> SettingsError:
     """The error for an option of loaders that the chosen one does not have, or where there is none."""
     told = str(unknown_option(given.option, catalog, ())).partition(", and ")[2]
-    return SettingsError(f"{given.key} was given by {given.place or given.source}, and {told}")
+    return SettingsError(f"{given.key} was given by {given.told_by}, and {told}")
 
 
 def _as_texts(data: Any) -> Any:
@@ -300,4 +322,4 @@ def _as_texts(data: Any) -> Any:
         return {key: _as_texts(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_as_texts(value) for value in data]
-    return str(data) if isinstance(data, int) and not isinstance(data, bool) else data
+    return str(data) if isinstance(data, int) and not isinstance(data, (bool, Unusual)) else data

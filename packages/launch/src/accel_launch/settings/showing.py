@@ -23,7 +23,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
 
 
 def as_data(resolved: Resolved) -> list[dict[str, Any]]:
-    """The same for programs, each with the variable that sets it and whether it has an effect."""
+    """The same for programs, each with whether it has an effect."""
     return [
         {
             "option": value.key,

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel_core.outside import CHANNEL, LOADER_OPTIONS, PREFIX, variable_of
+from accel_core.errors import PluginError
+from accel_core.outside import CHANNEL, LOADER_OPTIONS, PREFIX, inherited, variable_of
 from accel_core.plugins.offers import nearest
 from accel_launch.settings.command_line import Given
 from accel_launch.settings.unknown import no_key, what_to_install
@@ -14,6 +15,10 @@ from accel_launch.settings.unknown import no_key, what_to_install
 if TYPE_CHECKING:
     from accel_launch.settings.catalog import Catalog
     from accel_launch.settings.files import ConfigFile
+
+
+AROUND = " (of the launcher around this one)"
+"""What is added to the source of a value that was inherited."""
 
 
 @dataclass
@@ -34,7 +39,7 @@ class Said:
 def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
     """What variables give. One without a section that is no option may be somebody else's, so it is refused by nobody."""
     said = Said()
-    names = {variable_of(name): name for name in (*catalog.direct, *LOADER_OPTIONS)}
+    names = _names(catalog)
     ours = {CHANNEL, variable_of("config_file")}
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
         text = environ[variable].strip()
@@ -43,15 +48,44 @@ def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
         section, separator, option = variable.removeprefix(PREFIX).partition("__")
         if variable in names:
             said.given.append(Given("", names[variable], text, variable))
-        elif variable == CHANNEL:
-            said.notes.append(
-                f"{CHANNEL} is set, by a launcher around this one: what its command line and its file said does not hold here."
+        elif separator and option and variable != variable.upper():
+            said.problems.append(
+                f"{variable} was given, and variables are written in capital letters. Type {variable.upper()}={text}."
             )
         elif separator and option:
             _of_section(catalog, section, Given("", option.lower(), text, variable), said)
         elif variable not in ours:
             _note_misspelling(variable, names, said)
     return said
+
+
+def said_around(catalog: Catalog, environ: Mapping[str, str]) -> dict[str, Said]:
+    """What launchers around this process were told and handed on: "command line" and "file" → what it says.
+
+    Raises:
+        ValueError: if no launcher can have written it.
+    """
+    names = _names(catalog)
+    levels = {}
+    for level, told in inherited(environ).items():
+        levels[level] = said = Said()
+        for variable, (data, source) in told.items():
+            source = source if source.endswith(AROUND) else f"{source}{AROUND}"
+            section, _, option = variable.removeprefix(PREFIX).partition("__")
+            if variable in names:
+                said.given.append(Given("", names[variable], data, source))
+            elif option:
+                _of_section(catalog, section, Given("", option.lower(), data, source), said)
+            else:
+                said.notes.append(
+                    f"{variable} was given by {source}, and no option goes by that name: it has no effect."
+                )
+    return levels
+
+
+def _names(catalog: Catalog) -> dict[str, str]:
+    """Variable → option, of those without a section."""
+    return {variable_of(name): name for name in (*catalog.direct, *LOADER_OPTIONS)}
 
 
 def _note_misspelling(variable: str, names: Iterable[str], said: Said) -> None:
@@ -75,6 +109,8 @@ def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
                 said.given.append(Given("", key, value, str(file.path), place))
         elif key not in catalog.sections:
             said.problems.append(f"{key} was given by {place}, and {no_key(catalog, key)}")
+        elif problem := _problem_of_name(catalog, key):
+            said.problems.append(f"{key} was given by {place}, and {problem}")
         elif value is None or isinstance(value, Mapping):
             said.given += [
                 Given(key, option, each, str(file.path), file.place(key, option))
@@ -82,19 +118,30 @@ def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
             ]
         else:
             said.problems.append(
-                f"{key}={value!r} was given by {place}, and {key!r} is a component with options of its own: expected a mapping of them. "
-                f"Write `{_choosing(catalog, key)}: {key}` to choose it."
+                f"{key}={value!r} was given by {place}, and {key!r} has options of its own: expected a mapping of them, such as "
+                f"`{key}: {{option: value}}`.{_choosing(catalog, key)}"
             )
     return said
 
 
 def _choosing(catalog: Catalog, section: str) -> str:
-    return next(
-        (role for role in ("strategy", "mixed_precision", "loader") if section in catalog.names(role)), "strategy"
-    )
+    """What to write to choose a component; empty for a section that is none."""
+    return "".join(f" Write `{role}: {section}` to choose it." for role in catalog.roles(section)[:1])
+
+
+def _problem_of_name(catalog: Catalog, section: str) -> str:
+    """Why options of a component cannot be given outside of the code because of its name; empty if they can."""
+    try:
+        catalog.section_called(section)
+    except PluginError as error:
+        return str(error)
+    return ""
 
 
 def _of_section(catalog: Catalog, section: str, given: Given, said: Said) -> None:
+    if problem := _problem_of_name(catalog, section):
+        said.problems.append(f"{given.source} was given, and {problem}")
+        return
     name = catalog.section_called(section)
     if name is not None:
         said.given.append(given._replace(section=name))

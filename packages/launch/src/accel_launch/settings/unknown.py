@@ -31,7 +31,7 @@ def unknown_option(
     """
     flag = word.partition("=")[0]
     name = flag.lstrip("-").replace("-", "_")
-    section, dot, option = name.partition(".")
+    section, dot, option = name.rpartition(".") if "." in name else (name, "", "")
     known = catalog.section_called(section) if dot else None
     if known is not None:
         return SettingsError(f"{flag} was given, and {no_option(catalog, known, option, flags=True)}")

@@ -51,10 +51,11 @@ def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]
     asked = f"device_ids={','.join(map(str, ids))} was given"
     wrong = [each for each in ids if not 0 <= each < found.count]
     if not ids or wrong:
-        there = f"0 to {found.count - 1}" if found.count else "none"
+        if not found.count:
+            raise LaunchError(f"{asked}, and this machine has no accelerator that torch sees. Leave it out.")
         raise LaunchError(
-            f"{asked}, and the accelerators of this machine are {there} ({found}). Give one or more of these; or leave it "
-            f"out to use all, or with --cpu none."
+            f"{asked}, and the accelerators of this machine are 0 to {found.count - 1} ({found}). Give one or more of these; or "
+            f"leave it out to use all, or with --cpu none."
         )
     if len(set(ids)) < len(ids):
         raise LaunchError(f"{asked}, which names an accelerator twice. Give each one once: one process uses one.")

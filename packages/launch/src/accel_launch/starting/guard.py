@@ -10,30 +10,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 
-_CODE = """
-import os, signal, sys, time
-groups, patience = [], float(sys.argv[1])
-for line in sys.stdin:
-    groups = [int(word) for word in line.split()]
-def send(number):
-    left = []
-    for group in groups:
-        try:
-            os.killpg(group, number)
-            left.append(group)
-        except OSError:
-            pass
-    return left
-groups = send(signal.SIGTERM)
-send(signal.SIGCONT)
-deadline = time.monotonic() + patience
-while groups and time.monotonic() < deadline:
-    time.sleep(0.05)
-    groups = send(0)
-send(signal.SIGKILL)
-"""
+_PROGRAM = Path(__file__).with_name("guardian.py")
 
 
 class Guard:
@@ -48,7 +28,7 @@ class Guard:
 
     def __enter__(self) -> Guard:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CODE, str(self._patience)],
+            [sys.executable, "-I", "-S", str(_PROGRAM), str(self._patience)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -6,8 +6,10 @@ import contextlib
 import ipaddress
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
@@ -16,13 +18,19 @@ def interface_to(address: str) -> str | None:
     """The name of the interface that has `address` or routes to it; None if there is none, or the system does not tell.
 
     gloo takes the interface of this host's name, which on many machines is the loopback; so on several machines its
-    `GLOO_SOCKET_IFNAME` is set to this one. Sends nothing.
+    `GLOO_SOCKET_IFNAME` is set to this one (see `variables_towards`). Sends nothing.
 
     Args:
         address: a host name, or an IPv4 or IPv6 address.
     """
     own = address_towards(address)
     return None if own is None else _interfaces().get(own)
+
+
+def variables_towards(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What makes gloo take the interface that has `address` or routes to it; nothing if the user has chosen one, or none does."""
+    name = None if environ.get(GLOO_INTERFACE) else interface_to(address)
+    return {} if name is None else {GLOO_INTERFACE: name}
 
 
 def address_towards(address: str) -> str | None:

@@ -16,11 +16,23 @@ def listener_at(port: int) -> str | None:
     """The process that listens at `port`, as "process 123 (python train.py)"; None if this system or user cannot see it."""
     sockets = {f"socket:[{inode}]" for inode in _listening(port)}
     for process in _PROCESSES.glob("[0-9]*") if sockets else ():
-        with contextlib.suppress(OSError):  # another user's, or it has ended meanwhile
-            if any(os.readlink(handle) in sockets for handle in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {process.name} ({command[:200]})"
+        if not sockets.isdisjoint(_open_files(process)):
+            return f"process {process.name} ({_command(process)[:200]})"
     return None
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    """What a process has open; nothing if it is another user's, or has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        for handle in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield os.readlink(handle)
+
+
+def _command(process: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return "ended meanwhile"
 
 
 def _listening(port: int) -> Iterator[str]:

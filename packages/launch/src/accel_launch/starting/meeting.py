@@ -167,10 +167,11 @@ class MachineRendezvous(RendezvousHandler):
         try:
             with contextlib.suppress(DistError):  # machine 0 is gone: nobody is left to be told
                 if failure:
-                    outcome.end(board, failure, begun=True)
+                    outcome.end(board, failure, begun=agents is not None)  # who has met nobody ends no run of others
                     if agents is not None and not agents.finished:
                         agents.let_others_go(self._card.machines)
-                outcome.finish(board, self._card.rank)
+                if agents is not None:
+                    outcome.finish(board, self._card.rank)
                 if self._card.rank == 0:
                     self._keep_open(board, _LAST_WORDS if failure else None)
                 failed_elsewhere = outcome.ended(board)

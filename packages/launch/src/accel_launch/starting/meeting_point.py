@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 MACHINES = "machines"
 """The rendezvous of this package, in which machines have the ranks that they were given."""
 
-HERE = "localhost"
+HERE = "here"
+"""The rendezvous of this package for a machine that is alone."""
+
+_LOCAL = "localhost"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class MeetingPoint:
     local_addr: str | None = None
 
     def __str__(self) -> str:
-        if self.machines == (1, 1) and self.backend == "c10d":
+        if self.backend == HERE:
             return "on this machine, at a free port" if self.endpoint.endswith(":0") else f"at {self.endpoint}"
         way = "by their machine ranks" if self.backend == MACHINES else f"by torch's rendezvous {self.backend!r}"
         return f"at {self.endpoint}, {way}, as {self.run_id!r}"
@@ -48,12 +51,11 @@ class MeetingPoint:
 def on_this_machine(launch: LaunchOptions) -> MeetingPoint:
     """The meeting point of a run that has this machine only: a free port, unless one was given."""
     _refuse_rendezvous_options(launch)
-    host = launch.main_process_ip or HERE
+    host = launch.main_process_ip or _LOCAL
     return MeetingPoint(
-        backend="c10d",
+        backend=HERE,
         endpoint=address(host, launch.main_process_port or 0),
         run_id=f"accel-{uuid.uuid4().hex[:12]}",
-        options={"is_host": True, "join_timeout": _seconds(launch)},
         local_addr=launch.local_addr or host,
     )
 
@@ -82,7 +84,7 @@ def by_backend(launch: LaunchOptions) -> MeetingPoint:
     if endpoint is None and launch.main_process_ip is not None and launch.main_process_port:
         endpoint = address(launch.main_process_ip, launch.main_process_port)
     if endpoint is None and backend == "c10d" and launch.num_machines == 1:
-        endpoint = address(HERE, 0)
+        endpoint = address(_LOCAL, 0)
     if endpoint is None:
         raise LaunchError(
             f"{asked}, and not where it is: main_process_ip is {launch.main_process_ip}, main_process_port "

@@ -11,6 +11,7 @@ from accel_launch.starting import meeting_point, streams, threads
 from accel_launch.starting.checks import check_numa, check_output, check_values, given
 from accel_launch.starting.devices import Accelerators, confined, find_accelerators
 from accel_launch.starting.errors import LaunchError
+from accel_launch.starting.interfaces import variables_towards
 
 if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
@@ -203,6 +204,8 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
         return Plan(launch, "alone", place, 1, 1, 0, None, variables, found)
     _add_threads(variables, launch, here, environ)
     rank, meeting = _meeting(launch, here * machines)
+    if meeting.backend == meeting_point.MACHINES:
+        variables |= variables_towards(launch.local_addr or str(launch.main_process_ip), environ)
     return Plan(launch, "agent", place, here * machines, here, rank, meeting, variables, found)
 
 

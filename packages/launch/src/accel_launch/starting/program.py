@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -33,13 +35,32 @@ class Program:
 
     def check(self, environ: Mapping[str, str]) -> None:
         """Raises `LaunchError` if there is no such script or program, once here instead of once in every process."""
-        if self.kind == "script" and not Path(self.target).exists():
-            raise LaunchError(
-                f"{self.target} was to be started, and there is no such file in {Path.cwd()}. Give the path of a script; or "
-                f"-m and the name of a module."
-            )
+        if self.kind == "script":
+            self._check_script(Path(self.target))
         if self.kind == "program" and shutil.which(self.target, path=environ.get("PATH")) is None:
+            raise LaunchError(f"{self.target!r} was to be started as a program, and {self._why_not()}")
+
+    def _check_script(self, path: Path) -> None:
+        """Python runs files, and folders that have a `__main__.py`; an empty path would be the folder it stands in."""
+        if not self.target or not path.exists():
             raise LaunchError(
-                f"{self.target} was to be started as a program, and no executable file of that name was found on the PATH. "
-                f"Give its path, such as ./{Path(self.target).name}; or leave --no-python out if it is a Python script."
+                f"{self.target or 'an empty path'} was to be started, and there is no such file in {Path.cwd()}. Give the path of a "
+                f"script; or -m and the name of a module."
             )
+        if path.is_dir() and not (path / "__main__.py").exists():
+            raise LaunchError(
+                f"{self.target} was to be started, and it is a folder without a __main__.py. Give the path of a script in it; or -m "
+                f"and the name of a module."
+            )
+
+    def _why_not(self) -> str:
+        """What is wrong with a program that cannot be executed, and what to type."""
+        if os.path.dirname(self.target) and os.path.isfile(self.target):
+            return (
+                f"that file may not be executed. Type chmod +x {shlex.quote(self.target)}; or leave --no-python out if it is a "
+                f"Python script."
+            )
+        return (
+            f"no executable file of that name was found on the PATH. Give its path, such as ./{Path(self.target).name or 'program'}; "
+            f"or leave --no-python out if it is a Python script."
+        )

@@ -107,7 +107,7 @@ def _missing(board: TCPStore, number: int, card: Card, pulse: Pulse) -> list[int
 
 def _complete_round(board: TCPStore, number: int, card: Card, address: Address) -> None:
     if not begin(board):
-        return  # it has just been ended, which the next look tells
+        raise ended(board) or MeetingError("The run has ended.")
     machines = {str(rank): board.get(_here(number, rank)).decode() for rank in range(card.machines)}
     told = {
         "machines": machines,

@@ -40,9 +40,9 @@ def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
         return _become(program, whole)
     with Signals() as signals:
         try:
-            from accel_launch.starting.supervision import supervise  # torch, which not every start needs
+            from accel_launch.starting.report import run_and_report  # torch, which not every start needs
 
-            return supervise(plan, program, whole, signals)
+            return run_and_report(plan, program, whole, signals)
         except Ended:
             assert signals.received is not None, "that is what Ended says"
             return 128 + signals.received

@@ -1,32 +1,27 @@
-"""The run of torch's agent on this machine, from a plan to an exit status."""
+"""The run of torch's agent on this machine, from a plan to who failed."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from accel_launch.starting.agent import HostAgent, say
 from accel_launch.starting.errors import LaunchError
-from accel_launch.starting.failures import Scene, from_torch, summary
+from accel_launch.starting.failures import Failure, from_torch
 from accel_launch.starting.guard import Guard
 from accel_launch.starting.logs import Logs
-from accel_launch.starting.meeting_point import MACHINES, MeetingPoint
+from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
 
 if TYPE_CHECKING:
     from accel_launch.starting.plan import Plan
@@ -42,10 +37,49 @@ _REPEATED = {
 _SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
-def supervise(plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals) -> int:
-    """Starts the ranks of this machine, looks after them until the run has ended, and says who failed if it did.
+@dataclass(frozen=True)
+class Supervised:
+    """How a run has ended on this machine.
 
-    Args and result are as for `start`; `environment` is whole.
+    Args:
+        result: what torch's agent says; None: the run had ended before this machine could take part.
+        agent: knows the ranks.
+        logs: knows where their output is.
+    """
+
+    result: RunResult | None
+    agent: HostAgent
+    logs: Logs
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run failed, here or on another machine."""
+        return self.result is not None and bool(self.result.is_failed())
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The ranks of this machine that failed, the first in front; none where the run ended because of another machine."""
+        told = {} if self.result is None else self.result.failures
+        return self.agent.failures or from_torch(told)
+
+
+def supervise(
+    plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals, *, stays: bool = False
+) -> Supervised:
+    """Starts the ranks of this machine, and looks after them until the run has ended.
+
+    Args:
+        plan: one with an agent.
+        program: what every rank executes.
+        environment: of the ranks, as a whole.
+        signals: those that this process is sent meanwhile.
+        stays: whether this process goes on when it was told to end: then it leaves the rendezvous, which its end would else tell.
+
+    Raises:
+        Ended: this process was told to end before there were ranks.
+        SignalException: it was told so later; the ranks have been told, too.
+        RendezvousError, DistError: the machines have not met.
+        LaunchError: there is no such rendezvous.
     """
     launch = plan.launch
     assert plan.meeting is not None, "plans with an agent have one"
@@ -58,21 +92,9 @@ def supervise(plan: Plan, program: Program, environment: Mapping[str, str], sign
         if logs.kept:
             say(f"accel launch: the ranks' output is written to files under {logs.folder}")
         signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
-        try:
-            spec = _spec(plan, program, plan.meeting)
-            agent = HostAgent(spec, logs, signals, guard, launch.shutdown_timeout, launch.log_line_prefix_template)
-            result = _run(agent, spec.rdzv_handler)
-        except SignalException as told:
-            return 128 + told.sigval
-        except (RendezvousError, dist.DistError) as error:
-            say(_not_met(plan, plan.meeting, error))
-            return 1
-        if result is None:
-            say(
-                f"accel launch: the run that met {plan.meeting} has ended already, and this machine took no part in it."
-            )
-            return 1
-        return _report(plan, agent, logs, result) if result.is_failed() else 0
+        spec = _spec(plan, program, plan.meeting)
+        agent = HostAgent(spec, logs, signals, guard, launch.shutdown_timeout, launch.log_line_prefix_template)
+        return Supervised(_run(agent, spec.rdzv_handler, stays), agent, logs)
 
 
 def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
@@ -95,9 +117,13 @@ def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
 
 def _handler(meeting: MeetingPoint) -> RendezvousHandler:
     if meeting.backend == MACHINES:
-        from accel_launch.starting.meeting import register
+        from accel_launch.starting import meeting as rendezvous
 
-        register()
+        rendezvous.register()
+    elif meeting.backend == HERE:
+        from accel_launch.starting import here
+
+        here.register()
     fewest, most = meeting.machines
     parameters = RendezvousParameters(
         backend=meeting.backend,
@@ -117,7 +143,7 @@ def _handler(meeting: MeetingPoint) -> RendezvousHandler:
         ) from error
 
 
-def _run(agent: HostAgent, handler: RendezvousHandler) -> RunResult | None:
+def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult | None:
     """Runs the agent, and closes the rendezvous; None if the run had ended before this machine could take part.
 
     As in torch's own launcher, a rendezvous that is closed finds the failure on its way, so that it can tell the other machines.
@@ -130,7 +156,7 @@ def _run(agent: HostAgent, handler: RendezvousHandler) -> RunResult | None:
             if result is not None and result.is_failed() and result.failures:
                 raise ChildFailedError("the run", _first(agent, result))
         except SignalException:
-            closes = False  # for other machines, which may go on with fewer, it stays open
+            closes = stays  # for other machines, which may go on with fewer, it stays open
             raise
         finally:
             if closes:
@@ -144,47 +170,6 @@ def _first(agent: HostAgent, result: RunResult) -> dict[int, ProcessFailure]:
     """The failure that the other machines are told of."""
     known = {each.rank: result.failures[each.rank] for each in agent.failures[:1] if each.rank in result.failures}
     return known or result.failures
-
-
-def _report(plan: Plan, agent: HostAgent, logs: Logs, result: RunResult) -> int:
-    """Says who failed, and returns the exit status."""
-    failures = agent.failures or from_torch(result.failures)
-    if not failures:
-        say(
-            "accel launch: torch's agent has ended the run, and no rank of this machine had failed. Its messages stand above."
-        )
-        return 1
-    first, launch = failures[0], plan.launch
-    where, among = socket.gethostname(), ""
-    if launch.num_machines > 1:
-        where += "" if plan.machine_rank is None else f", machine {plan.machine_rank}"
-        among = " on this machine"
-    unseen = logs.unseen(first.local_rank)
-    kept = logs.folder if logs.kept else None
-    say(summary(failures, agent.ranks, Scene(where, among, kept, unseen, _advice(plan, logs))))
-    return first.exit_status
-
-
-def _advice(plan: Plan, logs: Logs) -> str:
-    parts = [] if logs.kept else ["--log-dir FOLDER --tee 3 keeps each rank's output in a file of its own"]
-    if not plan.launch.max_restarts:
-        parts.append(
-            "--max-restarts N starts all ranks again, which go on from their last checkpoint if the script does"
-        )
-    else:
-        parts.append(f"this was after {plan.launch.max_restarts} of {plan.launch.max_restarts} restarts")
-    return "; ".join(parts)
-
-
-def _not_met(plan: Plan, meeting: MeetingPoint, error: BaseException) -> str:
-    if meeting.backend == MACHINES:
-        return f"accel launch: {error}"
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    who = "this machine" if plan.machine_rank is None else f"machine {plan.machine_rank} of {plan.launch.num_machines}"
-    return (
-        f"accel launch: {who} was to meet {meeting}, and the meeting has failed: {reason}\n"
-        f"  See that every machine is given the same address, port and number of machines; `accel doctor` tries the connections."
-    )
 
 
 @contextmanager

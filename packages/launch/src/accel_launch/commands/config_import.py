@@ -6,16 +6,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_core.errors import PluginError
+from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.importing.translation import Imported, translate
+from accel_launch.output import DOUBTFUL, say, table
+from accel_launch.settings.catalog import ROLES, Catalog
+from accel_launch.settings.files import own_path, read, write
 
-if TYPE_CHECKING:
-    from accel_launch.settings.catalog import Catalog
 
-
-def command(source: Path | None, target: Path, force: bool = False) -> int:
+def import_file(source: Path | None, target: Path, force: bool = False) -> int:
     """Writes what a file of Accelerate's says as a file of ours, and prints what was carried over and what was not.
 
     Args:
@@ -29,10 +30,6 @@ def command(source: Path | None, target: Path, force: bool = False) -> int:
     Raises:
         ValueError: if there is no file, if it is not in Accelerate's format, or if the target says something else.
     """
-    from accel_launch.output import say, table
-    from accel_launch.settings.catalog import Catalog
-    from accel_launch.settings.files import own_path, write
-
     found = _find(source)
     imported = translate(_read(found))
     say(f"{found} says:\n")
@@ -57,8 +54,6 @@ def command(source: Path | None, target: Path, force: bool = False) -> int:
 
 
 def _find(source: Path | None) -> Path:
-    from accel_launch.settings.files import peer_paths
-
     if source is not None:
         if not source.is_file():
             raise ValueError(
@@ -77,8 +72,6 @@ def _find(source: Path | None) -> Path:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    from accel_launch.settings.files import is_of_peer, read
-
     data = read(path).data
     if data and not is_of_peer(data):
         raise ValueError(
@@ -90,8 +83,6 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _check_target(source: Path, target: Path, data: Mapping[str, Any], force: bool) -> bool:
     """Whether the target says so already. Raises `ValueError` if it says something else, and may not be replaced."""
-    from accel_launch.settings.files import read
-
     if not target.exists():
         return False
     if target.resolve() == source.resolve():
@@ -122,9 +113,6 @@ def _comments(catalog: Catalog, data: Mapping[str, Any]) -> dict[str, str]:
 
 def _say_missing(catalog: Catalog, imported: Imported) -> None:
     """Says which of the components that the file chooses are not installed, and how to install them."""
-    from accel_launch.output import DOUBTFUL, say
-    from accel_launch.settings.catalog import ROLES
-
     for role in ROLES:
         name = imported.data.get(role)
         if name is not None:

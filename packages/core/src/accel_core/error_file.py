@@ -1,0 +1,47 @@
+"""The file in which a process tells the agent that started it what it failed with, in the form of torch's agents.
+
+`torch.distributed.elastic.multiprocessing.errors.record` writes the same for a script's main function. It is written when a process of a
+larger world ends by an exception that nobody caught, so that whoever started it can name the error, and tell it from those that only
+follow from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def leave(error: BaseException, *, follows: bool) -> None:
+    """Writes the file, if an agent has asked for one and nobody has written it yet.
+
+    Args:
+        error: what ends this process.
+        follows: whether it only follows from another rank's failure.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name or Path(name).exists():
+        return
+    now = time.time()
+    told = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(now)),
+                "time": now,
+                "follows": follows,
+            },
+        }
+    }
+    draft = Path(f"{name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(told), encoding="utf-8")
+        draft.replace(name)  # at once: agents read it as soon as it is there
+    except OSError as problem:
+        print(f"{VARIABLE}={name} could not be written: {problem}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,30 @@
+"""Which wrong components a run of the tests tries: enough to see every test of a suite fail; `nox -s soak` tries all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+NARROW = 4
+"""How many tests may catch a component that says something about each of them: one that breaks everything says little."""
+
+
+def sampled(caught_by: Mapping[Any, Collection[str]]) -> list[Any]:
+    """The components as parameters: those that are not needed to cover the suite are marked `soak`.
+
+    Args:
+        caught_by: component → the names of the tests that catch it; none for one that is right.
+    """
+    chosen = {kind for kind, tests in caught_by.items() if not tests}
+    covered: set[str] = set()
+    for most in (NARROW, len(set().union(*caught_by.values()))):
+        candidates = [kind for kind, tests in caught_by.items() if len(tests) <= most]
+        while candidates:
+            best = max(candidates, key=lambda kind: len(set(caught_by[kind]) - covered))
+            if not set(caught_by[best]) - covered:
+                break
+            chosen.add(best)
+            covered |= set(caught_by[best])
+    return [pytest.param(kind, marks=() if kind in chosen else pytest.mark.soak) for kind in caught_by]
