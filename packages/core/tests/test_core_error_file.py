@@ -50,6 +50,23 @@ def test_the_rank_that_failed_says_what_and_the_others_that_they_follow(tmp_path
     assert told(tmp_path / "0.json")[1]
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(AssertionError(), "AssertionError"), (Speechless(), "Speechless: <exception str() failed>")]
+)
+def test_an_error_without_words_is_named(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(error_file.VARIABLE, str(tmp_path / "error.json"))
+    error_file.leave(error, follows=False)
+    written = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
+    assert written["message"]["message"].endswith(message)
+
+
 def test_what_is_written_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "error.json"
     file.write_text("theirs", encoding="utf-8")

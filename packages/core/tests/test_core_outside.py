@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from accel_core import (
     InitProcessGroupKwargs,
     PartialState,
     TorchDynamoPlugin,
+    World,
     get_logger,
 )
 from accel_core.config import Option
+from accel_core.errors import WorldError
 from accel_core.loader_options import resolve_options
 from accel_core.outside import CHANNEL, LOADER_OPTIONS, OPTIONS, Told, told, variable_of
-from accel_core.sections import SECTIONS
+from accel_core.sections import SECTIONS, Sections
 from accel_core.testing import run_ranks
 
 BF16 = "ACCELERATE_MIXED_PRECISION"
@@ -150,6 +153,11 @@ def test_every_option_has_a_parameter_of_that_name() -> None:
             "2",
             r"no option 'num_steps'\. That is an option of the Accelerator: gradient_acc",
         ),
+        (
+            "ACCELERATE_ddp__STATIC_GRAPH",
+            "1",
+            r"ddp__STATIC_GRAPH was given, and variables are written in capital letters\. Type ACCELERATE_DDP__STATIC_GRAPH=1\.",
+        ),
         ("ACCELERATE_SINGLE__A", "1", r"'single' has no option 'a'\. Its options: none"),
     ],
 )
@@ -215,12 +223,29 @@ def test_options_of_what_is_not_active_warn_and_name_themselves(monkeypatch: pyt
         Accelerator()
 
 
-def test_a_channel_that_no_launcher_wrote_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNEL, "{")
-    with pytest.raises(
-        ValueError, match=rf"{CHANNEL}='\{{' cannot be read.*Unset it, and give options on the command line"
-    ):
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"command line": []}', '{"file": {"ACCELERATE_X": 1}}', '{"wish": {}}', "[" * 100_000],
+)
+def test_a_channel_that_no_launcher_wrote_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(CHANNEL, text)
+    with pytest.raises(ValueError) as caught:
         Accelerator()
+    assert str(caught.value).startswith(f"{CHANNEL}={text!r} cannot be read"[:200])
+    assert "Unset it, and give options on the command line" in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_two_active_components_whose_names_are_one_in_variables_share_no_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_A_B__BUCKET_CAP_MB", "7")
+    sections = Sections()
+    assert sections.take("a-b", lambda: DDP) == {"bucket_cap_mb": 7.0}
+    with pytest.raises(
+        ValueError, match=r"MB was given, an option of 'a_b', and two active components go by that name.* in the code"
+    ):
+        sections.take("a_b", lambda: DDP)
 
 
 def test_what_was_told_has_the_form_that_the_environment_would_have() -> None:
@@ -247,16 +272,21 @@ def test_a_timeout_given_outside_is_that_of_every_group() -> None:
     )
 
 
-def refused_timeout() -> str:
+def refused_timeout() -> list[str]:
     dist.init_process_group("gloo")
-    try:
-        Accelerator()
-    except Exception as error:
-        return str(error)
-    return "nothing was refused"
+    refused = []
+    for _ in range(2):
+        with pytest.raises(WorldError) as caught:
+            Accelerator()
+        refused.append(str(caught.value))
+    del os.environ["ACCELERATE_PROCESS_GROUP__TIMEOUT"]
+    World.current()
+    os.environ[CHANNEL] = "what nobody can read"
+    World.current()  # is asked for in training loops, and does not read it again
+    return refused
 
 
 def test_a_timeout_given_outside_is_not_dropped_where_the_script_starts_the_group() -> None:
     found = run_ranks(refused_timeout, world_size=2, env={"ACCELERATE_PROCESS_GROUP__TIMEOUT": "77"})
-    assert all("timeout=0:01:17 was asked for, it has 0:30:00" in each for each in found)
+    assert all("timeout=0:01:17 was asked for, it has 0:30:00" in each for refused in found for each in refused)
     assert set(SECTIONS) == {"process_group", "accumulation", "dynamo"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -57,6 +59,38 @@ def test_what_text_cannot_express_is_for_python_only_and_says_its_type() -> None
     assert fields["untyped"].python_only == "it has no type"
 
 
+class Machine(enum.Enum):
+    ROUND = object()
+
+
+def odd(
+    place: int = 1,
+    /,
+    size: int = 2,
+    Size: int = 3,  # what is tested
+    machine: Machine | None = None,
+    remark: [int] = None,
+    colour: Colour = Colour.RED,
+) -> None: ...
+
+
+def test_a_parameter_that_cannot_be_given_by_name_or_has_an_odd_annotation_is_for_python_only() -> None:
+    reasons = {name: field.python_only for name, field in fields_of(odd).items()}
+    assert reasons == {
+        "place": "it is given by its place, and not by its name",
+        "size": "another one has its name in other letter case, and variables have one",
+        "Size": "another one has its name in other letter case, and variables have one",
+        "machine": "its type is Machine | None",
+        "remark": "its type is [int]",
+        "colour": "",
+    }
+
+
+def test_a_partial_has_the_options_of_what_it_calls() -> None:
+    fields = fields_of(functools.partial(odd, colour=Colour.BLUE))
+    assert (fields["colour"].type, fields["colour"].default) == (Colour, Colour.BLUE)
+
+
 def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
     either = fields_of(Component)["either"]
     assert from_text(either.type, "name") == "name"
@@ -99,6 +133,10 @@ def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
         (dict[str, int], "a=1,b=2", {"a": 1, "b": 2}),
         (Mapping[str, Any], '{"a": [1, null]}', {"a": [1, None]}),
         (dict[str, Any], "rank=2,name=x", {"rank": 2, "name": "x"}),
+        (dict[str, Any], '{"a": "2", "b": 2}', {"a": "2", "b": 2}),
+        (dict[str, str], "a=x=y,b=", {"a": "x=y", "b": ""}),
+        (list, '["7", 7]', ["7", 7]),
+        (tuple[int, str], "1,a", (1, "a")),
         (Literal["none"] | str | None, "none", "none"),
         (Annotated[int, "a remark"], "5", 5),
     ],
@@ -121,6 +159,15 @@ def test_a_text_becomes_a_value(kind: Any, text: str, value: Any) -> None:
         (torch.dtype, "float33", "a dtype of torch such as 'bfloat16'"),
         (torch.dtype, "nn", "a dtype of torch such as 'bfloat16'"),
         (timedelta, "soon", "a time such as 600 (seconds), '90s', '30m' or '2h'"),
+        *(
+            (timedelta, wrong, "a time such as 600 (seconds), '90s', '30m' or '2h'")
+            for wrong in (math.inf, -5, f"{9:9<30}d")
+        ),
+        (float, 10**400, "a number"),
+        (list, "[" * 100_000, "a list"),
+        (tuple[float, float], "0.9", "a list of 2: a number, a number"),
+        (dict[str, int], "a=1,a=2", "a mapping such as {key: value}"),
+        (dict[str, int], '{"a": 1, "a": 2}', "a mapping such as {key: value}"),
         (timedelta, True, "a time such as 600 (seconds), '90s', '30m' or '2h'"),
         (Literal["pad", "stop"], "drop", "one of 'pad', 'stop'"),
         (Literal["a"] | None, "b", "one of 'a' or 'none'"),
@@ -154,7 +201,7 @@ def test_what_is_no_value_of_the_type_is_refused_with_what_one_looks_like(kind: 
         (int | None, None, None),
         (list[int], [1, "2"], [1, 2]),
         (list[str], ["a"], ["a"]),
-        (dict[str, Any], {"a": "1"}, {"a": 1}),
+        (dict[str, Any], {"a": "1"}, {"a": "1"}),
         (Any, {"a": [1]}, {"a": [1]}),
     ],
 )

@@ -6,16 +6,20 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 
 from accel_core.errors import PluginError
+from accel_core.plugins import Offer
 from accel_launch.commands import launch
 from accel_launch.settings.catalog import Catalog
-from accel_launch.settings.command_line import Given, is_flag, parse
+from accel_launch.settings.command_line import CommandLine, Given, is_flag, parse
 from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.files import ConfigFile
 from accel_launch.settings.peer_options import PEER_OPTIONS
+from accel_launch.settings.resolution import resolve
 
 CATALOG = Catalog()
 
@@ -88,6 +92,30 @@ def test_a_flag_that_may_have_a_number_takes_the_next_word_only_if_it_is_one():
     assert given("--fsdp.reshard-after-forward", "--cpu") == {"fsdp.reshard_after_forward": True, "cpu": True}
     assert given("--fsdp.no-reshard-after-forward") == {"fsdp.reshard_after_forward": False}
     assert read("--fsdp.reshard-after-forward", "script.py").rest == ("script.py",)
+
+
+@pytest.mark.parametrize(("kind", "flag"), [(bool | int, True), (bool | Path, False), (bool | list[str], False)])
+def test_what_may_be_any_word_is_no_flag_which_would_take_the_program_for_its_value(kind, flag):
+    assert is_flag(kind) is flag
+
+
+def test_the_name_of_a_component_may_have_points_and_two_that_variables_cannot_tell_apart_have_no_options():
+    names = ["my.own", "a-b", "a_b"]
+    offers = [Offer("accel.strategies", name, "accel_core:DDP", "elsewhere", "1.0") for name in names]
+    catalog = Catalog([*CATALOG.offers, *offers])
+    line = parse(["--my.own", "--my.own.bucket-cap-mb", "3"], catalog, launch.SWITCHES)
+    assert [(each.key, each.data) for each in line.given] == [("strategy", "my.own"), ("my.own.bucket_cap_mb", "3")]
+    with pytest.raises(SettingsError, match=r"--my\.owm\.x was given.*Type --my\.own\.x if that was meant"):
+        parse(["--my.owm.x"], catalog, launch.SWITCHES)
+    with pytest.raises(
+        PluginError, match=r"variables cannot tell 'a-b' and 'a_b' apart.*Give their options in the code"
+    ):
+        parse(["--a-b.bucket-cap-mb", "3"], catalog, launch.SWITCHES)
+    told = r"{} was given.*, and variables cannot tell 'a-b' and 'a_b' apart"
+    with pytest.raises(SettingsError, match=told.format("a-b")):
+        resolve(catalog, CommandLine(), ConfigFile(Path("c"), {"a-b": {"static_graph": True}}), {})
+    with pytest.raises(SettingsError, match=told.format("ACCELERATE_A_B__STATIC_GRAPH")):
+        resolve(catalog, CommandLine(), None, {"ACCELERATE_A_B__STATIC_GRAPH": "1"})
 
 
 def test_the_name_of_a_strategy_or_precision_is_a_flag_that_chooses_it():

@@ -22,6 +22,11 @@ def home(tmp_path, monkeypatch):
     return dict(os.environ)
 
 
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 12)
+)
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "config.yaml"
@@ -62,7 +67,8 @@ def test_a_file_of_accelerate_is_read_where_it_lies_and_it_is_said(home, tmp_pat
     file = load(None, home)
     assert file.path == places[-1]
     assert file.data["num_processes"] == 2
-    assert "is in Accelerate's format" in file.notes[0]
+    # compute_environment says what is so here in any case; distributed_type is one process there, whatever num_processes says.
+    assert "is in Accelerate's format: 1 of its options were carried over, 2 were not:" in file.notes[0]
     assert "tpu_zone: 'here' was left out" in file.notes[0]
     assert "Type `accel config import`" in file.notes[0]
     write(own_path(), {}, {})
@@ -97,6 +103,9 @@ def test_yaml_and_json_are_read_and_no_is_a_text(path):
         ("a: 1\nb: 2020-01-01\n", "line 2: b is a date"),
         ("a: !!python/object:os.x {}\n", "line 1: a is a .*python/object"),
         ("a: !mine 3\n", "line 1: a is a "),
+        ('{"a":' * 3000, "more than 100 levels"),
+        ("a: &a [x, x]\nb: " + "[" * 101 + "*a" + "]" * 101, "more than 100 levels"),
+        (BOMB, r"more than 100000 values.*aliases \(`\*name`\) count.*Write each option once"),
     ],
 )
 def test_what_is_no_mapping_of_options_is_refused_with_its_line(path, text, message):
@@ -197,7 +206,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SettingsError, match=r"config.yaml cannot be written: disk full. Give another with --config-file"):
+    with pytest.raises(
+        SettingsError, match=r"config.yaml cannot be written: disk full. Give another with --config-file"
+    ):
         write(path, {"cpu": False}, {})
     assert path.read_text() == "cpu: true\n"
     assert [each.name for each in path.parent.iterdir()] == ["config.yaml"]

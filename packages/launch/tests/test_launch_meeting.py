@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,14 +16,17 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_launch.starting import board, claims, heartbeat, outcome, patience
-from accel_launch.starting.board import Address, MeetingError
+from accel_launch.starting.answering import Board
+from accel_launch.starting.board import Address, MeetingError, connect_again
 from accel_launch.starting.claims import Card
 from accel_launch.starting.interfaces import interface_to, own_addresses, variables_towards
 from accel_launch.starting.meeting import MachineRendezvous, register
+from accel_launch.starting.rounds import AgentStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -385,6 +389,60 @@ def test_what_listens_and_never_answers_is_no_meeting_point(cluster, monkeypatch
         message = error_of(*run.come(run.machine(1)))
         assert "no store of machine 0 (it does not answer)" in message
         assert "another main_process_port" in message
+
+
+def _relay(port: int, flows: threading.Event) -> socket.socket:
+    """A server that hands what one client sends on to `port`, and back, as long as it flows."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(4096):
+                flows.wait(30)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with suppress(OSError), server.accept()[0] as client, socket.create_connection(("127.0.0.1", port)) as host:
+            threading.Thread(target=pump, args=(client, host), daemon=True).start()
+            pump(host, client)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server
+
+
+def test_a_network_that_swallows_all_holds_nobody_up_and_a_signal_gets_through():
+    host = Board("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    flows = threading.Event()
+    flows.set()
+    with _relay(host.port, flows) as server:
+        guest = Board("127.0.0.1", server.getsockname()[1], is_master=False, wait_for_workers=False)
+        guest.set("a", "b")
+        assert guest.compare_set("a", "b", "c") == b"c"
+        flows.clear()
+        guest.limit = 0.2
+        start = time.monotonic()
+        for words in ("no answer for", "it has not answered before"):
+            with pytest.raises(DistError, match=words):
+                guest.add("number", 1)
+        assert time.monotonic() - start < 5
+        flows.set()
+        del guest
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("a signal")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        start = time.monotonic()
+        with pytest.raises(InterruptedError, match="a signal"):
+            AgentStore(host, 0).wait(["never"], timedelta(seconds=20))
+        assert time.monotonic() - start < 10
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        connect_again(host, Address("127.0.0.1", host.port)).set("round/0/agents/never", "")
 
 
 def test_machine_0_is_told_that_the_address_is_not_its_own(cluster):

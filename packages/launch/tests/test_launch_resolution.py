@@ -24,6 +24,7 @@ from accel_launch.settings.catalog import ROLES, Catalog
 from accel_launch.settings.command_line import CommandLine, parse
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile
+from accel_launch.settings.files import read as load_file
 from accel_launch.settings.resolution import resolve
 
 CATALOG = Catalog()
@@ -269,12 +270,81 @@ def test_options_of_what_is_not_chosen_are_checked_when_a_file_is_validated():
 
 
 def test_a_variable_that_is_close_to_one_of_ours_is_noted_and_any_other_is_left_alone():
-    found = resolved(environ={"ACCELERATE_NUM_PROCESES": "2", "ACCELERATE_XQZ": "1", CHANNEL: "{}"})
+    found = resolved(environ={"ACCELERATE_NUM_PROCESES": "2", "ACCELERATE_XQZ": "1"})
     assert any(
         "ACCELERATE_NUM_PROCESES is set" in note and "Type ACCELERATE_NUM_PROCESSES" in note for note in found.notes
     )
-    assert any("by a launcher around this one" in note for note in found.notes)
-    assert len(found.notes) == 2
+    assert len(found.notes) == 1
+
+
+AROUND = {
+    "command line": {
+        "ACCELERATE_STRATEGY": ["fsdp", "--fsdp"],
+        "ACCELERATE_FSDP__SHARD": [2, "--fsdp.shard"],
+        "ACCELERATE_FSDP__CPU_OFFLOAD": [True, "--fsdp.cpu-offload"],
+    },
+    "file": {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": [4, "outer.yaml"],
+        "ACCELERATE_DEBUG_MODE": [True, "outer.yaml"],
+        "ACCELERATE_LOG_LEVEL": ["info", "outer.yaml"],
+        "ACCELERATE_WHO": [1, "outer.yaml"],
+    },
+}
+
+
+def test_what_a_launcher_around_this_one_was_told_holds_behind_what_this_one_is_told():
+    environ = {CHANNEL: json.dumps(AROUND), "ACCELERATE_FSDP__CPU_OFFLOAD": "no", "ACCELERATE_LOG_LEVEL": "error"}
+    found = resolved(["--fsdp.shard", "4"], environ, {"gradient_accumulation_steps": 5})
+    sources = {key: (value.value, value.source) for (_, key), value in found.given.items()}
+    around = "(of the launcher around this one)"
+    assert sources == {
+        "strategy": ("fsdp", f"--fsdp {around}"),
+        "shard": (4, "--fsdp.shard"),
+        "cpu_offload": (True, f"--fsdp.cpu-offload {around}"),
+        "gradient_accumulation_steps": (5, "config.yaml"),
+        "debug": (True, f"outer.yaml {around}"),
+        "log_level": ("error", "ACCELERATE_LOG_LEVEL"),
+    }
+    channel = json.loads(found.channel)
+    assert channel["command line"]["ACCELERATE_FSDP__SHARD"] == [4, "--fsdp.shard"]
+    assert channel["command line"]["ACCELERATE_FSDP__CPU_OFFLOAD"] == [True, f"--fsdp.cpu-offload {around}"]
+    assert channel["file"]["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == [5, "config.yaml"]
+    assert channel["file"]["ACCELERATE_LOG_LEVEL"] == ["info", f"outer.yaml {around}"]
+    assert found.notes == (
+        f"ACCELERATE_WHO was given by outer.yaml {around}, and no option goes by that name: it has no effect.",
+    )
+    again = resolved([], {CHANNEL: found.channel}).given["fsdp", "cpu_offload"].source
+    assert again == f"--fsdp.cpu-offload {around}"
+
+
+def test_another_strategy_than_the_launcher_around_this_one_chose_leaves_its_options_idle_and_says_so():
+    found = resolved(["--ddp"], {CHANNEL: json.dumps({"command line": AROUND["command line"]})})
+    assert found.get("strategy").value == "ddp"
+    assert (
+        "--fsdp.shard (of the launcher around this one) and 1 more: options of 'fsdp' without effect" in found.notes[0]
+    )
+
+
+def test_a_number_that_is_not_written_as_usual_stands_for_no_text(tmp_path):
+    path = tmp_path / "config.yaml"
+    for text in ("007", "0x10", "1_000"):
+        path.write_text(f"rdzv_id: {text}\n")
+        with pytest.raises(SettingsError, match=r"rdzv_id=\d+ was given by .*line 1: expected a text"):
+            resolve(CATALOG, CommandLine(), load_file(path), {})
+    path.write_text("rdzv_id: 0\nnum_processes: 0x2\n")
+    found = resolve(CATALOG, CommandLine(), load_file(path), {})
+    assert (found.get("rdzv_id").value, found.get("num_processes").value) == ("0", 2)
+
+
+def test_variables_of_sections_are_in_capital_letters():
+    told = problems(environ={"ACCELERATE_fsdp__CPU_OFFLOAD": "yes"})
+    assert "variables are written in capital letters. Type ACCELERATE_FSDP__CPU_OFFLOAD=yes." in told
+
+
+def test_what_does_not_fit_into_a_variable_is_refused_before_anything_is_started():
+    told = problems(["--project-dir", "x" * 200_000])
+    assert "takes 200" in told
+    assert "holds 100000. Give long values in the code" in told
 
 
 def test_a_name_may_be_qualified_by_its_distribution():

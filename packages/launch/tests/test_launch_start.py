@@ -129,7 +129,9 @@ def test_missing_script_is_told_once_and_not_by_every_rank() -> None:
 
 
 def test_folder_is_a_script_only_if_python_can_run_it(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"was to be started, and it is a folder without a __main__.py. Give the path"):
+    with pytest.raises(
+        LaunchError, match=r"was to be started, and it is a folder without a __main__.py. Give the path"
+    ):
         Program("script", str(tmp_path)).check({})
     (tmp_path / "__main__.py").touch()
     Program("script", str(tmp_path)).check({})
@@ -148,7 +150,9 @@ def test_missing_program_is_told_before_anything_is_started() -> None:
 def test_program_that_may_not_be_executed_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "my start.sh"
     script.touch(mode=0o644)
-    with pytest.raises(LaunchError, match=r"that file may not be executed. Type chmod \+x '.*my start.sh'; or leave --no-"):
+    with pytest.raises(
+        LaunchError, match=r"that file may not be executed. Type chmod \+x '.*my start.sh'; or leave --no-"
+    ):
         Program("program", str(script)).check({"PATH": "/usr/bin"})
 
 

@@ -30,7 +30,7 @@ def leave(error: BaseException, *, follows: bool) -> None:
     now = time.time()
     told = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": "".join(traceback.format_exception_only(error)).strip(),
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(now)),

@@ -82,6 +82,7 @@ class World:
         self._channels: dict[ProcessGroup | None, Channel] = {}
         self._tenants: list[weakref.ref[Tenant]] = []
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._is_as_told = False  # whether what was said outside of the code has been compared with the group
 
     @classmethod
     def current(
@@ -109,16 +110,19 @@ class World:
                 ranks do not meet, or if a group runs already and is not as asked for here.
         """
         group = _default_group()
-        asked = _asked_for({"timeout": timeout, "backend": backend, "init_method": init_method})
+        asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
         if group is not None:
             world = _shared.get(group) or cls._adopt(group, cpu)
+            if not world._is_as_told:  # the environment is not read again at every step
+                world._require(group, cpu, **_asked_for(asked))
+                world._is_as_told = not any(asked.values())
             world._require(group, cpu, **asked)
             return world
         place = read_place(os.environ)
         device = _device(place, cpu)
         if place.size == 1:
             return cls(place, device, timeout or dist.default_pg_timeout, None)
-        return cls._start(place, device, **asked)
+        return cls._start(place, device, **_asked_for(asked))
 
     @classmethod
     def _adopt(cls, group: ProcessGroup, cpu: bool) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 
 def main() -> int:
@@ -10,8 +11,14 @@ def main() -> int:
     # Importing torch makes half a million objects, none of them garbage. Looking through them again and again takes a tenth of the
     # time until a script has started.
     gc.set_threshold(100_000)
+    # A Ctrl-C that breaks off an import comes out as any error at all; while importing, it just ends the process.
+    impatient = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if impatient:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from accel_launch.main import main as run
 
+    if impatient:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 
 

@@ -7,7 +7,6 @@ asked for is imported.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import os
 import shlex
@@ -26,8 +25,6 @@ _OWN = "accel-launch"
 _USAGE = "usage: accel [-h] [--version] [--traceback] COMMAND ..."
 _TOLD = (ValueError, OSError, PluginError, WorldError, CollectiveMismatchError, CheckpointError)
 """Errors that speak to the user: their message is enough. Any other is a mistake of the program, and shows where it happened."""
-
-_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except _TOLD as error:
-        if shows_traceback or _is_slip(error):
+        if shows_traceback:
             raise
         warn(f"accel: {_words(error)}", BAD)
         return WRONG
@@ -128,14 +125,6 @@ def _completion(given: Sequence[str]) -> str:
         f"}}\n"
         f"complete -o default -F _accel accel"
     )
-
-
-def _is_slip(error: Exception) -> bool:
-    """Whether a `ValueError` comes from a function of the interpreter, and not from a `raise`: then it was not meant for the user."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return isinstance(error, ValueError) and last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
 
 
 def _words(error: Exception) -> str:

@@ -211,7 +211,7 @@ class _Reader:
         text = value if equals else None
         if name in self._switch_table:
             self._switch(name, word, text)
-        elif word.startswith("--") and "." in name:
+        elif word.startswith("--") and "." in name and not self._component_flag(word)[1]:
             self._of_section(name, word, text)
         elif word.startswith("--"):
             self._of_run(name, word, text)

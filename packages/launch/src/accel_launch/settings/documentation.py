@@ -43,10 +43,14 @@ def _documented(factory: Callable[..., Any]) -> Mapping[str, str]:
 def _for_options(about: str) -> str:
     """What a docstring says to whoever writes Python, for whoever writes an option: there, None is what is not given.
 
-    Which variable is asked stands beside each option, so the text need not name it.
+    Which variable is asked, and a default that is a plain value, stand beside each option, so the text need not name them.
     """
-    about = re.sub(r"Not given: (?:the environment variable )?ACCELERATE_\w+, else ", "Not given: ", about)
-    return re.sub(r"(^|[.;:] )None: ", r"\1Not given: ", about)
+    about = re.sub(
+        r" Not given: (?:the environment variable )?ACCELERATE_\w+, else (?:False|none|1|\"no\")\.", "", about
+    )
+    about = re.sub(r"Not given: ACCELERATE_\w+, else ", "Not given: ", about)
+    about = re.sub(r"(^|\. )None: ", r"\1Not given: ", about)
+    return re.sub(r"([;:] )None: ", r"\1not given: ", about)
 
 
 def _docstrings(factory: Callable[..., Any]) -> list[str]:

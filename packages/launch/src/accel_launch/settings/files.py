@@ -158,8 +158,9 @@ def _read_either(path: Path) -> ConfigFile:
 
     imported = translate(file.data)
     left = [f"  {key}: {value!r} was left out: {reason}" for key, value, reason in imported.left]
+    carried = {each.old for each in imported.carried if each.new}
     opening = (
-        f"{path} is in Accelerate's format: {len(imported.carried)} of its options were carried over, {len(left)} were not"
+        f"{path} is in Accelerate's format: {len(carried)} of its options were carried over, {len(left)} were not"
         f"{':' if left else '.'}"
     )
     keep = "Type `accel config import` to keep the result as a file of your own."

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from accel_launch.starting.answering import Board
 from accel_launch.starting.interfaces import own_addresses
 from accel_launch.starting.listeners import listener_at
 
@@ -40,7 +41,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def open_board(address: Address, identity: str) -> TCPStore:
+def open_board(address: Address, identity: str) -> Board:
     """Opens the store on this machine, which is machine 0, and makes sure that it is what the others find at `address`.
 
     Returns:
@@ -52,7 +53,7 @@ def open_board(address: Address, identity: str) -> TCPStore:
     if not _is_free(address.port):
         return _find_other(address)
     try:
-        own = TCPStore("127.0.0.1", address.port, is_master=True, wait_for_workers=False, timeout=ANSWER)
+        own = Board("127.0.0.1", address.port, is_master=True, wait_for_workers=False, timeout=ANSWER)
     except DistError as error:
         raise _port_taken(address) from error
     own.set(_OPENED, identity)
@@ -70,7 +71,7 @@ def open_board(address: Address, identity: str) -> TCPStore:
     return own
 
 
-def find_board(address: Address) -> tuple[TCPStore | None, str]:
+def find_board(address: Address) -> tuple[Board | None, str]:
     """The store that machine 0 has opened at `address`; or None, and why it is not there yet. Looks once.
 
     Raises:
@@ -89,13 +90,13 @@ def opened_by(board: TCPStore) -> str:
     return board.get(_OPENED).decode() if board.check([_OPENED]) else ""
 
 
-def connect_again(board: TCPStore, address: Address) -> TCPStore:
+def connect_again(board: TCPStore, address: Address) -> Board:
     """A connection of its own to the same store, for another thread."""
     host = "127.0.0.1" if board.host == "127.0.0.1" else address.host
     return _connect(Address(host, address.port))
 
 
-def _connect(address: Address, timeout: timedelta | None = None) -> TCPStore:
+def _connect(address: Address, timeout: timedelta | None = None) -> Board:
     """A connection to the store at `address`, where something listens. torch alone might wait for an answer for ever.
 
     Raises:
@@ -103,20 +104,18 @@ def _connect(address: Address, timeout: timedelta | None = None) -> TCPStore:
         ConnectionError: nothing listens there any more.
     """
     timeout = timeout or ANSWER
-    answer: list[TCPStore | Exception] = []
+    answer: list[Board | Exception] = []
 
     def connect() -> None:
         try:
-            answer.append(
-                TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
-            )
+            answer.append(Board(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timeout))
         except Exception as error:  # noqa: BLE001  (it is raised below, by the thread that asked)
             answer.append(error)
 
     asking = threading.Thread(target=connect, daemon=True)
     asking.start()
     asking.join(timeout.total_seconds())
-    if answer and isinstance(answer[0], TCPStore):
+    if answer and isinstance(answer[0], Board):
         return answer[0]
     if not _listens(address):
         raise ConnectionError("what listened there has ended")
@@ -141,7 +140,7 @@ def _listens(address: Address) -> bool:
     return True
 
 
-def _find_other(address: Address) -> TCPStore:
+def _find_other(address: Address) -> Board:
     """The store of another machine 0 that was started on this host. Raises `MeetingError` if something else is there."""
     with contextlib.suppress(MeetingError, OSError):
         board = _connect(Address("127.0.0.1", address.port), _NEAR)

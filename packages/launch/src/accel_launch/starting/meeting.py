@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -38,10 +39,14 @@ from accel_launch.starting.heartbeat import Heartbeat, lost
 from accel_launch.starting.patience import Patience
 from accel_launch.starting.rounds import AgentStore, come_together, compare_numbers
 
+if TYPE_CHECKING:
+    from accel_launch.starting.answering import Board
+
 BACKEND = "machines"
 """The name of this rendezvous in torch's registry."""
 
 _STORE_TIMEOUT = timedelta(minutes=1)  # of the messages between torch's agents once a round is complete
+_FAREWELL = 10.0  # seconds for each word of a machine that leaves: the network may be what has failed
 _LAST_WORDS = timedelta(seconds=5)  # for which a machine 0 that has failed keeps the board, so that the others hear why
 
 
@@ -78,7 +83,7 @@ class MachineRendezvous(RendezvousHandler):
         self._card = card
         self._timeout = timeout
         self._run_id = run_id
-        self._board: TCPStore | None = None
+        self._board: Board | None = None
         self._heart: Heartbeat | None = None
         self._agents: AgentStore | None = None  # of the last round that this machine was in
 
@@ -163,6 +168,7 @@ class MachineRendezvous(RendezvousHandler):
         self._board = self._heart = self._agents = None
         if board is None or heart is None:
             return
+        board.limit = _FAREWELL
         failed_elsewhere: MeetingError | None = None
         try:
             with contextlib.suppress(DistError):  # machine 0 is gone: nobody is left to be told
@@ -180,7 +186,7 @@ class MachineRendezvous(RendezvousHandler):
         if failed_elsewhere is not None and not failure:
             raise MeetingError(f"The processes of machine {self._card.rank} have finished, but: {failed_elsewhere}")
 
-    def _enter(self, patience: Patience) -> tuple[TCPStore, Heartbeat]:
+    def _enter(self, patience: Patience) -> tuple[Board, Heartbeat]:
         """Comes to the board, and claims the rank of this machine; the first time only."""
         if self._board is None or self._heart is None:
             board = self._find(patience)
@@ -192,7 +198,7 @@ class MachineRendezvous(RendezvousHandler):
             compare_numbers(board, self._card)
         return self._board, self._heart
 
-    def _find(self, patience: Patience) -> TCPStore:
+    def _find(self, patience: Patience) -> Board:
         """The board of this run, and not of an earlier one, which is about to close."""
         while True:
             board, problem = self._look()
@@ -207,12 +213,12 @@ class MachineRendezvous(RendezvousHandler):
                     f"every machine; and that no firewall closes this port and those above 1024 between them."
                 )
 
-    def _look(self) -> tuple[TCPStore | None, str]:
+    def _look(self) -> tuple[Board | None, str]:
         if self._card.rank != 0:
             return find_board(self._address)
         return open_board(self._address, self._card.identity), ""
 
-    def _keep_open(self, board: TCPStore, limit: timedelta | None) -> None:
+    def _keep_open(self, board: Board, limit: timedelta | None) -> None:
         """Keeps the board for the machines that still live and have not finished; for `limit` at most."""
         pulse, patience = Pulse(board), Patience(limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import api as torch_agent
 from torch.distributed.elastic.utils import store as torch_store
 
+from accel_launch.starting.answering import SILENT, answer_of
 from accel_launch.starting.board import Address, MeetingError, free_port
 from accel_launch.starting.claims import Card, Pulse, cards, first_card
 from accel_launch.starting.heartbeat import Heartbeat, arrivals
@@ -53,7 +55,16 @@ class AgentStore(PrefixStore):
         if key.startswith(torch_agent._TERMINAL_STATE_SYNC_ID):
             self.finished = True
             self._ended_well()
-        return super().add(key, amount)
+        return answer_of(lambda: super(AgentStore, self).add(key, amount), SILENT)
+
+    def get(self, key: str) -> bytes:
+        """What stands at `key`; waits for it as long as torch has told the store to, and hears signals meanwhile."""
+        return answer_of(lambda: super(AgentStore, self).get(key), None)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until something stands at each of `keys`, and hears signals meanwhile."""
+        more = () if timeout is None else (timeout,)
+        answer_of(lambda: super(AgentStore, self).wait(keys, *more), None)
 
     def let_others_go(self, machines: int) -> None:
         """Comes to that barrier in place of the agent of this machine, which has failed."""

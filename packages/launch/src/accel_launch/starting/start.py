@@ -40,7 +40,8 @@ def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
         return _become(program, whole)
     with Signals() as signals:
         try:
-            from accel_launch.starting.report import run_and_report  # torch, which not every start needs
+            with signals.held():  # an import that is broken off ends in any error
+                from accel_launch.starting.report import run_and_report  # torch, which not every start needs
 
             return run_and_report(plan, program, whole, signals)
         except Ended:

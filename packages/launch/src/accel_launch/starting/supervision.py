@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _REPEATED = {
     "torch.distributed.elastic.multiprocessing.api": ("failed (exitcode", "Sending process", "Unable to shutdown"),
-    "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
+    "torch.distributed.elastic.agent.server.api": ("Received %s death signal", "Got termination signal"),
 }
 """Messages of torch's agent that say what our summary says: logger → how they begin."""
 
