@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -253,23 +254,24 @@ def test_what_was_told_has_the_form_that_the_environment_would_have() -> None:
     assert told("ACCELERATE_NOBODY_SAYS") is None
 
 
-def asked_timeouts() -> list[str]:
-    """The timeout of every group that a run makes, a PartialState first."""
-    PartialState()
-    accelerator = Accelerator()
-    groups = [accelerator._world.group, accelerator._world.subgroup([0, 1])]
-    found = {str(group._get_backend(torch.device("cpu")).options._timeout) for group in groups}
-    source = {each.option: each.source for each in accelerator.explain().settings}["process_group.timeout"]
-    accelerator.end_training()
-    return [*found, source]
+def asked_timeouts() -> list[list[str]]:
+    """The timeouts of every group that a run makes, a PartialState first, and where they came from; twice."""
+    found = []
+    for given in ({}, {"timeout": timedelta(seconds=50)}):
+        PartialState(**given)
+        accelerator = Accelerator()
+        groups = [accelerator._world.group, accelerator._world.subgroup([0, 1])]
+        timeouts = {str(group._get_backend(torch.device("cpu")).options._timeout) for group in groups}
+        sources = {each.option: each.source for each in accelerator.explain().settings}
+        found.append([*timeouts, sources.get("process_group.timeout", "the code")])
+        accelerator.end_training()
+    return found
 
 
 def test_a_timeout_given_outside_is_that_of_every_group() -> None:
     told = channel({"ACCELERATE_PROCESS_GROUP__TIMEOUT": 77})
-    assert (
-        run_ranks(asked_timeouts, world_size=2, env={CHANNEL: told})
-        == [["0:01:17", "--ACCELERATE_PROCESS_GROUP__TIMEOUT"]] * 2
-    )
+    outside, code = ["0:01:17", "--ACCELERATE_PROCESS_GROUP__TIMEOUT"], ["0:00:50", "the code"]
+    assert run_ranks(asked_timeouts, world_size=2, env={CHANNEL: told}) == [[outside, code]] * 2
 
 
 def refused_timeout() -> list[str]:

@@ -177,7 +177,7 @@ def _world(cpu: bool, handlers: Mapping[type, Any], sections: Sections) -> World
         sections.refuse_beside("process_group", f"kwargs_handlers=[{type(process_group).__name__}(...)]")
     world = World.current(cpu=cpu, **({} if process_group is None else process_group.to_kwargs()))
     if world.group is not None:
-        sections.share("process_group")
+        sections.use("process_group", world.told or {})
     return world
 
 

@@ -80,12 +80,17 @@ class Sections:
                 f"cannot tell apart. Leave it out, and give the options in the code, to the constructor of the one that is meant."
             )
         options = read_section(name, load(), elsewhere)
-        self.options.update({f"{section}.{option}": value for option, value in options.items()})
+        self.use(name, options)
         return {option: value.value for option, value in options.items()}
 
     def share(self, name: str) -> dict[str, Any]:
         """As `take`, of one of `SECTIONS`."""
         return self.take(name, lambda: SECTIONS[name].handler, SECTIONS[name].elsewhere)
+
+    def use(self, name: str, options: Mapping[str, Option[Any]]) -> None:
+        """Notes that these options of a section are in use already."""
+        self._used.add(section_name(name))
+        self.options.update({f"{section_name(name)}.{option}": value for option, value in options.items()})
 
     def refuse_beside(self, name: str, given: str) -> None:
         """Raises `ValueError` where options of a component were given beside `given`, an object that configures it."""

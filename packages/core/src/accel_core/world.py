@@ -14,7 +14,7 @@ import dataclasses
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core import error_file
-from accel_core.config import flag
+from accel_core.config import Option, flag
 from accel_core.errors import WorldError
 from accel_core.farewell import PATIENCE, Farewell
 from accel_core.handlers import InitProcessGroupKwargs
@@ -61,6 +61,7 @@ class World:
             or "alone".
         checks: whether every collective is compared across the ranks before it runs: ACCELERATE_DEBUG_MODE.
         watch: looks after the ranks of a larger world; None in a world of one, and where ranks met without a store.
+        told: the options of the process group that hold because they were given outside of the code; None: not looked at yet.
     """
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: ProcessGroup | None) -> None:
@@ -82,7 +83,7 @@ class World:
         self._channels: dict[ProcessGroup | None, Channel] = {}
         self._tenants: list[weakref.ref[Tenant]] = []
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._is_as_told = False  # whether what was said outside of the code has been compared with the group
+        self.told: Mapping[str, Option[Any]] | None = None
 
     @classmethod
     def current(
@@ -113,16 +114,20 @@ class World:
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
         if group is not None:
             world = _shared.get(group) or cls._adopt(group, cpu)
-            if not world._is_as_told:  # the environment is not read again at every step
-                world._require(group, cpu, **_asked_for(asked))
-                world._is_as_told = not any(asked.values())
+            if world.told is None:  # somebody else started the group; the environment is not read again at every step
+                told = _told_beside(asked)
+                world._require(group, cpu, **asked | {name: option.value for name, option in told.items()})
+                world.told = told
             world._require(group, cpu, **asked)
             return world
         place = read_place(os.environ)
         device = _device(place, cpu)
         if place.size == 1:
             return cls(place, device, timeout or dist.default_pg_timeout, None)
-        return cls._start(place, device, **_asked_for(asked))
+        told = _told_beside(asked)
+        world = cls._start(place, device, **asked | {name: option.value for name, option in told.items()})
+        world.told = told
+        return world
 
     @classmethod
     def _adopt(cls, group: ProcessGroup, cpu: bool) -> World:
@@ -493,10 +498,10 @@ def _config(backend: str) -> str:
     return repr(dist.BackendConfig(dist.Backend(backend)))
 
 
-def _asked_for(given: dict[str, Any]) -> dict[str, Any]:
-    """What the code asks for; where it says nothing, what was said outside of it."""
+def _told_beside(asked: Mapping[str, Any]) -> dict[str, Option[Any]]:
+    """What was said outside of the code for the process group, where the code says nothing."""
     told = read_section("process_group", InitProcessGroupKwargs)
-    return {name: told[name].value if value is None and name in told else value for name, value in given.items()}
+    return {name: option for name, option in told.items() if asked[name] is None}
 
 
 def _timeouts(group: ProcessGroup) -> list[timedelta]:
