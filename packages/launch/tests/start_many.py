@@ -62,7 +62,7 @@ def run_together(launches: list[Launch], folder: Path, limit: float = LIMIT) -> 
         env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
-        process.communicate(json.dumps([asdict(launch) for launch in launches]), timeout=limit)
+        process.communicate(json.dumps([asdict(launch) for launch in launches]), timeout=limit + 15)
     finally:
         process.kill()
         process.wait()
@@ -136,6 +136,10 @@ def _fork(launch: Launch, own: Path) -> int:
     if pid:
         return pid
     os.setsid()
+    # Whoever runs the tests may have these ignored, as nohup and the background jobs of shells do.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     for number, name in ((1, "output"), (2, "errors")):
         os.dup2(os.open(own / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     status = 99
