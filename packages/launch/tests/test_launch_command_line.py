@@ -235,6 +235,11 @@ def test_what_cannot_be_started_is_refused_before_anything_is_started(tmp_path, 
         launch.main(["-m", "--no-python", "x"])
 
 
+def environment_without_files(empty):
+    """This process's environment, where no configuration file lies."""
+    return os.environ | dict.fromkeys(("XDG_CONFIG_HOME", "HF_HOME", "XDG_CACHE_HOME", "HOME"), str(empty))
+
+
 @pytest.mark.timeout(120)
 def test_a_dry_run_shows_what_holds_and_what_would_be_started_and_starts_nothing(tmp_path):
     script = tmp_path / "script.py"
@@ -250,12 +255,7 @@ def test_a_dry_run_shows_what_holds_and_what_would_be_started_and_starts_nothing
         "--cpu",
         "--num-processes=2",
     ]
-    environ = {
-        **os.environ,
-        "XDG_CONFIG_HOME": str(tmp_path),
-        "HF_HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path),
-    }
+    environ = environment_without_files(tmp_path)
     words = ["--fsdp", "--fsdp.cpu-offload", str(script), "its argument"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=110, env=environ, check=False)
     assert done.returncode == 0, done.stderr
@@ -270,15 +270,7 @@ def test_a_dry_run_shows_what_holds_and_what_would_be_started_and_starts_nothing
 
 @pytest.mark.timeout(120)
 def test_a_mistake_ends_with_status_2_a_message_and_no_traceback_and_nothing_is_imported_for_it(tmp_path):
-    environ = {
-        **os.environ,
-        "XDG_CONFIG_HOME": str(tmp_path),
-        "HF_HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path),
-        "HOME": str(tmp_path),
-        "ACCELERATE_DDP__X": "1",
-        "ACCELERATE_FSDP__SHARD": "2",
-    }
+    environ = environment_without_files(tmp_path) | {"ACCELERATE_DDP__X": "1", "ACCELERATE_FSDP__SHARD": "2"}
     command = [
         sys.executable,
         "-X",

@@ -19,7 +19,7 @@ from accel_core.defaults import CoreDefaults
 from accel_core.errors import PluginError
 from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.loader_options import check_class, in_force, refuse_beside_object, resolve_options
-from accel_core.outside import LOADER_OPTIONS, OPTIONS
+from accel_core.outside import DEFAULT_LOADER, DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.precision import Precision
 from accel_core.sections import Sections
@@ -274,8 +274,8 @@ def _loader(
     config = given.dataloader_config
     options = resolve_options(given.loader_options, config)
     passed_on = {name: option.value for name, option in options.items() if option.source != "default"}
-    choice: Option[object] = resolve(given.loader, "ACCELERATE_LOADER", as_text, _DEFAULT_LOADER)
-    is_installed = any(offer.group == "accel.loaders" and offer.name == _DEFAULT_LOADER for offer in offers)
+    choice: Option[object] = resolve(given.loader, "ACCELERATE_LOADER", as_text, DEFAULT_LOADER)
+    is_installed = any(offer.group == "accel.loaders" and offer.name == DEFAULT_LOADER for offer in offers)
     if choice.source == "default" and not is_installed and not passed_on and config is None:
         return (), options  # the core's own serves a world of one, and says what to install in a larger one
     refuse_beside_object(config, choice.value)
@@ -288,13 +288,10 @@ def _loader(
     return (Choice("loader", selected, choice.source),), in_use
 
 
-_DEFAULT_LOADER = "sharded"
-
-
 def _strategy(
     argument: object, world: World, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections
 ) -> Choice:
-    default = "ddp" if world.size > 1 else "single"
+    default = DEFAULT_STRATEGIES[world.size == 1]
     option: Option[object] = resolve(argument, "ACCELERATE_STRATEGY", as_text, default)
     by_name = isinstance(option.value, str)
     factory = find("accel.strategies", str(option.value), offers).load() if by_name else option.value

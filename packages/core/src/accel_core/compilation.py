@@ -181,7 +181,9 @@ def _kind(module: nn.Module) -> Hashable:
 def _refuse_beside(plugin: TorchDynamoPlugin, backend: object) -> None:
     outside = told(VARIABLE)
     if backend is not None or outside is not None:
-        other = f"dynamo_backend={backend!r}" if outside is None else f"{outside.source}={outside.text!r}"
+        other = f"dynamo_backend={backend!r}"
+        if backend is None and outside is not None:
+            other = f"{outside.source}={outside.text!r}"
         raise ValueError(
             f"{other} and dynamo_plugin={plugin} were both given, and both say how models are compiled. Give the backend to "
             f"the object, TorchDynamoPlugin(backend=...), and leave the other out."

@@ -7,8 +7,8 @@ hands on what its command line and its file say in one variable more, `ACCELERAT
     {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
 
 that is, variable → [data, where it was said], and only what was given. The command line wins over the environment, and that over
-the file. Processes that such a process starts inherit both; a launcher among them adds to them what it was told itself. Files themselves are read by launchers alone: started by `python` or `torchrun`, a script never picks up one from
-somebody's home.
+the file. Processes that such a process starts inherit both; a launcher among them adds to them what it was told itself. Files
+themselves are read by launchers alone: started by `python` or `torchrun`, a script never picks up one from somebody's home.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
 """The options of the Accelerator that may be given outside of the code, with what holds where nobody says anything; None: what there is
 decides. They say where and how a script runs. What says how it is written (whether it steps its scheduler with the optimizer, say) is
 for the code."""
+
+DEFAULT_STRATEGIES = ("ddp", "single")
+"""The strategies where none is given: in a world larger than one, and in one process."""
+
+DEFAULT_LOADER = "sharded"
+"""The loader where none is given and a distribution offers this name."""
 
 LOADER_OPTIONS = (
     "split_batches",

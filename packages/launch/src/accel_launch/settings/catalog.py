@@ -14,7 +14,7 @@ from types import MappingProxyType, NoneType
 from typing import Any, Union
 
 from accel_core.errors import PluginError
-from accel_core.outside import LOADER_OPTIONS, OPTIONS, section_name, variable_of
+from accel_core.outside import DEFAULT_LOADER, LOADER_OPTIONS, OPTIONS, section_name, variable_of
 from accel_core.plugins import Group, Offer, find, list_offers
 from accel_core.plugins.explain import state
 from accel_core.schema import Field, fields_of, is_optional, members
@@ -27,12 +27,6 @@ ROLES: Mapping[str, Group] = MappingProxyType(
     {"strategy": "accel.strategies", "mixed_precision": "accel.precisions", "loader": "accel.loaders"}
 )
 """The options that choose a component by its name, and where such names come from."""
-
-DEFAULT_STRATEGIES = ("ddp", "single")
-"""What the Accelerator takes where no strategy is given: the first in a world larger than one, else the second."""
-
-DEFAULT_LOADER = "sharded"
-"""What the Accelerator takes where no loader is given and a distribution offers this name."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import torch
 
-from accel_core.outside import PREFIX
+from accel_core.outside import DEFAULT_STRATEGIES, PREFIX
 from accel_core.schema import choices, members, to_data
 from accel_core.sections import SECTIONS
 from accel_launch.output import console, is_plain, say
-from accel_launch.settings.catalog import DEFAULT_STRATEGIES, ROLES, Option, has_default
+from accel_launch.settings.catalog import ROLES, Option, has_default
 from accel_launch.settings.command_line import CHOOSING, Switch, is_flag
 from accel_launch.settings.documentation import opening
 

@@ -1,8 +1,10 @@
 """Which value holds: command line, then environment, then file, then default. The one place that decides, for all commands.
 
 Where a launcher is started by a process that another launcher has started, what the outer one was told and handed on holds as well, as
-it does for any other program there: its command line counts right behind the own one, its file right behind the own file. The source of
-such a value says so. A value that equals the default still counts as given. Everything that was given is checked, also what another source overrides.
+it does for any other program there: its command line counts right behind the own one, its file right behind the own file. The source
+of such a value says so. A value that equals the default still counts as given. Everything that was given is checked, also what
+another source overrides.
+
 Code wins over all of it, in the processes: what reaches them is only what was given, through one variable (`accel_core.outside`).
 """
 
@@ -14,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.errors import PluginError
-from accel_core.outside import LOADER_OPTIONS, OPTIONS, variable_of
+from accel_core.outside import DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
 from accel_core.schema import expected, from_data, to_data
 from accel_core.sections import SECTIONS
 from accel_launch.options import LaunchOptions
-from accel_launch.settings.catalog import DEFAULT_STRATEGIES, ROLES, Catalog, Option, has_default
+from accel_launch.settings.catalog import ROLES, Catalog, Option, has_default
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import Unusual
 from accel_launch.settings.sources import said_around, said_by_environment, said_by_file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_core.outside import DEFAULT_STRATEGIES
 from accel_core.schema import to_data
-from accel_launch.settings.catalog import DEFAULT_STRATEGIES
 from accel_launch.settings.help_page import shown_value
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from accel_core.outside import LOADER_OPTIONS
+from accel_core.outside import DEFAULT_LOADER, LOADER_OPTIONS
 from accel_core.plugins.offers import nearest
 from accel_core.vocabulary import KNOWN_PROVIDERS
-from accel_launch.settings.catalog import DEFAULT_LOADER, ROLES
+from accel_launch.settings.catalog import ROLES
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.peer_options import advice
 
