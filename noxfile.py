@@ -33,6 +33,8 @@ SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 EXAMPLES = ("-r", "examples/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
+COMMON_SERVICES = ("tensorboard", "comet_ml", "wandb", "mlflow")
+ALL_SERVICES = (*COMMON_SERVICES, "aim", "clearml", "dvclive", "swanlab", "trackio", "chromium")
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
@@ -53,9 +55,18 @@ def tests(session: nox.Session) -> None:
     if not folders:
         check_style(session)
         check_types(session)
-    session.run("pytest", *folders, *arguments)
+    session.run("pytest", *folders, *arguments, env=required(COMMON_SERVICES))
     if not folders:
         session.notify("matrix(package='core')")  # the core alone, which no test beside it can show
+        session.notify("services")
+
+
+@nox.session
+def services(session: nox.Session) -> None:
+    """Every tracker with its service, and the pages that they show in a browser: what is too heavy for `tests`."""
+    clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
+    install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
+    session.run("pytest", "packages/trackers/tests", *session.posargs, env=required(ALL_SERVICES))
 
 
 @nox.session
@@ -146,6 +157,11 @@ def chosen(session: nox.Session) -> tuple[list[str], list[str]]:
     while arguments and arguments[0] in TESTED:
         folders.append(f"packages/{arguments.pop(0)}/tests")
     return folders, arguments
+
+
+def required(services: Iterable[str]) -> dict[str, str]:
+    """Has tests of trackers fail, instead of being skipped, where one of these is missing."""
+    return {"ACCEL_SERVICES": ",".join(services)}
 
 
 def check_style(session: nox.Session) -> None:

@@ -78,6 +78,7 @@ GROUPS = {
         "is_last_process",
         "mixed_precision",
         "state",
+        "layout",
         "distributed_type",
         "explain",
         "print",
@@ -148,8 +149,17 @@ GROUPS = {
         "project_configuration",
         "project_dir",
     ),
-    "Weights, and ending": (
+    "Tracking": (
+        "init_trackers",
+        "log",
+        "log_images",
+        "log_table",
+        "get_tracker",
+        "trackers",
+        "log_with",
         "logging_dir",
+    ),
+    "Weights, and ending": (
         "get_state_dict",
         "save",
         "save_model",

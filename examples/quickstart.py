@@ -9,6 +9,7 @@ each batch, gradients are averaged, and each sequence of the validation set is c
     python examples/quickstart.py --save run                                       # saves as it goes, and on SIGTERM
     torchrun --nproc-per-node 2 examples/quickstart.py --save run --resume         # goes on, in as many processes as you like
     torchrun --nproc-per-node 2 examples/quickstart.py --strategy fsdp --mixed-precision bf16
+    python examples/quickstart.py --log-with tensorboard && tensorboard --logdir out           # curves; or any other tracker
 """
 
 import argparse
@@ -126,13 +127,17 @@ def main():
     progress = Progress(options)
     scheduler = LambdaLR(optimizer, lambda _: learning_rate(progress.used))
 
-    project = options.save and ProjectConfiguration(options.save, automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration(logging_dir=options.out)
+    if options.save:
+        project = ProjectConfiguration(options.save, options.out, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(  # 2
         gradient_accumulation_steps=ACCUMULATION,
         project_config=project,
         strategy=options.strategy,
         mixed_precision=options.mixed_precision,
+        log_with=options.log_with,
     )
+    accelerator.init_trackers("quickstart", options)
     model, optimizer, scheduler, train_loader, valid_loader = accelerator.prepare(  # 3
         model, optimizer, scheduler, train_loader, valid_loader
     )
@@ -149,6 +154,7 @@ def main():
         if len(progress.valid) <= progress.used * EVALUATIONS:
             bits, counted = evaluate(accelerator, model, valid_loader)
             progress.valid.append((len(progress.train), bits))
+            accelerator.log({"bits per byte": {"validation": bits}}, step=len(progress.train))
         if progress.used == 1:
             break
         with accelerator.accumulate(model):
@@ -165,6 +171,10 @@ def main():
             progress.seconds = spent.item()
             bar.n = 100 * progress.used
             step = len(progress.train)
+            accelerator.log(
+                {"bits per byte": {"training": progress.train[-1]}, "learning rate": scheduler.get_last_lr()[0]},
+                step=step,
+            )
             bar.set_postfix_str(f"step {step}, {progress.train[-1]:.2f} bits per byte", refresh=True)
             stopped = options.save and accelerator.should_stop()
             if stopped or (options.save and step % options.every == 0):
@@ -236,6 +246,12 @@ def arguments():
         "--strategy", help="how training is distributed, such as fsdp; the default is that of Accelerator()"
     )
     parser.add_argument("--mixed-precision", help="such as bf16; the default is that of Accelerator()")
+    parser.add_argument(
+        "--log-with",
+        nargs="+",
+        metavar="TRACKER",
+        help="what records the run, in --out if it writes files: tensorboard, jsonl, …",
+    )
     options = parser.parse_args()
     if options.resume and not options.save:
         parser.error("--resume needs --save DIR, the folder of the run that is to go on")

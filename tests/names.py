@@ -233,11 +233,5 @@ OLDER_ARGUMENTS = (
 )
 """Arguments of the constructor that its signature does not have, and that it takes all the same."""
 
-COMES_WITH: dict[str, str] = {
-    "Accelerator.get_tracker": "accel-trackers",
-    "Accelerator.init_trackers": "accel-trackers",
-    "Accelerator.log": "accel-trackers",
-    "Accelerator.trackers": "accel-trackers",
-    "accel_core.GeneralTracker": "accel-trackers",
-}
+COMES_WITH: dict[str, str] = {}
 """What is not there yet, and the part of the library that brings it."""

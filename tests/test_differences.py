@@ -73,7 +73,7 @@ def test_a_name_that_is_said_to_be_missing_is_missing(name):
     assert not hasattr(ROOTS[first], attribute)
 
 
-@pytest.mark.parametrize("option", ["strategy", "log_with"])
+@pytest.mark.parametrize("option", ["strategy"])
 def test_components_that_are_said_to_be_missing_are_named_with_their_distribution(option):
     (line,) = re.findall(rf"^\| `{option}=.*", MISSING, re.MULTILINE)
     distributions = re.findall(r"accel-\w+", line)

@@ -31,7 +31,7 @@ from accel_core.checkpoint.codec import decode, encode
 from accel_core.errors import CheckpointError
 
 NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
-SHELLS = {torch.uint4, torch.int3, torch.bits8, torch.float4_e2m1fn_x2, torch.complex32}
+SHELLS = [torch.uint4, torch.int3, torch.bits8, torch.float4_e2m1fn_x2, torch.complex32]
 FLOAT8 = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_")]
 DTYPES = [
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),

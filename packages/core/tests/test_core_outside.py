@@ -291,4 +291,4 @@ def refused_timeout() -> list[str]:
 def test_a_timeout_given_outside_is_not_dropped_where_the_script_starts_the_group() -> None:
     found = run_ranks(refused_timeout, world_size=2, env={"ACCELERATE_PROCESS_GROUP__TIMEOUT": "77"})
     assert all("timeout=0:01:17 was asked for, it has 0:30:00" in each for refused in found for each in refused)
-    assert set(SECTIONS) == {"process_group", "accumulation", "dynamo"}
+    assert set(SECTIONS) == {"process_group", "accumulation", "dynamo", "tracking"}

@@ -94,6 +94,9 @@ class Sample:
 
     __hash__ = None
 
+    def __repr__(self):
+        return f"Sample({self.tensor})"  # without an address: tests are named by it
+
 
 OTHERS = [
     "text",

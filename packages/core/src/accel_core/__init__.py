@@ -54,6 +54,9 @@ if TYPE_CHECKING:
         wait_for_everyone,
     )
     from accel_core.profiling import ProfileKwargs
+    from accel_core.tracking.rules import TrackerError, TrackingKwargs
+    from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
+    from accel_core.tracking.values import Bins, Histogram, Table
 
 __all__ = [
     "DDP",
@@ -63,13 +66,16 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "Bins",
     "CheckpointError",
     "CollectiveMismatchError",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
     "Feed",
+    "GeneralTracker",
     "GradientAccumulationPlugin",
+    "Histogram",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "Layout",
@@ -92,7 +98,12 @@ __all__ = [
     "Shard",
     "Single",
     "Strategy",
+    "Table",
     "TorchDynamoPlugin",
+    "TrackedRun",
+    "Tracker",
+    "TrackerError",
+    "TrackingKwargs",
     "World",
     "WorldError",
     "broadcast",
@@ -122,11 +133,19 @@ __version__ = "0.1.0"
 _MODULES = {
     "AcceleratedOptimizer": "accelerated",
     "AcceleratedScheduler": "accelerated",
+    "Bins": "tracking.values",
+    "GeneralTracker": "tracking.tracker",
+    "Histogram": "tracking.values",
     "LocalSGD": "local_sgd",
     "Finding": "nonfinite",
     "NonFiniteError": "nonfinite",
     "ProfileKwargs": "profiling",
+    "Table": "tracking.values",
     "TorchDynamoPlugin": "compilation",
+    "TrackedRun": "tracking.tracker",
+    "Tracker": "tracking.tracker",
+    "TrackerError": "tracking.rules",
+    "TrackingKwargs": "tracking.rules",
     "broadcast": "operations",
     "broadcast_object_list": "operations",
     "clear_device_cache": "memory",

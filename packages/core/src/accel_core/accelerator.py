@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -62,14 +62,18 @@ if TYPE_CHECKING:
     from accel_core.collectives import Reduction
     from accel_core.compilation import TorchDynamoPlugin
     from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
+    from accel_core.layout import Layout
     from accel_core.nonfinite import NonFiniteDetector
     from accel_core.options import ChosenStrategy
-    from accel_core.plugins.explain import Explanation
+    from accel_core.plugins.explain import Detail, Explanation
     from accel_core.precision import Precision
     from accel_core.preemption import Preemption
     from accel_core.profiling import ProfileKwargs
     from accel_core.project import ProjectConfiguration
     from accel_core.strategies.strategy import Strategy
+    from accel_core.tracking.selection import Chosen
+    from accel_core.tracking.tracker import GeneralTracker, Tracker
+    from accel_core.tracking.trackers import Trackers
     from accel_core.vocabulary import DistributedType
     from accel_core.window import Inputs, LossFn
 
@@ -133,7 +137,9 @@ class Accelerator(ProcessControl):
         detect_nonfinite: whether the first value that is not finite is searched for: when a loss or a gradient of a window is
             inf or nan, the window runs once more under observation, and all ranks raise `NonFiniteError` with the module, the
             rank, the step and the samples. Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: names of trackers. This version runs none, so anything but None raises.
+        log_with: what records the run: the name of an installed tracker, such as "tensorboard", a `Tracker` or `GeneralTracker`
+            object, a list of these, or "all" for every tracker that is installed and can be used here. Recording begins with
+            `init_trackers`. Not given: ACCELERATE_LOG_WITH, names with commas between them, else nothing records.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
@@ -166,13 +172,13 @@ class Accelerator(ProcessControl):
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         detect_nonfinite: bool | None = None,
-        log_with: object = None,
+        log_with: str | Tracker | GeneralTracker | Sequence[str | Tracker | GeneralTracker] | None = None,
         **older_names: object,
     ) -> None:
         chosen = chosen_strategy(strategy, older_names)
         kwargs_handlers = renamed(older_names, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older_names, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
-        refuse_unknown(type(self), older_names, log_with)
+        refuse_unknown(type(self), older_names)
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
         self._project = resolve_project(project.value, project_config, project.source)
         parts = assemble(
@@ -184,6 +190,7 @@ class Accelerator(ProcessControl):
                 dynamo_backend=dynamo_backend,
                 dynamo_plugin=dynamo_plugin,
                 detect_nonfinite=detect_nonfinite,
+                log_with=log_with,
                 strategy=chosen.active,
                 loader=loader,
                 dataloader_config=dataloader_config,
@@ -209,6 +216,7 @@ class Accelerator(ProcessControl):
         self._take(parts)
         self._options = {**parts.options, "project_dir": project}
         self._state = _state_of(parts, chosen)
+        self._trackers = None if parts.trackers is None else self._make_trackers(parts.trackers)
         if parts.detects_nonfinite:
             self._detect_nonfinite()
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
@@ -253,6 +261,11 @@ class Accelerator(ProcessControl):
     def state(self) -> AcceleratorState:
         """The set-up as one read-only object; print it. Strategies under older names are `state.<name>_plugin`."""
         return self._state
+
+    @property
+    def layout(self) -> Layout:
+        """Which part of the data this process reads, and with which others it shares the data out."""
+        return self._layout
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -345,7 +358,7 @@ class Accelerator(ProcessControl):
         """What is active and why: every choice with its source, every hook with its owner. Print it."""
         from accel_core.plugins.explain import explain
 
-        return explain(self._parts.activation, self._parts.choices, self._options)
+        return explain(self._parts.activation, self._parts.choices, self._options, self._details_of_trackers())
 
     def set_trigger(self) -> None:
         """Sets a flag that all ranks see at their next `check_trigger`: a loss that is nan, a signal, a time that is up.
@@ -1078,18 +1091,149 @@ class Accelerator(ProcessControl):
         """
         return self._checkpoints.on_load(hook)
 
+    def init_trackers(
+        self,
+        project_name: str,
+        config: object = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        resume: bool = True,
+    ) -> None:
+        """Says what the trackers of `log_with` record. No collective; on processes that do not record it does nothing.
+
+        They start with the first record, so that a `load_state` in between can go on with the run of the checkpoint.
+
+        Args:
+            project_name: of the project that the run belongs to.
+            config: what the run was configured with: a dict, a dataclass, what argparse returns, or anything else; it is stored
+                readably, whatever is in it.
+            init_kwargs: for each tracker, by name, what is handed to its service's own start.
+            resume: whether the run of a checkpoint of the same project that is loaded goes on; False: a new run begins.
+
+        Raises:
+            RuntimeError: if the run has begun already.
+            TypeError, ValueError: for a name that no tracker has, and arguments of another type.
+        """
+        if self._trackers is not None:
+            self._trackers.init(project_name, config, init_kwargs, resume=resume)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Records values with every tracker. No collective; it neither waits for a tracker nor for the device.
+
+        The main process records, unless a tracker says otherwise; call it on all. Without trackers it does nothing.
+
+        Args:
+            values: name → a number, a tensor of one element, a text, a `Histogram`, a service's own object, or a dict of these.
+            step: at least 0; None: the one after the largest so far. A run that is resumed goes on with the step of the checkpoint.
+            log_kwargs: for each tracker, by name, what its own log is to be given.
+
+        Raises:
+            RuntimeError: before `init_trackers`.
+            TypeError, ValueError: for arguments of another type, and a name that no tracker has.
+            TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`; else that is a warning, once.
+        """
+        if self._trackers is not None:
+            self._trackers.log(values, step, log_kwargs)
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        dataformats: str | None = None,
+    ) -> None:
+        """Records images with every tracker that has them. No collective; images on a device are waited for.
+
+        Args:
+            values: name → an image, or several as a batch or a list. Tensors have their channels first, (C, H, W) or (N, C, H, W),
+                arrays last, (H, W, C) or (N, H, W, C); both may be (H, W); images of PIL are taken too. C is 1, 3 or 4. Values are
+                uint8, booleans, or floats in 0 … 1.
+            step: as for `log`; None: the last one that was logged.
+            log_kwargs: as for `log`.
+            dataformats: the order of dimensions where it is another one, such as "NHWC".
+
+        Raises:
+            ValueError: for what is no image. Else as `log`.
+        """
+        if self._trackers is not None:
+            self._trackers.log_images(values, step, log_kwargs, dataformats)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Records a table with every tracker that has them. No collective.
+
+        Args:
+            table_name: its name.
+            columns: names of the columns.
+            data: rows, each with one cell per column.
+            dataframe: of pandas or polars, instead of columns and data.
+            step: as for `log`; None: the last one that was logged.
+            log_kwargs: as for `log`.
+
+        Raises:
+            ValueError: for rows of other lengths, and for both or neither of data and dataframe. Else as `log`.
+        """
+        if self._trackers is not None:
+            self._trackers.log_table(table_name, (columns, data, dataframe), step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name, when everything that was handed over to it is recorded. No collective.
+
+        Args:
+            name: such as "tensorboard".
+            unwrap: whether to return the service's own object instead.
+
+        Returns:
+            The tracker. Where it does not record, on other processes than the main one and once it is switched off, an object that
+            takes every call and does nothing.
+
+        Raises:
+            ValueError: if `log_with` has no tracker of that name.
+        """
+        if self._trackers is None:
+            raise ValueError(
+                f"get_tracker({name!r}) was called, but log_with asks for no tracker. Write Accelerator(log_with={name!r})."
+            )
+        return self._trackers.get(name, unwrap)
+
+    @property
+    def trackers(self) -> list[Tracker | GeneralTracker]:
+        """The trackers that record in this process: those of `log_with` on the main process, else none, unless one says otherwise."""
+        return [] if self._trackers is None else self._trackers.components
+
+    @property
+    def log_with(self) -> list[str]:
+        """The names of the trackers, the same on every process."""
+        return [] if self._parts.trackers is None else self._parts.trackers.names
+
     def end_training(self) -> None:
-        """Ends the run: listeners finish, and the process group ends if it was started here and nobody else uses it.
+        """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
 
         An asynchronous save is waited for, and signals do again what they did before. Collective. Call it last; it may be
         repeated. A script that does not call it ends cleanly too.
 
         Raises:
             CheckpointError, OSError: on every rank, at the end of all that, if an asynchronous save failed.
+            TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`.
         """
         if not self._ended:
             self._ended = True
             with ExitStack() as last_to_first:
+                if self._trackers is not None:  # last, for other ranks do not wait long for this one
+                    last_to_first.callback(self._trackers.finish)
                 last_to_first.callback(self._world.leave, self)
                 last_to_first.callback(self._relay.finish)
                 if self._preemption is not None:
@@ -1111,7 +1255,9 @@ class Accelerator(ProcessControl):
             from accel_core.checkpoint.checkpoints import Checkpoints
             from accel_core.checkpoint.record import set_up
 
-            self._checkpoints_made = Checkpoints(self._run(), self._project, set_up(self._world, self.explain()))
+            self._checkpoints_made = Checkpoints(
+                self._run(), self._project, set_up(self._world, self.explain()), self._trackers
+            )
         return self._checkpoints_made
 
     def _run(self) -> Run:
@@ -1143,6 +1289,17 @@ class Accelerator(ProcessControl):
         from accel_core.checkpoint.content import has_state
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
+
+    def _make_trackers(self, chosen: Chosen) -> Trackers:
+        from accel_core.tracking.trackers import Trackers
+
+        return Trackers(chosen, self._parts.tracking, self._world, self._project)
+
+    def _details_of_trackers(self) -> list[Detail]:
+        from accel_core.plugins.explain import Detail
+
+        details = {} if self._trackers is None else self._trackers.details()
+        return [Detail("tracker", name, "state", text) for name, text in details.items()]
 
     def _preempted(self) -> Preemption:
         if self._preemption is None:

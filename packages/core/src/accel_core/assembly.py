@@ -19,15 +19,17 @@ from accel_core.defaults import CoreDefaults
 from accel_core.errors import PluginError
 from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.loader_options import check_class, in_force, refuse_beside_object, resolve_options
-from accel_core.outside import DEFAULT_LOADER, DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS
+from accel_core.outside import DEFAULT_LOADER, DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, told, variable_of
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.precision import Precision
 from accel_core.sections import Sections
 from accel_core.strategies.strategy import Strategy
+from accel_core.tracking.rules import TrackingKwargs
 from accel_core.world import World
 
 if TYPE_CHECKING:
     from accel_core.layout import Layout
+    from accel_core.tracking.selection import Chosen
 
 
 class Choice(NamedTuple):
@@ -57,6 +59,8 @@ class Assembly:
     compile_options: Mapping[str, Any] | None
     handlers: Mapping[type, KwargsHandler]
     detects_nonfinite: bool
+    trackers: Chosen | None
+    tracking: TrackingKwargs
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Arguments:
     handlers: Sequence[KwargsHandler]
     dynamo_plugin: object
     detect_nonfinite: object
+    log_with: object
 
 
 def assemble(given: Arguments) -> Assembly:
@@ -96,19 +101,21 @@ def assemble(given: Arguments) -> Assembly:
     precision = _precision(given.mixed_precision, handlers, offers, sections)
     loader, loader_options = _loader(given, offers, sections)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
+    trackers, tracking = _trackers(given.log_with, handlers, offers, sections)
     world = _world(cpu.value, handlers, sections)
     strategy = _strategy(given.strategy, world, handlers, offers, sections)
-    _warn_of_idle(handlers, strategy, precision, world)
+    _warn_of_idle(handlers, strategy, precision, world, trackers)
     sections.finish(offers, _in_words(strategy, precision, world))
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
     activation = activate([choice.selected for choice in choices], defaults)
+    recording = [] if trackers is None else [Choice("tracker", each, trackers.source) for each in trackers.selected]
     layout = activation.relay.layout(world)
     _check_layout(layout, world, strategy)
     return Assembly(
         world=world,
         layout=layout,
-        choices=choices,
+        choices=(*choices, *recording),
         options={
             "cpu": cpu,
             "gradient_accumulation_steps": steps,
@@ -128,6 +135,8 @@ def assemble(given: Arguments) -> Assembly:
         compile_options=compile_options,
         handlers=handlers,
         detects_nonfinite=nonfinite.value,
+        trackers=trackers,
+        tracking=tracking,
     )
 
 
@@ -149,7 +158,11 @@ def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type[KwargsHandler], An
 
 
 def _warn_of_idle(
-    handlers: Mapping[type[KwargsHandler], Any], strategy: Choice, precision: Choice, world: World
+    handlers: Mapping[type[KwargsHandler], Any],
+    strategy: Choice,
+    precision: Choice,
+    world: World,
+    trackers: Chosen | None,
 ) -> None:
     """Options without effect say so, once, at the line that gave them."""
     taken: set[type] = {type(strategy.selected.component).handler or object, *precision.selected.component.handlers}
@@ -157,6 +170,8 @@ def _warn_of_idle(
         taken.add(InitProcessGroupKwargs)
     if precision.selected.component.policy.compute is not None:
         taken.add(AutocastKwargs)
+    if trackers is not None:
+        taken.add(TrackingKwargs)
     for handler in handlers:
         if handler not in taken and not handler.on_request:
             warnings.warn(
@@ -179,6 +194,20 @@ def _world(cpu: bool, handlers: Mapping[type, Any], sections: Sections) -> World
     if world.group is not None:
         sections.use("process_group", world.told or {})
     return world
+
+
+def _trackers(
+    argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections
+) -> tuple[Chosen | None, TrackingKwargs]:
+    """The trackers, None where none was asked for, and how they are treated. They are no owners and no listeners of hooks."""
+    rules = handlers.get(TrackingKwargs)
+    if rules is not None:
+        sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
+    if argument is None and told(variable_of("log_with")) is None:
+        return None, rules or TrackingKwargs()
+    from accel_core.tracking.selection import choose  # which most runs need not import
+
+    return choose(argument, offers, sections), rules or TrackingKwargs(**sections.share("tracking"))
 
 
 def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:

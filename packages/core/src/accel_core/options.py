@@ -6,10 +6,10 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 from accel_core.deprecation import Deprecation
-from accel_core.plugins import find, list_offers
+from accel_core.plugins import list_offers
 from accel_core.strategies.strategy import Strategy
 
 T = TypeVar("T")
@@ -131,27 +131,14 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
     return dict(objects)
 
 
-def refuse_unknown(constructor: type, older: Mapping[str, object], log_with: object) -> None:
-    """Raises for trackers that are not installed, and for arguments that nothing takes."""
-    if log_with is not None:
-        _refuse_trackers(log_with)
+def refuse_unknown(constructor: type, older: Mapping[str, object]) -> None:
+    """Raises for arguments that nothing takes."""
     if older:
         name = next(iter(older))
         known = [parameter for parameter in inspect.signature(constructor).parameters if parameter != "older_names"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}, and <name>_plugin."
         raise TypeError(f"Accelerator() got an argument {name!r} that nothing installed takes.{hint}")
-
-
-def _refuse_trackers(log_with: object) -> NoReturn:
-    names = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-    for name in names:
-        if isinstance(name, str) and name != "all":
-            find("accel.trackers", name)
-    raise TypeError(
-        f"log_with={log_with!r} was given, but this version of accel-core runs no trackers yet. Leave log_with out, and log "
-        f"from `if accelerator.is_main_process:`."
-    )
 
 
 def refuse_keywords(call: str, given: Mapping[str, object]) -> None:

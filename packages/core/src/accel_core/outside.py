@@ -36,6 +36,7 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         "dynamo_backend": "no",
         "detect_nonfinite": False,
         "project_dir": None,
+        "log_with": None,
     }
 )
 """The options of the Accelerator that may be given outside of the code, with what holds where nobody says anything; None: what there is

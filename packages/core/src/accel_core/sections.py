@@ -18,6 +18,7 @@ from accel_core.config import Option
 from accel_core.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, KwargsHandler
 from accel_core.outside import section_name, told_of, told_sections, variable_of
 from accel_core.plugins.offers import nearest
+from accel_core.tracking.rules import TrackingKwargs
 
 if TYPE_CHECKING:
     from accel_core.outside import Told
@@ -41,6 +42,7 @@ SECTIONS: Mapping[str, Shared] = {
     "process_group": Shared(InitProcessGroupKwargs, {}),
     "accumulation": Shared(GradientAccumulationPlugin, {"num_steps": "gradient_accumulation_steps"}),
     "dynamo": Shared(TorchDynamoPlugin, {"backend": "dynamo_backend"}),
+    "tracking": Shared(TrackingKwargs, {}),
 }
 """Sections beside those of components."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import os
 
     from accel_core.project import ProjectConfiguration
+    from accel_core.tracking.trackers import Trackers
 
 FOLDER = "checkpoints"
 """The folder of automatic names, in the project's."""
@@ -37,12 +38,19 @@ class Checkpoints:
         run: what is saved. `run.registered` grows by `register`.
         project: where automatic names are; its `iteration` is counted on.
         record: what manifests say of the run, wherever it stands, as JSON.
+        trackers: where the run is recorded, which a run that is resumed goes on with.
     """
 
-    def __init__(self, run: Run, project: ProjectConfiguration, record: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run: Run, project: ProjectConfiguration, record: Mapping[str, Any], trackers: Trackers | None = None
+    ) -> None:
         self._run = run
         self._project = project
         self._record = record
+        self._trackers = trackers
+        self._recorded: Sequence[
+            Any
+        ] = ()  # what a checkpoint that was loaded said of trackers, where there are none here
         self._registered: list[Any] = run.registered  # type: ignore[assignment]
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -100,6 +108,7 @@ class Checkpoints:
                 **self._record,
                 **whereabouts(self._run.prepared, self._run.accumulation),
                 "iteration": self._project.iteration if automatic else None,
+                "tracking": self._tracking(),
             },
             hooks=tuple(self._save_hooks.values()),
             published=lambda: self._enforce_limit(folder),
@@ -119,11 +128,25 @@ class Checkpoints:
         self.wait()
         folder = self._folder_to_load(input_dir)
         record = load(self._run, LoadRequest(folder, tuple(self._load_hooks.values())))
+        self._resume_tracking(record.get("tracking", ()))
         if self._project.automatic_checkpoint_naming and all(
             everywhere(world, "to count on", lambda: self._is_managed(folder))
         ):
             self._known = True
             self._project.iteration = self._next_number(record)
+
+    def _tracking(self) -> Sequence[Any]:
+        """Where the run is recorded, by rank: by the main process alone, unless trackers say otherwise. A collective, if there are any."""
+        if self._trackers is None:
+            return self._recorded
+        recorded = everywhere(self._run.world, "for trackers to say what they record", self._trackers.state)
+        return recorded if self._trackers.on_every_rank else recorded[:1]
+
+    def _resume_tracking(self, recorded: Sequence[Any]) -> None:
+        self._recorded = recorded
+        rank = self._run.world.rank
+        if self._trackers is not None and rank < len(recorded):
+            self._trackers.resume(recorded[rank])
 
     def wait(self) -> None:
         """Returns when the save that is under way is published; raises what made it fail. A collective, if one is."""

@@ -1,4 +1,7 @@
-"""What a manifest says of the run that saved a checkpoint: for people, and for messages; nothing is restored from it."""
+"""What a manifest says of the run that saved a checkpoint: for people, and for messages.
+
+Nothing of the training is restored from it. Trackers go on with the run that it names.
+"""
 
 from __future__ import annotations
 

@@ -110,6 +110,7 @@ def explain(
     activation: Activation,
     selections: Sequence[tuple[str, Selected, str]],
     options: Mapping[str, Option[Any]] = MappingProxyType({}),
+    further: Sequence[Detail] = (),
 ) -> Explanation:
     """Describes an activation.
 
@@ -118,6 +119,7 @@ def explain(
         selections: (role, component, source) of every part, where the source says who chose it: "argument", the name of an
             environment variable, or "default".
         options: further options by name, with their sources.
+        further: details beside those that components give.
     """
     offers = list_offers()
     active = [selected.offer for _, selected, _ in selections]
@@ -135,11 +137,14 @@ def explain(
             for offer in offers
             if offer not in active
         ),
-        details=tuple(
-            Detail(role, selected.name, about, text)
-            for role, selected, _ in selections
-            if isinstance(selected.component, (Precision, Strategy))
-            for about, text in selected.component.details().items()
+        details=(
+            *(
+                Detail(role, selected.name, about, text)
+                for role, selected, _ in selections
+                if isinstance(selected.component, (Precision, Strategy))
+                for about, text in selected.component.details().items()
+            ),
+            *further,
         ),
     )
 

@@ -1,0 +1,58 @@
+"""What `get_tracker` returns where nothing is recorded: an object that lets itself be used, and does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_core.tracking.tracker import GeneralTracker
+
+
+class Blank(GeneralTracker):
+    """Stands for a tracker, or for a service's own object, on processes that do not record, and when it is switched off.
+
+    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a context manager.
+    """
+
+    name = "blank"
+    requires_logging_directory = False
+
+    def __init__(self, name: str = "blank") -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> Blank:
+        """A blank, too."""
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Blank:
+        """Does nothing, whatever is given."""
+        return self
+
+    start = store_init_configuration = log = finish = __call__  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Blank:
+        if name.startswith("__"):  # as copying and pickling ask for
+            raise AttributeError(name)
+        return Blank(name)
+
+    def __enter__(self) -> Blank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __getitem__(self, _: object) -> Blank:
+        return self
+
+    def __setitem__(self, _: object, __: object) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return f"<nothing in place of the tracker {self.name!r}>"

@@ -1,0 +1,149 @@
+"""A tracker in a thread of its own, so that nothing that it does, or fails to do, reaches the training.
+
+    lane = Lane("mine", rules)
+    lane.put("start()", start)         # hands a job over; never waits
+    lane.wait(rules.start_timeout)     # waits, where somebody has to
+
+**A job that raises** is the last: the tracker is switched off, and closed as well as it can be.
+
+**A job that takes too long** is not waited for: the tracker is switched off, and its thread is left to itself. Threads are daemons, so
+one that never comes back does not keep the program from ending.
+
+**Failures are told where the training runs**, by whoever asks for `untold`: an exception or a warning in another thread would be seen by
+nobody. What is switched off gets nothing more, and what was waiting for it is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_core.tracking.rules import TrackingKwargs
+
+Job = Callable[[], None]
+
+
+class Lane:
+    """Runs the jobs of one tracker, one after the other.
+
+    Args:
+        name: of the tracker.
+        rules: how long a job may take, and how many may wait.
+        close: called once in the same thread, when a job has failed, whatever it raises then.
+        threaded: False: jobs run where they are handed over, which waits for them.
+    """
+
+    def __init__(self, name: str, rules: TrackingKwargs, close: Job, *, threaded: bool = True) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self.cause: BaseException | None = None
+        self._rules = rules
+        self._close = close
+        self._untold: deque[str] = deque()
+        self._left_out: set[str] = set()
+        self._jobs: SimpleQueue[tuple[str, Job, int] | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._handed = self._done = 0  # by weight
+        self._doing = ""
+        self._since: float | None = None
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._work, name=f"accel tracker {name}", daemon=True)
+            self._thread.start()
+
+    @property
+    def pending(self) -> int:
+        """How much was handed over and is not done."""
+        return self._handed - self._done
+
+    def put(self, doing: str, job: Job, weight: int = 1) -> None:
+        """Hands a job over, unless the tracker is switched off.
+
+        Args:
+            doing: what it does, as it stands in messages.
+            job: called without arguments.
+            weight: how many records it counts as, where they wait.
+        """
+        if self.failure is not None:
+            return
+        if self._thread is None:
+            self._do(doing, job)
+            return
+        since = self._since
+        if since is not None and time.monotonic() - since > self._rules.stall_timeout:
+            self.give_up(f"{self._doing} has taken more than {self._rules.stall_timeout:g} s")
+        elif self._handed - self._done >= self._rules.most_pending:
+            self.give_up(f"it is {self._rules.most_pending} records behind")
+        else:
+            self._handed += weight
+            self._jobs.put((doing, job, weight))
+
+    def wait(self, timeout: float) -> bool:
+        """Whether everything that was handed over is done, which is waited for; or the tracker was switched off."""
+        target = self._handed
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done >= target or self.failure is not None, timeout)
+
+    def end(self) -> None:
+        """Lets the thread end when it has done what was handed over."""
+        self._jobs.put(None)
+
+    def leave_out(self, reason: str) -> None:
+        """Notes once that something cannot be recorded; the tracker goes on."""
+        if reason not in self._left_out:
+            self._left_out.add(reason)
+            self._untold.append(f"The tracker {self.name!r} leaves out {reason}")
+
+    def give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        """Switches the tracker off."""
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure, self.cause = reason, cause
+            self._changed.notify_all()
+        self._untold.append(f"The tracker {self.name!r} is switched off: {reason}.")
+        self._jobs.put(None)
+
+    def untold(self) -> list[str]:
+        """What happened since this was called last."""
+        found = []
+        while self._untold:
+            found.append(self._untold.popleft())
+        return found
+
+    def _work(self) -> None:
+        while self.failure is None:
+            item = self._jobs.get()
+            if item is None:
+                break
+            doing, job, weight = item
+            self._doing, self._since = doing, time.monotonic()
+            self._do(doing, job)
+            self._since = None
+            with self._changed:
+                self._done += weight
+                self._changed.notify_all()
+        if self.failure is not None:
+            self._close_after_failure()
+
+    def _do(self, doing: str, job: Job) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001  (SystemExit too: whatever a service does, the training goes on)
+            self.give_up(f"{doing} raised {type(error).__name__}: {error}", error)
+            if self._thread is None:
+                self._close_after_failure()
+
+    def _close_after_failure(self) -> None:
+        try:
+            self._close()
+        except BaseException as error:  # noqa: BLE001
+            self._untold.append(
+                f"The tracker {self.name!r} could not be closed either: {type(error).__name__}: {error}. What it has recorded may "
+                f"be incomplete."
+            )

@@ -1,0 +1,157 @@
+"""From `log_with` to trackers: names, objects, `"all"`, or a mixture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_core.config import Option, as_list, resolve
+from accel_core.errors import NotInstalledError
+from accel_core.plugins import Group, Offer, Selected, build, find, list_offers, passed
+from accel_core.tracking.tracker import GeneralTracker, Tracker
+from accel_core.vocabulary import KNOWN_PROVIDERS
+
+if TYPE_CHECKING:
+    from accel_core.sections import Sections
+
+ALL = "all"
+GROUP: Group = "accel.trackers"
+VARIABLE = "ACCELERATE_LOG_WITH"
+
+
+@dataclass
+class Chosen:
+    """The trackers of a run.
+
+    Args:
+        source: who asked for them: "argument", a variable, "default".
+        selected: in the order in which they were asked for.
+        left_out: of what `"all"` stands for, what cannot be used here: name → why.
+    """
+
+    source: str = "default"
+    selected: list[Selected] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the trackers."""
+        return [name_of(each.component) for each in self.selected]
+
+
+def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Chosen:
+    """The trackers that the argument, or what was said outside of the code, asks for. Imports no service.
+
+    Args:
+        log_with: of the constructor of the Accelerator.
+        offers: what is installed.
+        sections: options of those that are chosen by name.
+
+    Raises:
+        NotInstalledError: for a name whose distribution, or whose service, is not installed.
+        PluginError: for a name that nothing offers.
+        TypeError: for what is neither a name nor a tracker.
+        ValueError: for two trackers of one name.
+    """
+    option: Option[Any] = resolve(log_with, VARIABLE, as_list, ())
+    listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
+    # An enumeration's member stands for its value; a name that is given twice is one tracker.
+    asked = list(
+        dict.fromkeys(getattr(each, "value", each) if isinstance(each, str) else _Object(each) for each in listed)
+    )
+    chosen = Chosen(option.source)
+    for each in asked:
+        if isinstance(each, _Object):
+            chosen.selected.append(_passed(each.value, offers, sections))
+        elif each != ALL:
+            selected, why = _named(find(GROUP, each, offers), offers, sections)
+            if why is not None:
+                raise NotInstalledError(
+                    f"The tracker {each!r} was asked for ({chosen.source}), and cannot be used here: {why}"
+                )
+            chosen.selected.append(selected)
+    _check_names(chosen)
+    if ALL in asked:
+        _choose_all(chosen, offers, sections)
+    return chosen
+
+
+def name_of(tracker: object) -> str:
+    """The name by which a tracker is asked for."""
+    return str(getattr(tracker, "name", ""))
+
+
+@dataclass(frozen=True, eq=False)
+class _Object:
+    """What was passed as an object: by identity, for it may be equal to another, or not hashable."""
+
+    value: Any
+
+
+def _choose_all(chosen: Chosen, offers: Sequence[Offer], sections: Sections) -> None:
+    """Adds everything that is installed and usable, and goes by a name of its own."""
+    apart = {each.offer for each in chosen.selected}
+    for offer in offers:
+        if offer.group != GROUP or offer in apart:
+            continue
+        try:
+            selected, why = _named(offer, offers, sections)
+        except Exception as error:  # noqa: BLE001  (a broken tracker that nobody asked for by name)
+            chosen.left_out[offer.name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            continue
+        if why is None and name_of(selected.component) in chosen.names:
+            why = f"another tracker goes by the name {name_of(selected.component)!r}"
+        if why is None:
+            chosen.selected.append(selected)
+        else:
+            chosen.left_out[offer.name] = why
+
+
+def _named(offer: Offer, offers: Sequence[Offer], sections: Sections) -> tuple[Selected, str | None]:
+    """The tracker that an offer makes, and why it cannot be used here, if it cannot."""
+    choice = f"{offer.distribution}:{offer.name}"
+    selected = build(GROUP, choice, sections.take(offer.name, offer.load), offers)
+    _check_kind(selected.component, f"the name {offer.name!r}")
+    unusable = getattr(selected.component, "unusable", None)
+    return selected, None if unusable is None else unusable()
+
+
+def _passed(tracker: object, offers: Sequence[Offer], sections: Sections) -> Selected:
+    selected = passed(tracker, GROUP)
+    _check_kind(tracker, "log_with")
+    sections.refuse_beside_object(tracker, [offer for offer in offers if offer.group == GROUP])
+    if isinstance(tracker, Tracker) and (why := tracker.unusable()) is not None:
+        raise NotInstalledError(f"The tracker {type(tracker).__name__} was passed, and cannot be used here: {why}")
+    return selected
+
+
+def _check_kind(tracker: object, where: str) -> None:
+    if not isinstance(tracker, (Tracker, GeneralTracker)):
+        hint = " Folders belong to project_dir." if isinstance(tracker, os.PathLike) else ""
+        raise TypeError(
+            f"{where} gives a {type(tracker).__name__}, expected trackers: names such as 'tensorboard', 'all', or objects of subclasses of "
+            f"accel_core.Tracker.{hint}"
+        )
+    if not name_of(tracker):
+        raise TypeError(
+            f"{type(tracker).__name__} has no name, by which it could be asked for. Give its class the attribute name = '...'."
+        )
+
+
+def _check_names(chosen: Chosen) -> None:
+    names = chosen.names
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        kinds = [type(each.component).__name__ for each in chosen.selected if name_of(each.component) in twice]
+        raise ValueError(
+            f"log_with has {' and '.join(kinds)}, which go by the name {min(twice)!r}, and options and get_tracker() could not tell "
+            f"them apart. Leave one of them out, or give it another name."
+        )
+
+
+def known_names(chosen: Chosen) -> list[str]:
+    """Every name for which options may be given: those of this run, and those that another one could have."""
+    installed = [offer.name for offer in list_offers(GROUP)]
+    return list(dict.fromkeys([*chosen.names, *installed, *KNOWN_PROVIDERS[GROUP]]))

@@ -1,0 +1,161 @@
+"""What a tracker is: something that records a run where people look at it, in a file or with a service.
+
+Two spellings serve. `Tracker` is the one that new trackers are written in. `GeneralTracker` is an older one, for classes that exist
+already. Both are handed plain Python values; neither ever sees a tensor of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core.tracking.values import Bins, Table
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker is to record.
+
+    Args:
+        project: its project, as given to `init_trackers`.
+        run_id: of this run: the same for all trackers, and again when a run is resumed. Letters, digits, "-" and "_"; unique
+            enough to be the id of the run where a service lets one choose it.
+        config: what the user configured, as JSON has it: None, booleans, numbers, texts, lists, and dicts with texts as keys.
+        directory: a folder of this run alone, which need not exist yet; None unless the tracker requires one.
+        options: `init_kwargs[name]`: what the user wants to be handed to the service's own start.
+        resumed: what `state()` said in the run that goes on here; None: this is a new run.
+        step: the next step that will be recorded if nobody says another: 0 in a new run. What a resumed run has recorded from here
+            on came after the checkpoint, and is going to be recorded again.
+    """
+
+    project: str
+    run_id: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    resumed: Mapping[str, Any] | None = None
+    step: int = 0
+
+
+class Tracker:
+    """Records runs; subclass it, and offer the class under `accel.trackers`, or pass an object to `Accelerator(log_with=...)`.
+
+    One object records one run, and no Accelerator shares it. All methods but the constructor and `unusable` are called in one thread
+    of the tracker's own, one after the other: `start`, then any number of records, then `finish`. One that raises is reported once and
+    the tracker is switched off; the training goes on. One that takes minutes is given up, so no method needs a timeout of its own.
+
+    The constructor is the schema of the tracker's options. It neither imports the service nor opens anything: that is for `start`.
+
+    Attributes:
+        name: by which it is asked for: `get_tracker(name)`, `init_kwargs={name: ...}`.
+        requires_logging_directory: whether it is given a folder.
+        main_process_only: whether the main process alone records; else every process does, each for itself.
+    """
+
+    name: ClassVar[str] = ""
+    requires_logging_directory: ClassVar[bool] = False
+    main_process_only: ClassVar[bool] = True
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """Why it cannot be used here, and what to type; None if it can. Imports no service; `importlib.util.find_spec` says enough."""
+        return None
+
+    @property
+    def tracker(self) -> Any:
+        """The service's own object for the run, from `start` on: what `get_tracker(name, unwrap=True)` returns."""
+        raise NotImplementedError
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens the run, or the one again that `run.resumed` tells of, and stores its configuration."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold for `start` to go on with this run, as JSON has it; called after `start`. Often the run's id."""
+        return {}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """Records values.
+
+        Args:
+            values: name → int, float (also nan and inf), text, or an object of which `records` says that it is recorded. Names of
+                nested dicts are joined by "/".
+            step: at least 0. It may be one that was recorded before, or an earlier one.
+            options: `log_kwargs[name]` of the user's call.
+        """
+        raise NotImplementedError
+
+    def records(self, value: object) -> bool:  # noqa: ARG002
+        """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types."""
+        return False
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """Records images: name → tensors (height, width, channels), uint8, on the CPU, with 1, 3 or 4 channels.
+
+        Not overridden: the tracker has no images, which is said once where there are some.
+        """
+        raise NotImplementedError
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """Records a table. Not overridden: the tracker has no tables, which is said once where there is one."""
+        raise NotImplementedError
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """Records histograms by name. Not overridden: the tracker has none, which is said once where there is one."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Makes what was recorded readable by others as far as that takes no network. Called now and then, and in `save_state`."""
+
+    def finish(self, failed: bool) -> None:
+        """Closes the run; `failed`: the process ends because of an exception. Nothing is called after it."""
+
+
+class GeneralTracker:
+    """The older way to write a tracker: subclass it, and pass an object of the class to `Accelerator(log_with=...)`.
+
+    A subclass has the attributes `name` and `requires_logging_directory`, and `tracker`, the service's own object. Its methods are
+    called with plain Python values in place of tensors, in a thread of its own, unless it says `in_thread = False`.
+
+    Attributes:
+        main_process_only: whether the main process alone records; else every process does, each for itself.
+        in_thread: False: all methods are called in the thread that calls the Accelerator, which then waits for them. For objects that
+            are bound to the thread that made them.
+
+    Raises:
+        NotImplementedError: if the class lacks one of the three, naming all that are missing.
+    """
+
+    name: Any
+    requires_logging_directory: Any
+    tracker: Any
+    main_process_only: bool = True
+    in_thread: bool = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:
+            return
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if not hasattr(type(self), name)]
+        missing = [name for name in missing if name not in vars(self)]
+        if missing:
+            raise NotImplementedError(
+                f"{type(self).__name__} lacks {', '.join(missing)}, which a GeneralTracker has as attributes of its class. Add "
+                f"them: name = '...', requires_logging_directory = False, and tracker as a property."
+            )
+
+    def start(self) -> None:
+        """Opens the run. Called once, before everything else."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration of the run, as JSON has it."""
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Records values, nested as the user gave them."""
+
+    def finish(self) -> None:
+        """Closes the run."""

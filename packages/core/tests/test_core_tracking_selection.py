@@ -1,0 +1,194 @@
+"""From `log_with`, and what is said outside of the code, to trackers: names, objects, all of them; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from trackers_for_tests import Listing, Older
+
+from accel_core import Accelerator, LoggerType, NotInstalledError, PluginError, Tracker, TrackingKwargs
+from accel_core.plugins import Offer
+from accel_core.sections import Sections
+from accel_core.tracking.selection import Chosen, choose
+
+
+class First(Listing):
+    name = "first"
+
+    def __init__(self, level: int = 1, folder: str | None = None) -> None:
+        super().__init__("first")
+        self.level, self.folder = level, folder
+
+
+class Absent(Listing):
+    name = "absent"
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        return "absent is not installed. Type: pip install absent"
+
+
+class Namesake(Listing):
+    def __init__(self) -> None:
+        super().__init__("first")
+
+
+class Broken(Listing):
+    def __init__(self) -> None:
+        raise RuntimeError("it was built on sand\nand more")
+
+
+class NoTracker:
+    name = "none"
+
+
+def offer(name: str, kind: type, distribution: str = "some-trackers") -> Offer:
+    return Offer("accel.trackers", name, f"{kind.__module__}:{kind.__qualname__}", distribution, "1.0")
+
+
+OFFERS = [
+    offer("first", First),
+    offer("older", Older),
+    offer("absent", Absent),
+    offer("broken", Broken),
+    offer("namesake", Namesake),
+    Offer("accel.trackers", "gone", "no_such_module:Gone", "some-trackers", "1.0"),
+    Offer("accel.strategies", "first", "accel_core:Single", "accel-core", "1.0"),
+]
+
+
+def chosen(log_with: object, offers: list[Offer] = OFFERS) -> Chosen:
+    sections = Sections()
+    found = choose(log_with, offers, sections)
+    sections.finish(offers, "a test")
+    return found
+
+
+def test_names_objects_and_mixtures_are_chosen_in_their_order() -> None:
+    mine = Listing("mine")
+    assert chosen("first").names == ["first"]
+    assert chosen(mine).names == ["mine"]
+    assert chosen([mine, "older", "first"]).names == ["mine", "older", "first"]
+    assert chosen(("first", "first")).names == ["first"]
+    assert chosen([]).names == []
+    assert chosen(None).names == []
+    assert chosen("some-trackers:first").names == ["first"]
+
+
+def test_a_member_of_the_enumeration_stands_for_its_name() -> None:
+    with pytest.raises(NotInstalledError, match=r"'tensorboard' was asked for.*\nType: pip install accel-trackers"):
+        chosen(LoggerType.TENSORBOARD)
+    assert chosen([LoggerType.ALL]).names == chosen("all").names
+
+
+def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:
+    found = chosen("all")
+    assert found.names == ["first", "older"]
+    assert found.left_out.pop("gone").startswith(
+        "PluginError: The tracker 'gone' was asked for, but some-trackers 1.0 is broken"
+    )
+    assert found.left_out == {
+        "absent": "absent is not installed. Type: pip install absent",
+        "broken": "RuntimeError: it was built on sand",
+        "namesake": "another tracker goes by the name 'first'",
+    }
+    mine = Listing("older")
+    assert chosen([mine, "all"]).names == ["older", "first"]
+    assert chosen(["all", mine]).selected[0].component is mine
+    assert chosen(["namesake", "all"]).names == ["first", "older"]
+
+
+@pytest.mark.parametrize(
+    "log_with, error, message",
+    [
+        (
+            "absent",
+            NotInstalledError,
+            r"'absent' was asked for \(argument\), and cannot be used here: absent is not installed. Type",
+        ),
+        (Absent(), NotInstalledError, r"Absent was passed, and cannot be used here: absent is not installed"),
+        ("frist", PluginError, r"Type 'first' if that was meant"),
+        ("wandb", NotInstalledError, r"Type: pip install accel-trackers"),
+        ("gone", PluginError, r"some-trackers 1.0 is broken"),
+        (["first", "namesake"], ValueError, r"First and Namesake, which go by the name 'first'"),
+        ([First], TypeError, r"The class .*First was passed as tracker; an object of it is needed"),
+        (NoTracker(), TypeError, r"log_with gives a NoTracker, expected trackers: names such as 'tensorboard'"),
+        ({"first": 1}, TypeError, r"log_with gives a dict"),
+        ("none", TypeError, r"the name 'none' gives a NoTracker, expected trackers"),
+    ],
+)
+def test_what_cannot_record_is_refused(log_with: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chosen(log_with, [*OFFERS, offer("none", NoTracker)])
+
+
+@pytest.mark.parametrize(
+    "environment, names, source",
+    [
+        ({"ACCELERATE_LOG_WITH": "first"}, ["first"], "ACCELERATE_LOG_WITH"),
+        ({"ACCELERATE_LOG_WITH": " older , first "}, ["older", "first"], "ACCELERATE_LOG_WITH"),
+        ({"ACCELERATE_LOG_WITH": "all"}, ["first", "older"], "ACCELERATE_LOG_WITH"),
+    ],
+)
+def test_trackers_are_named_outside_of_the_code(
+    environment: Mapping[str, str], names: list[str], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = chosen(None)
+    assert (found.names, found.source) == (names, source)
+    assert chosen("older").names == ["older"]  # the code wins
+
+
+def test_options_from_outside_reach_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_FIRST__LEVEL", "7")
+    (selected,) = chosen("first").selected
+    assert (selected.component.level, selected.component.folder) == (7, None)
+    assert chosen("all").selected[0].component.level == 7
+    with pytest.raises(
+        ValueError, match=r"ACCELERATE_FIRST__LEVEL was given, an option of 'first', beside First\(...\)"
+    ):
+        chosen(First())
+    with pytest.warns(
+        UserWarning, match="ACCELERATE_FIRST__LEVEL was given, an option of 'first', which is not active"
+    ):
+        chosen("older")
+    monkeypatch.setenv("ACCELERATE_FIRST__LEVLE", "7")
+    with pytest.raises(ValueError, match="LEVLE"):
+        chosen("first")
+
+
+def test_the_rules_of_tracking_are_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TRACKING__STRICT", "yes")
+    accelerator = Accelerator(cpu=True, log_with=Listing())
+    assert accelerator._parts.tracking == TrackingKwargs(strict=True)
+    assert "tracking.strict" in str(accelerator.explain())
+    accelerator.end_training()
+    with pytest.raises(
+        ValueError, match=r"ACCELERATE_TRACKING__STRICT was given, an option of 'tracking', beside kwargs_handlers"
+    ):
+        Accelerator(cpu=True, log_with=Listing(), kwargs_handlers=[TrackingKwargs()])
+    with pytest.warns(
+        UserWarning, match="ACCELERATE_TRACKING__STRICT was given, an option of 'tracking', which is not active"
+    ):
+        Accelerator(cpu=True).end_training()
+
+
+def test_rules_without_trackers_have_no_effect_and_say_so() -> None:
+    with pytest.warns(UserWarning, match="kwargs_handlers has a TrackingKwargs, which nothing that is active takes"):
+        Accelerator(cpu=True, kwargs_handlers=[TrackingKwargs(strict=True)]).end_training()
+
+
+def test_the_interface_says_what_it_lacks() -> None:
+    bare = Tracker()
+    assert (Tracker.unusable(), bare.state(), bare.records(object())) == (None, {}, False)
+    for call in (
+        lambda: bare.tracker,
+        lambda: bare.log({}, 0),
+        lambda: bare.log_images({}, 0),
+        lambda: bare.log_histograms({}, 0),
+    ):
+        with pytest.raises(NotImplementedError):
+            call()
