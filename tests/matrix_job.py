@@ -2,12 +2,15 @@
 
 `nox -s matrix` runs it from wheels in worlds of one and two: with the default strategy and with every other one that is
 installed, in full precision and in every precision for which autocast alone is needed. Without a loader plugin a larger world
-must refuse to prepare a loader, and trains with a sampler of its own.
+must refuse to prepare a loader, and trains with a sampler of its own. Where the tracker of plain files is installed, each run is
+recorded.
 """
 
 from __future__ import annotations
 
+import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -58,9 +61,11 @@ def offered(group):
     return sorted({point.name for point in metadata.entry_points(group=group)})
 
 
-def compared(strategy, precision):
+def compared(strategy, precision, folder):
     """Trains, and compares the weights on the main process."""
-    accelerator = Accelerator(strategy=strategy, mixed_precision=precision)
+    trackers = [name for name in offered("accel.trackers") if name == "jsonl"]
+    accelerator = Accelerator(strategy=strategy, mixed_precision=precision, log_with=trackers, project_dir=folder)
+    accelerator.init_trackers("matrix", {"strategy": strategy})
     loader = prepared_loader(accelerator, offered("accel.loaders"))
     model, optimizer = accelerator.prepare(*model_and_optimizer())
     train(model, optimizer, loader, accelerator.backward, accelerator.device)
@@ -72,16 +77,21 @@ def compared(strategy, precision):
     for name, parameter in reference.state_dict().items() if accelerator.is_main_process else ():
         torch.testing.assert_close(trained[name].detach().cpu(), parameter, atol=TOLERANCES[precision], rtol=1e-5)
     told = f"world of {accelerator.num_processes}, {accelerator.distributed_type}, {precision}: trained as plain torch does"
-    accelerator.print(told)
+    accelerator.log({"told": told})
+    for name in trackers:
+        recorded = accelerator.get_tracker(name, unwrap=True)
+        assert not accelerator.is_main_process or told in recorded.read_text(encoding="utf-8"), recorded
+    accelerator.print(told + "".join(f", recorded by {name}" for name in trackers))
     return accelerator
 
 
 def main():
     strategies = [None, *(name for name in offered("accel.strategies") if name not in DEFAULTS)]
     precisions = [name for name in offered("accel.precisions") if name in TOLERANCES]
-    ran = [compared(strategy, precision) for strategy in strategies for precision in precisions]
-    for accelerator in ran:
-        accelerator.end_training()
+    with tempfile.TemporaryDirectory() as folder:
+        ran = [compared(strategy, precision, Path(folder)) for strategy in strategies for precision in precisions]
+        for accelerator in ran:
+            accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import accel_data
 import accel_fsdp
 import accel_launch
 import accel_precision
+import accel_trackers
 from accel_core.hookspecs import HookSpecs
 
 ROOT = Path(__file__).parents[1]
@@ -29,10 +30,12 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
-DOTTED = re.compile(r"(?<![\w./])(?:torch|accel_(?:core|data|fsdp|launch|precision)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+")
+DOTTED = re.compile(
+    r"(?<![\w./])(?:torch|accel_(?:core|data|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
+)
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
-OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision)
+OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision, accel_trackers)
 ROOTS = {"itertools": itertools, "torch": torch, **{package.__name__: package for package in OURS}}
 
 # What a variable in a message stands for, as in `accelerator.backward(loss)`.
@@ -53,7 +56,7 @@ STANDS_FOR = {
 
 # Whose members may be named bare, as in `prepare(): ...`.
 BARE = (
-    *(accel_core.Accelerator, accel_core.Strategy, accel_core.World, HookSpecs),
+    *(accel_core.Accelerator, accel_core.Strategy, accel_core.Tracker, accel_core.World, HookSpecs),
     *(*OURS, accel_data.DataLoaderShard, torch, torch.utils.data, builtins),
     *(torch.Tensor, torch.nn.Module, torch.nn.functional, torch.optim.lr_scheduler.LRScheduler),
 )

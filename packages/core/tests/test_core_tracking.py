@@ -228,7 +228,7 @@ def test_objects_of_several_trackers_are_told_the_same() -> None:
 @pytest.mark.parametrize(
     "log_with, error, message",
     [
-        (7, TypeError, r"log_with gives a int, expected trackers: names such as 'tensorboard'"),
+        (7, TypeError, r"log_with gives a int, expected trackers: names of installed ones"),
         (
             [Listing],
             TypeError,

@@ -114,7 +114,7 @@ def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:
         ("gone", PluginError, r"some-trackers 1.0 is broken"),
         (["first", "namesake"], ValueError, r"First and Namesake, which go by the name 'first'"),
         ([First], TypeError, r"The class .*First was passed as tracker; an object of it is needed"),
-        (NoTracker(), TypeError, r"log_with gives a NoTracker, expected trackers: names such as 'tensorboard'"),
+        (NoTracker(), TypeError, r"log_with gives a NoTracker, expected trackers: names of installed ones"),
         ({"first": 1}, TypeError, r"log_with gives a dict"),
         ("none", TypeError, r"the name 'none' gives a NoTracker, expected trackers"),
     ],

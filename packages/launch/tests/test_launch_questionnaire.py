@@ -37,6 +37,10 @@ pytestmark = [
 ]
 
 
+REMAINING = ("dynamo_backend", "log_with", "data options", "debug", "detect_nonfinite")
+BEHIND = REMAINING[2:]
+
+
 @contextmanager
 def terminal(*command: Any, size: tuple[int, int] = (50, 80), **environ: str) -> Iterator[Terminal]:
     opened = Terminal([sys.executable, *map(str, command)], {**NOWHERE, **environ}, size)
@@ -48,7 +52,7 @@ def terminal(*command: Any, size: tuple[int, int] = (50, 80), **environ: str) ->
 
 def finish(opened: Terminal, path: Path) -> None:
     """Takes what is shown from the compiler to the end, and writes."""
-    for name in ("dynamo_backend", "data options", "debug", "detect_nonfinite"):
+    for name in REMAINING:
         opened.answer(name)
     opened.press("more")
     opened.press("file")
@@ -132,16 +136,25 @@ def third_party(folder: Path) -> None:
     info = folder / "third-1.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text("[accel.strategies]\nthird = third:Third\nbroken = missing:Thing\n")
+    (info / "entry_points.txt").write_text(
+        "[accel.strategies]\nthird = third:Third\nbroken = missing:Thing\n"
+        "[accel.trackers]\na_diary = third:Diary\na_slate = third:Slate\n"
+    )
     (folder / "third.py").write_text(
         "class Third:\n"
         '    """Distributes by turns.\n\n    Args:\n        pace: how fast it turns.\n    """\n\n'
         "    def __init__(self, pace: int = 3) -> None:\n"
-        '        assert pace < 9, "no faster than 8"\n'
+        '        assert pace < 9, "no faster than 8"\n\n\n'
+        "class Diary:\n"
+        '    """Records in a book.\n\n    Args:\n        pages: how many it has.\n    """\n\n'
+        "    def __init__(self, pages: int = 100) -> None:\n"
+        "        pass\n\n\n"
+        "class Slate:\n"
+        '    """Records on stone."""\n\n'
+        "    @classmethod\n"
+        "    def unusable(cls) -> str:\n"
+        '        return "no chalk"\n'
     )
-
-
-REMAINING = ("dynamo_backend", "data options", "debug", "detect_nonfinite")
 
 
 def test_older_files_and_interruptions_in_a_narrow_window(tmp_path: Path):
@@ -187,7 +200,12 @@ def test_older_files_and_interruptions_in_a_narrow_window(tmp_path: Path):
         opened.answer("mixed_precision")
         opened.answer("bf16 options")
         opened.answer("gradient_accumulation_steps", "8")
-        for name in REMAINING:
+        opened.answer("dynamo_backend")
+        opened.wait_for(r"a_slate +\(unusable: no chalk\)")
+        opened.answer("log_with", " ")
+        opened.answer("a_diary options", DOWN)
+        opened.answer("a_diary.pages", "7")
+        for name in BEHIND:
             opened.answer(name)
 
         # What does not fit together cannot be written.
@@ -201,7 +219,10 @@ def test_older_files_and_interruptions_in_a_narrow_window(tmp_path: Path):
         opened.answer("mixed_precision")
         opened.answer("bf16 options")
         opened.answer("gradient_accumulation_steps")
-        for name in REMAINING:
+        opened.answer("dynamo_backend")
+        opened.answer("log_with")
+        opened.answer("a_diary options")
+        for name in BEHIND:
             opened.answer(name)
         opened.press("more", DOWN * 2)
         opened.answer("local_addr")
@@ -218,6 +239,8 @@ def test_older_files_and_interruptions_in_a_narrow_window(tmp_path: Path):
             "third": {"pace": 4},
             "mixed_precision": "bf16",
             "gradient_accumulation_steps": 8,
+            "log_with": ["a_diary"],
+            "a_diary": {"pages": 7},
             "bf16": {"output_dtype": "bfloat16"},
             "log_dir": "logs",
             "rdzv_conf": {"a": "b"},

@@ -20,7 +20,7 @@ from accel_core.outside import CHANNEL, LOADER_OPTIONS, OPTIONS, told
 from accel_core.schema import from_data, to_data
 from accel_core.sections import SECTIONS, read_section
 from accel_launch.options import LaunchOptions
-from accel_launch.settings.catalog import ROLES, Catalog
+from accel_launch.settings.catalog import ROLES, SEVERAL, Catalog
 from accel_launch.settings.command_line import CommandLine, parse
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile
@@ -71,7 +71,8 @@ def values_for(option):
     name = option.field.name
     if not option.section and name in ROLES:
         names = CATALOG.names(name)
-        return [names[0], names[-1], names[0]]
+        several = [names[:1], names[-2:], names[:2]]
+        return several if name in SEVERAL else [names[0], names[-1], names[0]]
     return SPECIAL.get(name, samples(option.field.type)) if not option.section else samples(option.field.type)
 
 

@@ -139,7 +139,7 @@ class Accelerator(ProcessControl):
             rank, the step and the samples. Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
         log_with: what records the run: the name of an installed tracker, such as "tensorboard", a `Tracker` or `GeneralTracker`
             object, a list of these, or "all" for every tracker that is installed and can be used here. Recording begins with
-            `init_trackers`. Not given: ACCELERATE_LOG_WITH, names with commas between them, else nothing records.
+            `init_trackers`. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.

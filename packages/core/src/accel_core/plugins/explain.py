@@ -164,10 +164,21 @@ def state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
         except PluginError as error:
             cause = error.__cause__
             return f"broken: {type(cause).__name__}: {cause}"
+        if (why := unusable(offer)) is not None:
+            return f"unusable: {why}"
     rivals = [other for other in offers if (other.group, other.name) == (offer.group, offer.name) and other != offer]
     if rivals:
         return f"conflicts with {', '.join(other.provider for other in rivals)}: choose '{offer.distribution}:{offer.name}'"
     return "ok"
+
+
+def unusable(offer: Offer) -> str | None:
+    """Why a component says that it cannot be used here; None if it can, or does not say. Imports it."""
+    ask = getattr(offer.load(), "unusable", None)
+    try:
+        return None if ask is None else ask()
+    except Exception as error:  # noqa: BLE001  (whatever a third party's says: it is shown)
+        return f"{type(error).__name__}: {error}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -47,6 +47,8 @@ def plain(value: Any) -> Any:
         return plain(value.value)
     if isinstance(value, str):
         return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, (numbers.Real, Decimal)):
@@ -64,19 +66,12 @@ def plain(value: Any) -> Any:
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array or a scalar of numpy, or what numpy can make one of; no tensor."""
-    return hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor)
+    return hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor) and "numpy" in sys.modules
 
 
 def as_array(value: Any) -> Any:
-    """The array of numpy that a value is, if `is_array`; a copy, or the value's own memory.
-
-    Raises:
-        TypeError: where the program has not imported numpy.
-    """
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        raise TypeError(f"{describe(value)} can be read with numpy only, and the program has not imported it")
-    return numpy.asarray(value)
+    """The array of numpy that a value is, or that can be made of it; only if `is_array`. No copy, where that can be avoided."""
+    return sys.modules["numpy"].asarray(value)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +101,7 @@ def describe(value: Any) -> str:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         name = "tensor" if kind is torch.Tensor else kind.__name__
-        return f"a {name} of shape {tuple(value.shape)}"
+        return f"{_article(name)} of shape {tuple(value.shape)}"
     if is_array(value) and isinstance(shape := getattr(value, "shape", None), tuple):
         return f"an array of shape {shape}" if kind.__name__ == "ndarray" else f"{_named(kind)}, of shape {shape}"
     if kind in {list, tuple, set, frozenset, dict} and isinstance(value, Sized):
@@ -115,6 +110,9 @@ def describe(value: Any) -> str:
 
 
 def _named(kind: type) -> str:
-    article = "an" if kind.__name__[:1] in "AEIOUaeiou" else "a"
     module = getattr(kind, "__module__", "builtins")
-    return f"{article} {kind.__qualname__}" + ("" if module == "builtins" else f" of {module}")
+    return _article(kind.__qualname__) + ("" if module == "builtins" else f" of {module}")
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"

@@ -9,6 +9,7 @@ import json
 import operator
 import os
 import re
+import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
@@ -136,7 +137,9 @@ def _fields(value: Any) -> _Pairs | None:
     elif hasattr(kind, "__attrs_attrs__"):
         names = [each.name for each in kind.__attrs_attrs__]
     elif callable(getattr(kind, "model_dump", None)):
-        return _fields(value.model_dump())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of values of other types than declared, which are read nevertheless
+            return _fields(value.model_dump())
     else:
         return None
     return [(name, partial(getattr, value, name)) for name in names]

@@ -131,7 +131,7 @@ def _check_kind(tracker: object, where: str) -> None:
     if not isinstance(tracker, (Tracker, GeneralTracker)):
         hint = " Folders belong to project_dir." if isinstance(tracker, os.PathLike) else ""
         raise TypeError(
-            f"{where} gives a {type(tracker).__name__}, expected trackers: names such as 'tensorboard', 'all', or objects of subclasses of "
+            f"{where} gives a {type(tracker).__name__}, expected trackers: names of installed ones, 'all', or objects of subclasses of "
             f"accel_core.Tracker.{hint}"
         )
     if not name_of(tracker):

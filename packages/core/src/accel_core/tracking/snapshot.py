@@ -43,8 +43,6 @@ class Snapshot:
         """
         groups: _Groups = {}
         tree = _taken(values, groups, ())
-        if dict in map(type, tree.values()):
-            flatten(tree)  # raises here, where the user can see what was given, and not in the thread of a tracker
         return cls(tree, _sent(groups) if groups else ())
 
     def resolve(self) -> dict[str, Any]:
@@ -66,16 +64,22 @@ class _Sent:
 
 def _taken(values: Mapping[Any, Any], groups: _Groups, above: tuple[int, ...]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
+    is_nested = has_joined = False
     for key, value in values.items():
         name = key if type(key) is str else str(plain(key))
         if name in tree:
             raise ValueError(f"Two values to be logged have the name {name!r}: keys become texts. Rename one of them.")
-        if type(value) in PLAIN:
+        has_joined = has_joined or "/" in name
+        kind = type(value)
+        if kind in PLAIN:
             tree[name] = value
-        elif isinstance(value, Mapping):
+        elif kind is dict or (kind is not torch.Tensor and isinstance(value, Mapping)):
+            is_nested = True
             tree[name] = _below(value, groups, (*above, id(values)))
         else:
             tree[name] = _leaf(value, tree, name, groups)
+    if is_nested and has_joined:  # only then can two names become one
+        flatten(tree)  # raises here, where the user can see what was given, and not in the thread of a tracker
     return tree
 
 
@@ -90,10 +94,8 @@ def _below(values: Mapping[Any, Any], groups: _Groups, above: tuple[int, ...]) -
 def _leaf(value: Any, tree: dict[str, Any], name: str, groups: _Groups) -> Any:
     """What stands for a value in the snapshot; that of a number on a device comes with the others of its group."""
     try:
-        if isinstance(value, Histogram):
-            return value.copied()
         if not isinstance(value, torch.Tensor):
-            return plain(value)
+            return value.copied() if isinstance(value, Histogram) else plain(value)
         if value.numel() != 1:
             return value.detach()
         here = value if type(value) is torch.Tensor else local(value)

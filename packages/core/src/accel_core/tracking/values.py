@@ -128,7 +128,7 @@ def flatten(tree: Mapping[str, Any]) -> Flat:
             )
         names.add(name)
         if type(value) in PLAIN:
-            flat.numbers_and_texts[name] = int(value) if value is True or value is False else value
+            flat.numbers_and_texts[name] = int(value) if type(value) is bool else value
         elif isinstance(value, Histogram):
             flat.histograms[name] = value
         else:
@@ -231,8 +231,10 @@ def _copied(values: Any) -> torch.Tensor:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex() or tensor.layout != torch.strided:
-        raise TypeError(f"{tensor.dtype} with the layout {tensor.layout}; take value.abs(), or value.to_dense()")
+    if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_meta:
+        raise TypeError(
+            f"{tensor.dtype} with the layout {tensor.layout} on {tensor.device}; take value.abs(), or value.to_dense()"
+        )
     return tensor
 
 

@@ -12,7 +12,7 @@ from accel_core.errors import PluginError
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.importing.translation import Imported, translate
 from accel_launch.output import DOUBTFUL, say, table
-from accel_launch.settings.catalog import ROLES, Catalog
+from accel_launch.settings.catalog import ROLES, Catalog, chosen_names
 from accel_launch.settings.files import own_path, read, write
 
 
@@ -114,8 +114,7 @@ def _comments(catalog: Catalog, data: Mapping[str, Any]) -> dict[str, str]:
 def _say_missing(catalog: Catalog, imported: Imported) -> None:
     """Says which of the components that the file chooses are not installed, and how to install them."""
     for role in ROLES:
-        name = imported.data.get(role)
-        if name is not None:
+        for name in chosen_names(role, imported.data.get(role)):
             try:
                 catalog.component(name, role)
             except PluginError as error:

@@ -15,7 +15,7 @@ from accel_launch.questionnaire import screen
 from accel_launch.questionnaire.answers import NOT_GIVEN, Answers, default_of, shown
 from accel_launch.questionnaire.screen import Entry
 from accel_launch.questionnaire.topics import FURTHER, FURTHER_SECTIONS, GATED, TOPICS, Question
-from accel_launch.settings.catalog import GROUPS, ROLES
+from accel_launch.settings.catalog import ALL, GROUPS, ROLES, SEVERAL
 from accel_launch.starting.checks import check_values
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class Interview:
                 )
                 self.answers.drop(option)
             return
-        if question.option in ROLES:
+        if question.option in SEVERAL:
+            self._choose_several(option)
+        elif question.option in ROLES:
             self._choose(option)
         elif question.option == "dynamo_backend":
             self._choose_backend(option)
@@ -116,13 +118,7 @@ class Interview:
         """One of the installed components, then its options."""
         role = option.field.name
         default, current = shown(default_of(option)), shown(self.answers.value_of(option))
-        entries = [Entry(NOT_GIVEN)] if default == NOT_GIVEN else []
-        offered = self.answers.catalog.choices(role)
-        longest = max((len(choice.provider) for choice in offered), default=0)
-        entries += [
-            Entry(choice.name, f"{choice.provider:<{longest}}  {_without_name(choice.summary)}", choice.problem)
-            for choice in offered
-        ]
+        entries = [*([Entry(NOT_GIVEN)] if default == NOT_GIVEN else []), *self._offered(role)]
         if current not in {entry.name for entry in entries}:  # a name that says its distribution, too
             entries.append(Entry(current))
         hint = self._not_installed(role)
@@ -135,6 +131,33 @@ class Interview:
             self.answers.catalog = self.answers.catalog.with_loader(picked)
         if picked != NOT_GIVEN:
             self._ask_section(picked, role)
+
+    def _choose_several(self, option: Option) -> None:
+        """Any number of the installed components, then the options of each."""
+        role = option.field.name
+        current = self.answers.value_of(option) or []
+        # What is chosen may be meant for other machines than this one.
+        offered = [_several_entry(entry, entry.name in current) for entry in self._offered(role)]
+        hint = self._not_installed(role)
+        if not offered:
+            screen.remark(f"{role}: {hint or 'none is installed'}")
+            return
+        entries = [*offered, Entry(ALL, "all of these that can be used where the script runs")]
+        entries += [Entry(name) for name in current if name not in {entry.name for entry in entries}]
+        picked = screen.pick_several(role, option.help, entries, current, hint)
+        self.answers.put(option, picked or None)
+        for name in picked:
+            if name != ALL:
+                self._ask_section(name, role)
+
+    def _offered(self, role: str) -> list[Entry]:
+        """What is installed for a role."""
+        offered = self.answers.catalog.choices(role)
+        longest = max((len(choice.provider) for choice in offered), default=0)
+        return [
+            Entry(choice.name, f"{choice.provider:<{longest}}  {_without_name(choice.summary)}", choice.problem)
+            for choice in offered
+        ]
 
     def _not_installed(self, role: str) -> str:
         """What could be chosen if it was installed, and how to install it."""
@@ -215,6 +238,13 @@ class Interview:
             screen.title(picked.capitalize())
             for option in groups[picked]:
                 self._ask_option(option)
+
+
+def _several_entry(entry: Entry, is_chosen: bool) -> Entry:
+    """An entry that says what speaks against it, if anything does, instead of what it is; what is chosen can be picked all the same."""
+    if not entry.problem:
+        return entry
+    return Entry(entry.name, entry.problem) if is_chosen else Entry(entry.name, "", entry.problem)
 
 
 def _without_name(summary: str) -> str:

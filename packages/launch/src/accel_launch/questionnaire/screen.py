@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _NARROW, _WIDE = 40, 100
 _NAMES = 32
+_NOTHING = "none"
 _MANY = 12
 """So many entries that typing to find one is better than walking."""
 
@@ -77,21 +78,10 @@ def pick(
     """
     import questionary
 
-    longest = max(len(entry.name) for entry in entries)
-    choices: list[Choice | Separator] = [
-        questionary.Choice(
-            _cut(f"{entry.name:<{longest}}  {entry.about}".rstrip(), _width() - 6),
-            value=entry.name,
-            disabled=_cut(entry.problem, _width() - longest - 12) or None,
-        )
-        for entry in entries
-    ]
-    lines = textwrap.wrap(hint, _width() - 6, break_on_hyphens=False)
-    choices += [questionary.Separator(line) for line in lines]
     names = [entry.name for entry in entries if not entry.problem]
     question = questionary.select(
         _message(name, about),
-        choices=choices,
+        choices=_choices(entries, hint),
         default=current if current in names else names[0],
         qmark=f"{name}:",
         pointer=_pointer(),
@@ -105,6 +95,32 @@ def pick(
     if not is_quiet:
         _print_answer(name, picked, is_kept=picked == current)
     return picked
+
+
+def pick_several(name: str, about: str, entries: Sequence[Entry], current: Sequence[str], hint: str = "") -> list[str]:
+    """Lets any number of entries be picked, and returns their names; in the order of `current` if these are picked.
+
+    Args:
+        name, about, hint: as for `pick`.
+        entries: at least one that can be picked.
+        current: the names of those that Enter takes, each that of an entry that can be picked.
+    """
+    import questionary
+
+    question = questionary.checkbox(
+        _message(name, about),
+        choices=_choices(entries, hint, current),
+        qmark=f"{name}:",
+        pointer=_pointer(),
+        instruction="(arrows, Space to pick, Enter)",
+        use_jk_keys=False,
+        style=_style(),
+        erase_when_done=True,
+    )
+    picked = [str(each) for each in question.unsafe_ask()]
+    is_kept = set(picked) == set(current)
+    _print_answer(name, ", ".join(picked) or _NOTHING, is_kept=is_kept)
+    return list(current) if is_kept else picked
 
 
 def type_in(name: str, about: str, current: str, check: Callable[[str], str]) -> str:
@@ -149,6 +165,24 @@ def edit(name: str, about: str, current: str, check: Callable[[str], str]) -> st
     typed = str(question.unsafe_ask()).strip()
     _print_answer(name, typed, is_kept=typed == current)
     return typed
+
+
+def _choices(entries: Sequence[Entry], hint: str, checked: Sequence[str] = ()) -> list[Choice | Separator]:
+    """Entries as questionary has them, and the hint below."""
+    import questionary
+
+    longest = max(len(entry.name) for entry in entries)
+    choices: list[Choice | Separator] = [
+        questionary.Choice(
+            _cut(f"{entry.name:<{longest}}  {entry.about}".rstrip(), _width() - 6),
+            value=entry.name,
+            disabled=_cut(entry.problem, _width() - longest - 12) or None,
+            checked=entry.name in checked,
+        )
+        for entry in entries
+    ]
+    lines = textwrap.wrap(hint, _width() - 6, break_on_hyphens=False)
+    return [*choices, *(questionary.Separator(line) for line in lines)]
 
 
 def _message(name: str, about: str) -> str:

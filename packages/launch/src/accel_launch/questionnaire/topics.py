@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from accel_core.outside import LOADER_OPTIONS
+from accel_core.sections import SECTIONS
 
 if TYPE_CHECKING:
     from accel_launch.questionnaire.answers import Answers
@@ -61,6 +62,7 @@ TOPICS: Mapping[str, tuple[Question, ...]] = MappingProxyType(
             Question("gradient_accumulation_steps"),
             Question("dynamo_backend"),
         ),
+        "Tracking": (Question("log_with"),),
         "Data": (Question("loader"), *(Question(name) for name in LOADER_OPTIONS)),
         "Checks": (Question("debug"), Question("detect_nonfinite")),
     }
@@ -73,5 +75,5 @@ GATED = ("Data",)
 FURTHER = ("processes", "machines", "failures", "output", "training")
 """Groups of options of which those that no topic asks about can be reached from a menu at the end."""
 
-FURTHER_SECTIONS = ("process_group", "accumulation")
-"""Sections that can be reached from there."""
+FURTHER_SECTIONS = tuple(name for name in SECTIONS if name != "dynamo")
+"""Sections that can be reached from there; the options of the compiler are asked for where its backend is."""

@@ -17,16 +17,27 @@ from accel_core.errors import PluginError
 from accel_core.outside import DEFAULT_LOADER, LOADER_OPTIONS, OPTIONS, section_name, variable_of
 from accel_core.plugins import Group, Offer, find, list_offers
 from accel_core.plugins.explain import state
-from accel_core.schema import Field, fields_of, is_optional, members
+from accel_core.schema import Field, fields_of, from_data, is_optional, members
 from accel_core.sections import SECTIONS
-from accel_core.vocabulary import KNOWN_PROVIDERS
+from accel_core.vocabulary import KNOWN_PROVIDERS, LoggerType
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.documentation import option_help, summary
 
 ROLES: Mapping[str, Group] = MappingProxyType(
-    {"strategy": "accel.strategies", "mixed_precision": "accel.precisions", "loader": "accel.loaders"}
+    {
+        "strategy": "accel.strategies",
+        "mixed_precision": "accel.precisions",
+        "loader": "accel.loaders",
+        "log_with": "accel.trackers",
+    }
 )
 """The options that choose a component by its name, and where such names come from."""
+
+SEVERAL = ("log_with",)
+"""Those of `ROLES` that choose any number of components: names between commas, or a list."""
+
+ALL = LoggerType.ALL.value
+"""The name that stands for everything that is installed for one of `SEVERAL`, and works."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -37,6 +48,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "gradient_accumulation_steps",
             "dynamo_backend",
             "project_dir",
+            "log_with",
         ),
         "data": ("loader", *LOADER_OPTIONS),
         "machines": (
@@ -120,7 +132,7 @@ class Choice:
 
     @property
     def problem(self) -> str:
-        """Why it cannot be chosen by its name: broken, misfit, or in conflict; empty if it can. Imports it."""
+        """Why it cannot be chosen by its name: broken, misfit, in conflict, or unusable here; empty if it can. Imports it."""
         told = "ok" if self.offer is None else state(self.offer, self.offers, load=True)
         return "" if told == "ok" else told
 
@@ -146,6 +158,11 @@ class Catalog:
     def names(self, role: str) -> list[str]:
         """The names to choose from for one of `ROLES`. Imports nothing."""
         return list(dict.fromkeys(offer.name for offer in self.offers if offer.group == ROLES[role]))
+
+    def working(self, role: str) -> list[str]:
+        """Those of `names` that can be chosen by their name, whether or not they can be used on this machine. Imports them all."""
+        mine = [offer for offer in self.offers if offer.group == ROLES[role]]
+        return [offer.name for offer in mine if state(offer, self.offers, load=True) == "ok"]
 
     def roles(self, name: str) -> list[str]:
         """Those of `ROLES` for which a name can be chosen. Imports nothing."""
@@ -276,9 +293,24 @@ class Catalog:
 
     def _adapted(self, name: str, field: Field) -> Field:
         """A parameter of the Accelerator as an option: by name instead of by object, and with the default that holds."""
-        by_name = name in ROLES or name == "dynamo_backend"
         default = self.loader if name == "loader" else OPTIONS[name]
+        if name in SEVERAL:
+            return Field(name, list[str], default)
+        by_name = name in ROLES or name == "dynamo_backend"
         return Field(name, str if by_name else _without_none(field.type), default)
+
+
+def chosen_names(role: str, given: object) -> list[str]:
+    """The names that a value of one of `ROLES` chooses; none where it is no such value, as whoever converts it will say."""
+    if role not in SEVERAL:
+        return [given] if isinstance(given, str) else []
+    if isinstance(given, list):
+        return [str(each) for each in given if isinstance(each, (str, int))]  # files have 3 for '3'
+    try:
+        names: list[str] = from_data(list[str], given)
+    except ValueError:
+        return []
+    return names
 
 
 def has_default(option: Option) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 from accel_core.errors import PluginError
 from accel_core.outside import section_name
 from accel_core.schema import expected, from_text, members
-from accel_launch.settings.catalog import ROLES
+from accel_launch.settings.catalog import ROLES, SEVERAL, chosen_names
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.unknown import unknown_option
 
@@ -170,7 +170,8 @@ class _Reader:
         self, words: list[str], catalog: Catalog, switches: Mapping[str, Switch], chosen: Mapping[str, str]
     ) -> None:
         self._words = words
-        self._references = {name.rpartition(":")[2]: name for name in chosen.values()}
+        names = [name for role, given in chosen.items() for name in chosen_names(role, given)]
+        self._references = {name.rpartition(":")[2]: name for name in names}
         self._catalog = catalog
         self._switch_table = switches
         self._letters = {switch.short: name for name, switch in switches.items() if switch.short}
@@ -179,7 +180,7 @@ class _Reader:
         self._mentioned: list[str] = []
         self._notes: list[str] = []
         self._last_flag = ""
-        self._bare: list[str] = []
+        self._bare: list[tuple[str, str]] = []
 
     def read(self) -> CommandLine:
         while self._words and self._words[0].startswith("-") and self._words[0] != "-":
@@ -189,9 +190,13 @@ class _Reader:
             self._option(word)
         self._check_flag()
         if self._bare and "help" not in self._switches:
-            word = self._bare[0]
+            word, section = self._bare[0]
+            choosing = "".join(
+                f" --{role.replace('_', '-')} {section} chooses it." for role in self._catalog.roles(section)
+            )
             raise SettingsError(
-                f"{word} was given, which has options but is none. Give one of them, {word}.OPTION; `accel launch {word} -h` shows them."
+                f"{word} was given, which has options but is none. Give one of them, {word}.OPTION; `accel launch {word} -h` shows "
+                f"them.{choosing}"
             )
         return CommandLine(
             tuple(self._given.values()),
@@ -235,7 +240,7 @@ class _Reader:
         part = self._catalog.section_called(name)
         if not chosen and part is not None and text is None:
             self._mentioned.append(part)
-            self._bare.append(word)
+            self._bare.append((word, part))
             return
         if not chosen:
             raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
@@ -284,7 +289,8 @@ class _Reader:
             self._last_flag = option.flag if data is True else ""
         else:
             names = self._catalog.names(option.key) if option.key in ROLES else []
-            data = self._value(word, None, f"one of {', '.join(names)}" if names else expected(kind))
+            which = "names between commas, of" if option.key in SEVERAL else "one of"
+            data = self._value(word, None, f"{which} {', '.join(names)}" if names else expected(kind))
         self._put(Given(option.section, option.field.name, data, flag))
 
     def _optional(self, kind: Any) -> Any:

@@ -17,7 +17,7 @@ from accel_core.outside import DEFAULT_STRATEGIES, PREFIX
 from accel_core.schema import choices, members, to_data
 from accel_core.sections import SECTIONS
 from accel_launch.output import console, is_plain, say
-from accel_launch.settings.catalog import ROLES, Option, has_default
+from accel_launch.settings.catalog import ROLES, SEVERAL, Option, has_default
 from accel_launch.settings.command_line import CHOOSING, Switch, is_flag
 from accel_launch.settings.documentation import opening
 
@@ -72,7 +72,7 @@ def metavar(option: Option) -> str:
     """What stands for the value of an option: `N`, `{pad,stop,join}`; empty for a flag."""
     kind = option.field.type
     if option.key in ROLES or option.key == "dynamo_backend":
-        return "NAME"
+        return "NAME,..." if option.key in SEVERAL else "NAME"
     admitted = [member for member in members(kind) if member is not NoneType]
     if admitted == [bool]:
         return ""
@@ -141,7 +141,8 @@ def _components(catalog: Catalog, usage: str, width: int) -> list[Line]:
     command = usage.partition(" [")[0]
     flags = [f"--{name}".replace("_", "-") for role in CHOOSING for name in catalog.names(role)]
     example = next((name for name in catalog.names("strategy") if name not in DEFAULT_STRATEGIES), "ddp")
-    always = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader")))
+    several = [name for role in SEVERAL for name in catalog.names(role)]
+    always = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader"), *several))
     text = (
         f"A strategy or a precision is also chosen by its name: {' '.join(flags)}. Its own options begin with its name: "
         f"`{command} --{example.replace('_', '-')} -h` shows them, and so for {always}. Each option has a variable, such as "

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.errors import PluginError
 from accel_core.outside import DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
+from accel_core.plugins.explain import unusable
 from accel_core.schema import expected, from_data, to_data
 from accel_core.sections import SECTIONS
 from accel_launch.options import LaunchOptions
-from accel_launch.settings.catalog import ROLES, Catalog, Option, has_default
+from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, has_default
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import Unusual
 from accel_launch.settings.sources import said_around, said_by_environment, said_by_file
@@ -155,11 +156,12 @@ class _Resolution:
         self._idle: dict[tuple[str, str], Value] = {}
         self._idle_places: dict[str, list[str]] = {}
         self._channel: dict[str, dict[str, tuple[Any, str]]] = {"command line": {}, "file": {}}
+        self._chosen: dict[str, list[str]] = {}
 
     def resolve(self) -> Resolved:
-        chosen = {role: self._choose(role) for role in ROLES}
-        self._catalog = self._catalog.with_loader(chosen["loader"])
-        references = self._references(chosen)
+        self._chosen = {role: self._choose(role) for role in ROLES}
+        self._catalog = self._catalog.with_loader(next(iter(self._chosen["loader"]), None))
+        references = self._references()
         for level, given in self._levels.items():
             for each in given:
                 self._take(level, each, references)
@@ -186,25 +188,37 @@ class _Resolution:
             None,
         )
 
-    def _choose(self, role: str) -> str | None:
-        """The component that is chosen for a role, by name; None where nobody chooses, or where there is no such name."""
+    def _choose(self, role: str) -> list[str]:
+        """The components that are chosen for a role, by name; none where nobody chooses, or where there is no such name."""
         given = self._first(role)
-        if given is None or not isinstance(given.data, str):
-            return None
+        if given is None:
+            return []
+        names = chosen_names(role, given.data)
+        if role in SEVERAL and ALL in names:
+            names = [*self._catalog.working(role), *(name for name in names if name != ALL)]
+        return [name for name in names if self._is_there(role, name, given)]
+
+    def _is_there(self, role: str, name: str, given: Given) -> bool:
         try:
-            offer = self._catalog.component(given.data, role)
+            offer = self._catalog.component(name, role)
             if offer.misfit() is not None or self._thorough:
                 offer.load()
         except PluginError as error:
             self.problems.append(f"{given.key}={given.data!r} was given by {given.told_by}. {error}")
-            return None
-        return given.data
+            return False
+        if self._thorough and (why := unusable(offer)):
+            self._notes.append(f"{given.key} names {name!r} ({given.told_by}), which cannot be used here: {why}")
+        return True
 
-    def _references(self, chosen: Mapping[str, str | None]) -> dict[str, str]:
+    def _references(self) -> dict[str, str]:
         """The sections in use: section → the name that chooses it."""
-        strategies = [chosen["strategy"]] if chosen["strategy"] else list(DEFAULT_STRATEGIES)
-        precision, loader = chosen["mixed_precision"] or "no", self._catalog.loader
-        names = [*strategies, precision, *([loader] if loader else [])]
+        chosen, loader = self._chosen, self._catalog.loader
+        names = [
+            *(chosen["strategy"] or DEFAULT_STRATEGIES),
+            *(chosen["mixed_precision"] or ["no"]),
+            *([loader] if loader else []),
+            *(name for role in SEVERAL for name in chosen[role]),
+        ]
         known = [name for name in names if name.rpartition(":")[2] in self._catalog.sections]
         backend = self._first("dynamo_backend")
         compiles = backend is not None and str(backend.data).lower() != "no"
@@ -290,7 +304,8 @@ class _Resolution:
         if section in SECTIONS:
             return "Add --dynamo-backend inductor"
         role = self._catalog.roles(section)[0]
-        return f"Add --{role.replace('_', '-')} {section}"
+        beside = self._chosen[role] if role in SEVERAL else []
+        return f"Add --{role.replace('_', '-')} {','.join([*beside, section])}"
 
     def _note_idle(self) -> None:
         for section, places in self._idle_places.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.outside import DEFAULT_LOADER, LOADER_OPTIONS
-from accel_core.plugins.offers import nearest
+from accel_core.plugins.offers import NOUNS, nearest
 from accel_core.vocabulary import KNOWN_PROVIDERS
 from accel_launch.settings.catalog import ROLES
 from accel_launch.settings.errors import SettingsError
@@ -89,8 +89,7 @@ def what_to_install(catalog: Catalog, section: str) -> str | None:
     for role, group in ROLES.items():
         for name, provider in KNOWN_PROVIDERS.get(group, {}).items():
             if name.replace("-", "_") == section.replace("-", "_") and name not in catalog.names(role):
-                what = role.replace("mixed_precision", "precision")
-                return f"the {what} {name!r} is not installed. Type: pip install {provider}"
+                return f"the {NOUNS[group]} {name!r} is not installed. Type: pip install {provider}"
     return None
 
 
