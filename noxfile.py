@@ -34,7 +34,7 @@ EXAMPLES = ("-r", "examples/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
 COMMON_SERVICES = ("tensorboard", "comet_ml", "wandb", "mlflow")
-ALL_SERVICES = (*COMMON_SERVICES, "aim", "clearml", "dvclive", "swanlab", "trackio", "chromium")
+HEAVY_SERVICES = ("aim", "clearml", "dvclive", "swanlab", "trackio")
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
@@ -63,10 +63,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def services(session: nox.Session) -> None:
-    """Every tracker with its service, and the pages that they show in a browser: what is too heavy for `tests`."""
+    """The trackers whose services are too heavy for `tests`, all trackers together, and their pages in a browser."""
     clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
     install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
-    session.run("pytest", "packages/trackers/tests", *session.posargs, env=required(ALL_SERVICES))
+    tests = [f"packages/trackers/tests/test_trackers_{name}.py" for name in (*HEAVY_SERVICES, "together", "browser")]
+    session.run("pytest", *tests, *session.posargs, env=required([*COMMON_SERVICES, *HEAVY_SERVICES, "playwright"]))
 
 
 @nox.session

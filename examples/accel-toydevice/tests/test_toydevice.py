@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_toydevice  # noqa: F401  (gives torch the device, here and on every rank that imports this file)
-from accel_core import DDP, Accelerator, Single, WorldError, set_seed
+from accel_core import DDP, Accelerator, Histogram, Single, Tracker, WorldError, set_seed
 from accel_core.testing import StrategySuite, run_ranks
 
 
@@ -245,3 +245,42 @@ def more_ranks_than_devices():
 
 def test_more_ranks_than_devices_are_refused():
     run_ranks(more_ranks_than_devices, 3)
+
+
+class Recorder(Tracker):
+    """A tracker that keeps what it is told."""
+
+    name = "recorder"
+
+    def __init__(self):
+        self.told = []
+
+    def start(self, run):
+        pass
+
+    def log(self, values, step):
+        self.told.append(values)
+
+    def log_histograms(self, values, step):
+        self.told.append({name: bins.counts for name, bins in values.items()})
+
+
+def test_values_on_the_device_are_recorded_as_they_were_without_waiting_for_each(monkeypatch):
+    recorder = Recorder()
+    accelerator = Accelerator(log_with=recorder)
+    accelerator.init_trackers("toys")
+    losses = {f"loss {number}": torch.tensor(float(number), device="toy") for number in range(5)}
+    weights = torch.arange(4.0, device="toy")
+    item = torch.Tensor.item
+
+    def guarded(tensor):
+        assert tensor.device.type == "cpu", "item() waits for the device"
+        return item(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", guarded)
+        accelerator.log({**losses, "weights": Histogram(weights, bins=2)})
+    for tensor in (*losses.values(), weights):
+        tensor.fill_(-1)  # as a loop uses its buffers again
+    accelerator.end_training()
+    assert recorder.told == [{name: float(name[-1]) for name in losses}, {"weights": (2, 2)}]

@@ -650,6 +650,21 @@ def test_a_run_that_has_begun_is_gone_on_with_and_says_so(tmp_path: Path, caplog
     assert [step for _, step in tracker.logged()] == [0, 1]
 
 
+def test_a_checkpoint_has_the_state_of_its_moment(tmp_path: Path) -> None:
+    class Counting(Listing):
+        def state(self) -> dict[str, Any]:
+            return {"logged": len(self.logged())}
+
+    tracker = Counting()
+    accelerator = begin(tracker)
+    log_many(accelerator, 5)
+    accelerator.save_state(tmp_path / "c")
+    accelerator.end_training()
+    again = Counting()
+    begin(again, tmp_path / "c").end_training()
+    assert again.runs[0].resumed == {"logged": 5}
+
+
 def test_rolling_back_inside_a_run_rolls_back_its_steps(tmp_path: Path) -> None:
     tracker = Listing()
     accelerator = begin(tracker)

@@ -142,10 +142,17 @@ def _running() -> set[str]:
     return threads | {f"child process {pid}: {command}" for pid, command in _children()}
 
 
+def _read(task: Path) -> str:
+    try:
+        return task.read_text()
+    except OSError:
+        return ""  # a thread that has ended since
+
+
 def _children() -> Iterator[tuple[int, str]]:
     """The child processes of this one as the kernel lists them; none where it does not."""
     for task in Path("/proc/self/task").glob("*/children"):
-        for pid in task.read_text().split():
+        for pid in _read(task).split():
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:

@@ -1,6 +1,6 @@
 """A tracker in a thread of its own, so that nothing that it does, or fails to do, reaches the training.
 
-    lane = Lane("mine", rules)
+    lane = Lane("mine", rules, close, rest)
     lane.put("start()", start)         # hands a job over; never waits
     lane.wait(rules.start_timeout)     # waits, where somebody has to
 
@@ -19,13 +19,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_core.tracking.rules import TrackingKwargs
 
 Job = Callable[[], None]
+
+REST = 2.0
+"""Seconds without a job after which a tracker rests."""
 
 
 class Lane:
@@ -35,20 +38,23 @@ class Lane:
         name: of the tracker.
         rules: how long a job may take, and how many may wait.
         close: called once in the same thread, when a job has failed, whatever it raises then.
+        rest: a job that runs when there has been nothing to do for a while, once until there is again.
         threaded: False: jobs run where they are handed over, which waits for them.
     """
 
-    def __init__(self, name: str, rules: TrackingKwargs, close: Job, *, threaded: bool = True) -> None:
+    def __init__(self, name: str, rules: TrackingKwargs, close: Job, rest: Job, *, threaded: bool = True) -> None:
         self.name = name
         self.failure: str | None = None
         self.cause: BaseException | None = None
         self._rules = rules
         self._close = close
+        self._rest = rest
         self._untold: deque[str] = deque()
         self._left_out: set[str] = set()
         self._jobs: SimpleQueue[tuple[str, Job, int] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._handed = self._done = 0  # by weight
+        self._rested = True
         self._doing = ""
         self._since: float | None = None
         self._thread: threading.Thread | None = None
@@ -118,18 +124,29 @@ class Lane:
 
     def _work(self) -> None:
         while self.failure is None:
-            item = self._jobs.get()
+            item = self._next()
             if item is None:
                 break
             doing, job, weight = item
             self._doing, self._since = doing, time.monotonic()
             self._do(doing, job)
             self._since = None
+            self._rested = self._rested and not weight
             with self._changed:
                 self._done += weight
                 self._changed.notify_all()
         if self.failure is not None:
             self._close_after_failure()
+
+    def _next(self) -> tuple[str, Job, int] | None:
+        """The next job, for which it waits; before it waits long, it rests."""
+        if not self._rested:
+            try:
+                return self._jobs.get(timeout=REST)
+            except Empty:
+                self._rested = True
+                return "flush()", self._rest, 0
+        return self._jobs.get()
 
     def _do(self, doing: str, job: Job) -> None:
         try:

@@ -63,7 +63,7 @@ class Recorder:
         self.state: Mapping[str, Any] = {}
         self.started = False
         self._is_finishing = False
-        self.lane = Lane(name, rules, self._close, threaded=getattr(tracker, "in_thread", True))
+        self.lane = Lane(name, rules, self._close, self._flush, threaded=getattr(tracker, "in_thread", True))
 
     def start(self, run: TrackedRun) -> None:
         """Has the run opened, and its configuration stored."""
@@ -84,9 +84,10 @@ class Recorder:
         self._extra("tables", "log_table", self._table(name, table, step), options, weight)
 
     def flush(self) -> None:
-        """Has what was recorded made readable."""
+        """Has what was recorded made readable, and the state brought up to date."""
         if isinstance(self.tracker, Tracker):
-            self.lane.put("flush()", self.tracker.flush)
+            self.lane.put("flush()", self._flush)
+            self.lane.put("state()", self._remember)
 
     def finish(self, failed: bool) -> None:
         """Has the run closed, once everything is recorded; does not wait for it."""
@@ -103,7 +104,15 @@ class Recorder:
             return
         self.tracker.start(run)
         self.started = True
-        self.state = json.loads(json.dumps(dict(self.tracker.state())))  # raises now rather than in `save_state`
+        self._remember()
+
+    def _flush(self) -> None:
+        if self.started and isinstance(self.tracker, Tracker):
+            self.tracker.flush()
+
+    def _remember(self) -> None:
+        assert isinstance(self.tracker, Tracker), "older ones have no state"
+        self.state = json.loads(json.dumps(dict(self.tracker.state())))  # raises here rather than in `save_state`
 
     def _log(self, values: Values, step: int, options: Mapping[str, Any]) -> None:
         if isinstance(self.tracker, GeneralTracker):

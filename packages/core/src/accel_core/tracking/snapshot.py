@@ -14,6 +14,9 @@ from accel_core.tracking.waiting import Mark, send, wait
 DEEPEST = 20
 """How many dicts may stand in each other."""
 
+MOST = 10_000
+"""Of how many elements a tensor is copied, as some trackers record such."""
+
 _Group = list[tuple[dict[str, Any], str, torch.Tensor]]
 """Tensors of one device and dtype, each with the dict and the key at which it stands."""
 
@@ -97,7 +100,7 @@ def _leaf(value: Any, tree: dict[str, Any], name: str, groups: _Groups) -> Any:
         if not isinstance(value, torch.Tensor):
             return value.copied() if isinstance(value, Histogram) else plain(value)
         if value.numel() != 1:
-            return value.detach()
+            return value.detach().clone() if value.numel() <= MOST else LeftOut(_large(value))
         here = value if type(value) is torch.Tensor else local(value)
         if here.is_cpu:
             return here.item()
@@ -105,6 +108,10 @@ def _leaf(value: Any, tree: dict[str, Any], name: str, groups: _Groups) -> Any:
     except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; it is reported, and the training goes on)
         return _unread(value, error)
     return None
+
+
+def _large(value: torch.Tensor) -> str:
+    return f"a tensor of {value.numel()} elements; Histogram(tensor) says how they are distributed, log_images() shows pictures"
 
 
 def _unread(value: Any, error: Exception) -> LeftOut:

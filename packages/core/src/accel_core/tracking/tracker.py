@@ -76,7 +76,10 @@ class Tracker:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold for `start` to go on with this run, as JSON has it; called after `start`. Often the run's id."""
+        """What a checkpoint has to hold for `start` to go on with this run, as JSON has it: often the run's id.
+
+        Called after `start`, and by every `save_state`, when all that was logged before it is recorded.
+        """
         return {}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
@@ -110,7 +113,8 @@ class Tracker:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Makes what was recorded readable by others as far as that takes no network. Called now and then, and in `save_state`."""
+        """Makes what was recorded readable by others as far as that takes no network. Called when nothing was logged for seconds, and
+        in `save_state`."""
 
     def finish(self, failed: bool) -> None:
         """Closes the run; `failed`: the process ends because of an exception. Nothing is called after it."""

@@ -179,6 +179,8 @@ class Trackers:
         recorders = self._started()
         for each in recorders:
             each.flush()
+        for each in recorders:
+            each.lane.wait(self._rules.stall_timeout)  # of one that is slow, what it said last
         self._tell()
         before = self._resumed.get("trackers", {}) if self._goes_on() else {}
         own = {each.name: dict(each.state) for each in recorders if each.state or each.name not in before}

@@ -1,0 +1,1 @@
+"""What another wrong tracker imports too early."""

@@ -1,0 +1,411 @@
+"""Configurations of any kind become data of JSON that people can read, without loss and without an error."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import types
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from dataclasses import dataclass, field
+from datetime import date, timedelta
+from decimal import Decimal
+from enum import Enum, IntEnum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_core.tracking.readable import DEEPEST, flat_parameters, readable
+
+
+class Colour(Enum):
+    RED = "red"
+    MIXED = (1, 2)
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+@dataclass
+class Optimizer:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Plain:
+    """An object with attributes, some of them of its class."""
+
+    depth = 3
+    kind = int
+
+    def __init__(self) -> None:
+        self.width = 4
+        self._secret = 5
+
+    @property
+    def broken(self) -> int:
+        raise RuntimeError("do not ask")
+
+    def method(self) -> None: ...
+
+    @staticmethod
+    def function() -> None: ...
+
+
+class Narrow(Plain):
+    __slots__ = ("height",)
+    depth = 2
+
+
+def inside(value: Any) -> Any:
+    """What a value becomes inside of a configuration, which JSON has to know."""
+    data = readable({"value": value})
+    assert json.loads(json.dumps(data)).keys() == {"value"}
+    return data["value"]
+
+
+# As a whole
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"lr": 0.1, "names": ["a", None]}, {"lr": 0.1, "names": ["a", None]}),
+        (OrderedDict(a=1), {"a": 1}),
+        (types.MappingProxyType({"a": 1}), {"a": 1}),
+        (UserDict(a=1), {"a": 1}),
+        (argparse.Namespace(lr=0.1, _hidden=1), {"lr": 0.1, "_hidden": 1}),
+        (types.SimpleNamespace(inner=types.SimpleNamespace(a=1)), {"inner": {"a": 1}}),
+        (Optimizer(extra={"a": Optimizer}), {"lr": 0.1, "betas": [0.9, 0.99], "extra": {"a": f"{__name__}.Optimizer"}}),
+        (Point(1, 2), {"x": 1, "y": 2}),
+        (Plain(), {"depth": 3, "kind": "int", "width": 4}),
+        (Plain, {"depth": 3, "kind": "int"}),
+        ([1, 2], {"config": [1, 2]}),
+        ("text", {"config": "text"}),
+        (Path("a.yaml"), {"config": "a.yaml"}),
+        (Colour.RED, {"config": "red"}),
+        (3, {"config": 3}),
+        (len, {"config": "len"}),
+        (object(), {"config": "<object object>"}),
+        (torch.tensor([1, 2]), {"config": [1, 2]}),
+    ],
+    ids=repr,
+)
+def test_a_configuration_may_be_of_any_kind(config: object, expected: dict[str, Any]) -> None:
+    assert readable(config) == expected
+
+
+def test_slots_are_attributes_and_those_without_a_value_say_so() -> None:
+    config = Narrow()
+    assert readable(config) == {
+        "depth": 2, "kind": "int", "width": 4, "height": "<cannot be read: AttributeError: 'Narrow' object has no attribute 'height'>",
+    }  # fmt: skip
+    config.height = 1
+    assert readable(config)["height"] == 1
+
+
+def test_models_of_pydantic_and_attrs_are_read_as_they_say() -> None:
+    pydantic, attrs = pytest.importorskip("pydantic"), pytest.importorskip("attrs")
+    model = pydantic.create_model("Model", lr=(float, 0.1), key=(str, pydantic.Field("secret", exclude=True)))
+    classed = attrs.make_class("Classed", {"model": attrs.field(default=model())}, slots=True)
+    assert readable(model()) == {"lr": 0.1}
+    assert readable(classed()) == {"model": {"lr": 0.1}}
+    odd = model()
+    odd.lr = "none"  # which it warns of when it is read
+    assert readable(odd) == {"lr": "none"}
+
+
+class Keyed:
+    """What `dict()` takes for a mapping, and `collections.abc` does not."""
+
+    def keys(self) -> list[str]:
+        return ["a", "b"]
+
+    def __getitem__(self, key: str) -> str:
+        return key * 2
+
+
+def test_what_has_keys_is_a_dict() -> None:
+    assert readable(Keyed()) == inside(Keyed()) == {"a": "aa", "b": "bb"}
+
+
+# Inside
+
+
+def function() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ((1, 2), [1, 2]),
+        (deque([1]), [1]),
+        (UserList([1]), [1]),
+        (torch.Size([2, 3]), [2, 3]),
+        ({"b", "a", "c"}, ["a", "b", "c"]),
+        (frozenset({3, 1}), [1, 3]),
+        ({1, "a", None}, ["a", 1, None]),
+        (range(3), "range(0, 3)"),
+        (Colour.RED, "red"),
+        (Colour.MIXED, "MIXED"),
+        (Level.HIGH, 3),
+        (Path("runs") / "a", str(Path("runs") / "a")),
+        (torch.bfloat16, "bfloat16"),
+        (torch.device("cpu"), "cpu"),
+        (torch.channels_last, "torch.channels_last"),
+        (Optimizer, f"{__name__}.Optimizer"),
+        (int, "int"),
+        (function, f"{__name__}.function"),
+        (Plain().method, f"{__name__}.Plain.method"),
+        (math.sqrt, "math.sqrt"),
+        (math, "math"),
+        (functools.partial(function, 1), "functools.partial(<function function>, 1)"),
+        (date(2024, 2, 29), "2024-02-29"),
+        (timedelta(minutes=1), 60.0),
+        (b"caf\xc3\xa9 \xff", "café \\xff"),
+        (bytearray(b"a"), "a"),
+        (Decimal("0.5"), 0.5),
+        (Fraction(1, 4), 0.25),
+        (1 + 2j, "(1+2j)"),
+        (Plain(), f"<{__name__}.Plain object>"),
+        (Point(1, 2), {"x": 1, "y": 2}),
+        (defaultdict(list, a=[1]), {"a": [1]}),
+        (np.float32(0.5), 0.5),
+        (np.str_("a"), "a"),
+        (np.bool_(True), True),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (np.array(["a", Colour.RED], dtype=object), ["a", "red"]),
+        (np.zeros((10, 10)), "ndarray(shape=(10, 10), dtype=float64)"),
+        (torch.tensor(2.5), 2.5),
+        (torch.tensor([[1, 2]]), [[1, 2]]),
+        (torch.tensor([1j]), ["1j"]),
+        (torch.nn.Parameter(torch.ones(2)), [1.0, 1.0]),
+        (torch.zeros(64), [0.0] * 64),
+        (torch.zeros(65, dtype=torch.half), "Tensor(shape=(65,), dtype=torch.float16)"),
+        (torch.eye(2).to_sparse(), "Tensor(shape=(2, 2), dtype=torch.float32)"),
+        (torch.empty(2, device="meta"), "Tensor(shape=(2,), dtype=torch.float32)"),
+    ],
+    ids=repr,
+)
+def test_what_json_has_not_becomes_what_people_can_read(value: object, expected: object) -> None:
+    found = inside(value)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), torch.tensor(math.inf)])
+def test_what_is_not_finite_stays_a_float(value: Any) -> None:
+    assert repr(inside(value)) == repr(float(value))
+
+
+def test_numbers_that_neither_json_nor_a_float_can_hold_are_texts() -> None:
+    assert inside(10**5000) == hex(10**5000)
+    assert inside(Fraction(10**400)).startswith("Fraction(1000")
+
+
+def test_a_long_text_of_the_user_is_kept_and_that_of_an_object_is_cut() -> None:
+    assert inside("x" * 10_000) == "x" * 10_000
+    found = inside(torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100))))
+    assert found.startswith("Sequential(\n  (0): Linear(")
+    assert len(found) == 2001
+    assert found.endswith("…")
+
+
+class Lazy(UserList):
+    """A sequence that would take long to read."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __iter__(self) -> Any:
+        raise AssertionError("read")
+
+
+def test_a_sequence_that_computes_its_items_and_an_iterator_are_not_read() -> None:
+    numbers = iter([1, 2])
+    assert inside(Lazy()) == "[]"
+    assert inside(numbers) == "<list_iterator object>"
+    assert next(numbers) == 1
+
+
+def test_keys_become_texts_and_none_gets_lost() -> None:
+    found = readable(
+        {
+            1: "a",
+            "1": "b",
+            1.5: "c",
+            None: "d",
+            Colour.RED: "e",
+            (1, 2): "f",
+            torch.float16: "h",
+            "1 (2)": "i",
+        }
+    )
+    assert found == {
+        "1 (3)": "a", "1": "b", "1.5": "c", "None": "d", "red": "e", "(1, 2)": "f", "float16": "h", "1 (2)": "i",
+    }  # fmt: skip
+    assert readable({Path("b"): 1, b"b": 2}) == {"b": 1, "b (2)": 2}
+
+
+def test_what_contains_itself_is_cut() -> None:
+    config: dict[str, Any] = {"a": 1}
+    config["self"] = config
+    several: list[Any] = [1]
+    several.append((several, config))
+    config["list"] = several
+    assert readable(config) == {"a": 1, "self": "…", "list": [1, ["…", "…"]]}
+    holder = Optimizer()
+    holder.extra["me"] = holder
+    assert readable(holder)["extra"] == {"me": "…"}
+
+
+def test_the_same_object_twice_is_no_circle() -> None:
+    inner = [1]
+    assert readable({"a": inner, "b": [inner, inner]}) == {"a": [1], "b": [[1], [1]]}
+
+
+def test_what_is_nested_very_deeply_is_cut() -> None:
+    config: Any = "bottom"
+    for _ in range(10_000):
+        config = {"below": config}
+    found, depth = readable(config), 0
+    while isinstance(found, dict):
+        found, depth = found["below"], depth + 1
+    assert (found, depth) == ("…", DEEPEST)
+
+
+# Objects that cannot be read
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+class Unsaid(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Locked(UserDict):
+    def __getitem__(self, key: str) -> Any:
+        raise Unsaid
+
+
+class Closed(UserDict):
+    def __iter__(self) -> Any:
+        raise OSError("closed")
+
+
+class Masked:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("who is asking?")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Mute(), "<Mute that cannot be read: ValueError: no words>"),
+        (Locked(a=1), {"a": "<cannot be read: Unsaid>"}),
+        (Closed(a=1), "<Closed that cannot be read: OSError: closed>"),
+        (Masked(), "<Masked that cannot be read: RuntimeError: who is asking?>"),
+    ],
+    ids=["mute", "locked", "closed", "masked"],
+)
+def test_what_raises_is_said_in_its_place(value: object, expected: object) -> None:
+    assert readable({"value": value, "other": 1}) == {"value": expected, "other": 1}
+    whole = readable(value)
+    assert whole == (expected if isinstance(expected, dict) else {"config": expected})
+
+
+def test_a_dataclass_whose_field_raises_keeps_the_others() -> None:
+    config = Optimizer()
+    del config.extra
+    assert readable(config) == {
+        "lr": 0.1, "betas": [0.9, 0.99], "extra": "<cannot be read: AttributeError: 'Optimizer' object has no attribute 'extra'>",
+    }  # fmt: skip
+
+
+# Of any structure
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+ODD = st.sampled_from([
+    Colour.MIXED, Path("a"), torch.bfloat16, torch.ones(3), np.ones((2, 2)), b"\xff", int, function, Locked(a=1), object(), 1j, math.nan,
+    Decimal("sNaN"), Fraction(10**400),
+])  # fmt: skip
+KEYS = (
+    st.text()
+    | st.integers()
+    | st.none()
+    | st.tuples(st.integers())
+    | st.sampled_from([Colour.RED, Path("b"), 1.5, int])
+)
+Data = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=20
+)
+Anything = st.recursive(
+    SCALARS | ODD | st.builds(Mute) | st.builds(lambda: 10**5000) | st.sets(st.integers() | st.text(), max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.builds(lambda value: Optimizer(extra={"value": value}), inner)
+        | st.builds(lambda value: argparse.Namespace(value=value), inner)
+    ),
+    max_leaves=15,
+)
+
+
+@given(st.dictionaries(st.text(), Data, max_size=4))
+def test_data_of_json_is_not_changed(config: dict[str, Any]) -> None:
+    assert json.dumps(readable(config)) == json.dumps(config)
+
+
+@given(Anything)
+def test_whatever_is_configured_is_data_of_json_in_the_end(config: object) -> None:
+    for each in (config, {"inside": config}):
+        text = json.dumps(readable(each))
+        assert json.dumps(readable(json.loads(text))) == text
+        for value in flat_parameters(each).values():
+            assert type(value) in {bool, int, float, str}
+
+
+@given(st.dictionaries(KEYS, SCALARS, max_size=6))
+def test_no_entry_gets_lost(config: dict[Any, Any]) -> None:
+    assert sorted(map(repr, readable(config).values())) == sorted(map(repr, config.values()))
+    assert len(flat_parameters(config)) == len(config)
+
+
+# Flat
+
+
+def test_flat_parameters_have_joined_names_and_plain_values() -> None:
+    config = {
+        "model": {"width": 4, "layers": [1, {"a": None}], "empty": {}, "act": None},
+        "lr": 0.1,
+        "on": True,
+        "model/width": 5,
+        "no": [],
+    }
+    assert flat_parameters(config) == {
+        "model/width": 4, "model/layers": '[1, {"a": null}]', "model/empty": "{}", "model/act": "None", "lr": 0.1, "on": True,
+        "model/width (2)": 5, "no": "[]",
+    }  # fmt: skip
+    assert flat_parameters(None) == {}

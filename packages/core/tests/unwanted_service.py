@@ -1,0 +1,1 @@
+"""What a wrong tracker imports too early."""

@@ -1,0 +1,224 @@
+"""Runs recorded with ClearML, as tasks of its server, or in sessions on disk that are imported there."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.series import Series
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Bins, Table
+
+_log = logging.getLogger(__name__)
+# Each has to be named: what is not in the dict is on. "detect_repository" reads git, its differences, and every package.
+_FRAMEWORKS = (
+    "catboost", "detect_repository", "fastai", "gradio", "hydra", "joblib", "lightgbm", "matplotlib", "megengine", "pytorch", "scikit",
+    "tensorboard", "tensorflow", "tfdefines", "xgboost",
+)  # fmt: skip
+
+
+class ClearML(Tracker):
+    """`log_with="clearml"`: numbers, texts in the log of the task, images and plots of tables and histograms.
+
+    "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a line of the log, since ClearML would
+    record a 0 instead. An image or a plot at a step that its name has passed goes to the series "name (2)", and so on. ClearML sends in
+    threads of its own, and says in its own log what it could not send.
+
+    A process has one task in ClearML. Where the program has called `Task.init` itself, that task is recorded into, and not ended. A
+    resumed run goes on in the same task; numbers of steps after the checkpoint stay beside those that repeat them.
+
+    What ClearML does to the process around it is off: it neither takes over frameworks, arguments, output and random seeds, nor reads git
+    and packages, nor watches the machine's load; and it reports from threads, unless its configuration says so, for its subprocess is a
+    fork of a process with threads. `init_kwargs={"clearml": {"auto_connect_frameworks": True, "auto_resource_monitoring": True}}` turns
+    such things on; it takes what `Task.init` does. Not to be turned off: changes that importing ClearML makes to argparse, and starting a
+    task to `multiprocessing` and to the variables CLEARML_* of the process.
+
+    Args:
+        task_name: None: the id of the run.
+        tags: of the task.
+        task_type: such as "training" or "testing".
+        output_uri: where models that are saved by way of ClearML go, such as s3://bucket/folder; None: nowhere.
+        offline: whether all goes to a folder, and at the end to a file beside it, for `Task.import_offline_session`; the process stays
+            offline then. False: as ClearML is configured, or the variable CLEARML_OFFLINE_MODE says.
+    """
+
+    name = "clearml"
+
+    def __init__(
+        self,
+        task_name: str | None = None,
+        tags: list[str] | None = None,
+        task_type: str = "training",
+        output_uri: str | None = None,
+        offline: bool = False,
+    ) -> None:
+        self.task_name = task_name
+        self.tags = tags
+        self.task_type = task_type
+        self.output_uri = output_uri
+        self.offline = offline
+        self._task: Any = None
+        self._is_ours = False
+        self._series = Series()
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That clearml is not installed, if so."""
+        return missing("clearml", "clearml")
+
+    @property
+    def tracker(self) -> Any:
+        """The `clearml.Task`."""
+        return self._task
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`.
+
+        Raises:
+            RuntimeError: if another tracker has the task of this process.
+        """
+        import clearml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        self._task = clearml.Task.current_task()
+        if self._task is None:
+            self._task = self._started(clearml, run)
+            self._is_ours = True
+        elif getattr(self._task, "accel_run_id", None) is not None:
+            raise RuntimeError(
+                f"ClearML has one task per process, and the run {self._task.accel_run_id!r} has it. End that one before "
+                f"{run.run_id!r} starts: end_training() of its Accelerator."
+            )
+        elif run.options:
+            _log.warning(
+                "ClearML has a task already, from a Task.init of this program. It is used, and init_kwargs are not: %s.",
+                ", ".join(run.options),
+            )
+        if self._is_ours:
+            self._task.accel_run_id = run.run_id
+        if run.resumed:
+            self._series = Series(run.resumed["series"])
+        self._task.connect(dict(run.config))
+        text = json.dumps(run.config, indent=2, ensure_ascii=False)
+        self._task.set_configuration_object("config", config_text=text, config_type="json")
+
+    def state(self) -> dict[str, Any]:
+        """The id of the task, and which series of images and plots there are."""
+        return {"task_id": self._task.id, "series": self._series.state()}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`."""
+        logger = self._task.get_logger()
+        for name, value in values.items():
+            if isinstance(value, str) or not math.isfinite(value):
+                text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
+                logger.report_text(f"{name} at step {step}: {text}", print_console=False, **options)
+            else:
+                logger.report_scalar(*_title_and_series(name), value=value, iteration=step, **options)
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`. They are stored as PNG; those after the first as series "name 1", and so on."""
+        from PIL import Image
+
+        for name, images in values.items():
+            title, series = self._place(name, "image", step)
+            for index, image in enumerate(images):
+                stream = io.BytesIO()
+                Image.fromarray(image.squeeze(2).numpy()).save(stream, "PNG")
+                stream.seek(0)
+                place = (title, f"{series} {index}" if index else series)
+                media = {
+                    "stream": stream,
+                    "file_extension": "png",
+                    "max_history": -1,
+                }  # else it keeps the last 100 files
+                self._task.get_logger().report_media(*place, iteration=step, **{**media, **options})
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`."""
+        title, series = self._place(name, "table", step)
+        rows = [list(table.columns), *map(list, table.rows)]
+        self._task.get_logger().report_table(title, series, iteration=step, table_plot=rows, **options)
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """See `Tracker.log_histograms`."""
+        for name, bins in values.items():
+            title, series = self._place(name, "histogram", step)
+            ends = [f"{lower} to {upper}" for lower, upper in zip(bins.edges[:-1], bins.edges[1:], strict=True)]
+            bars = {"values": list(bins.counts), "xlabels": ends}
+            self._task.get_logger().report_histogram(title, series, iteration=step, **{**bars, **options})
+
+    def flush(self) -> None:
+        """Hands over what waits; offline, until it is in the files."""
+        for _ in range(2):  # the first wait may end with a round that had begun before the last records
+            self._task.flush(wait_for_uploads=self._task.is_offline())
+
+    def finish(self, failed: bool) -> None:
+        """See `Tracker.finish`."""
+        if not self._is_ours:
+            self._task.flush(wait_for_uploads=True)
+            return
+        self._task.close()
+        if failed:
+            self._task.mark_failed(status_reason="The training failed.", force=True)  # closing has called it completed
+
+    def _started(self, clearml: Any, run: TrackedRun) -> Any:
+        """A task of our own, the one again that is resumed if so."""
+        if self.offline:
+            clearml.Task.set_offline(offline_mode=True)
+        _report_from_threads()
+        clearml.Task.set_random_seed(None)  # else every generator starts from 1337
+        options: dict[str, Any] = {
+            "project_name": run.project,
+            "task_name": self.task_name or run.run_id,
+            "task_type": self.task_type,
+            "tags": self.tags,
+            "output_uri": self.output_uri or False,
+            "reuse_last_task_id": False,
+            "auto_connect_arg_parser": False,
+            "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS, False),
+            "auto_resource_monitoring": False,
+            "auto_connect_streams": False,
+        }
+        if run.resumed:
+            # 0 is added to the steps that are reported; True would add those that the task has had.
+            options.update(reuse_last_task_id=run.resumed["task_id"], continue_last_task=0)
+        hooks = sys.excepthook, sys.exit
+        try:
+            task = clearml.Task.init(**{**options, **run.options})
+        finally:
+            sys.excepthook, sys.exit = hooks  # the Accelerator tells `finish` whether the program failed
+        if run.resumed and task.id != run.resumed["task_id"]:
+            _log.warning("ClearML could not go on with the task %s, and began %s.", run.resumed["task_id"], task.id)
+        return task
+
+    def _place(self, name: str, kind: str, step: int) -> tuple[str, str]:
+        title, series = _title_and_series(name)
+        return title, " ".join([series, *(f"({mark})" for mark in self._series.place(f"{kind}:{name}", kind, step))])
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    """The graph and the line in it."""
+    title, _, series = name.partition("/")
+    return (title, series) if title and series and title != series else (name, name)
+
+
+def _report_from_threads() -> None:
+    """Unless the configuration of ClearML says otherwise."""
+    from clearml.config import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        config,
+        config_obj,
+    )
+
+    if config.get("development.report_use_subprocess", None) is None:
+        config_obj.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
+        config.clear_config_impl()

@@ -1,0 +1,194 @@
+"""Runs recorded with DVCLive: plain files that DVC, its extension for VS Code and DVC Studio show."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.series import Series
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Bins, Table
+
+_log = logging.getLogger(__name__)
+
+
+class DVCLive(Tracker):
+    """`log_with="dvclive"`: numbers and texts as rows of a file per name, images as PNG, tables and histograms as
+    the data of plots.
+
+    DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC is to have kept. A resumed run goes on
+    in the same files: rows that were written after the checkpoint stay, above those that repeat them. An image or a plot at a step that
+    its name has passed goes to the folder "name (2)", and so on.
+
+    What DVCLive does to the project around it is off: neither an experiment of DVC nor a dvc.yaml is made, and the machine's load is not
+    watched. `init_kwargs={"dvclive": {"save_dvc_exp": True, "dvcyaml": "dvc.yaml", "monitor_system": True}}` turns them on; it takes what
+    `dvclive.Live` does. Not to be turned off: in a git repository that is none of DVC, DVCLive makes it one, with a folder .dvc. Where
+    DVC fails, DVCLive says so in its own log and goes on.
+
+    Args:
+        dir: the folder to write to, such as "dvclive" where DVC is to compare it from commit to commit; None: that of the run, below
+            `logging_dir`.
+        save_dvc_exp: whether the run becomes an experiment of DVC at its end.
+        dvcyaml: the file dvc.yaml in which DVC is to find the plots; None: none is written.
+        exp_name: of the experiment; None: DVC's own.
+    """
+
+    name = "dvclive"
+
+    def __init__(
+        self,
+        dir: Path | None = None,
+        save_dvc_exp: bool = False,
+        dvcyaml: Path | None = None,
+        exp_name: str | None = None,
+    ) -> None:
+        if dvcyaml is not None and Path(dvcyaml).name != "dvc.yaml":
+            raise ValueError(
+                f"DVCLive(dvcyaml={str(dvcyaml)!r}) is to be a file named dvc.yaml, as DVC looks for it. Type: "
+                f"dvcyaml={str(Path(dvcyaml).with_name('dvc.yaml'))!r}"
+            )
+        self.dir = dir
+        self.save_dvc_exp = save_dvc_exp
+        self.dvcyaml = dvcyaml
+        self.exp_name = exp_name
+        self._live: Any = None
+        self._series = Series()
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That dvclive is not installed, if so."""
+        return missing("dvclive", "dvclive")
+
+    @property
+    def requires_logging_directory(self) -> bool:  # type: ignore[override]
+        """Unless it is told where to write."""
+        return self.dir is None
+
+    @property
+    def tracker(self) -> Any:
+        """The `dvclive.Live`."""
+        return self._live
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`."""
+        streams = sys.stdout, sys.stderr
+        try:
+            from dvclive import Live  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            from dvclive.studio import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+                get_dvc_studio_config,
+            )
+        finally:
+            sys.stdout, sys.stderr = streams  # in which importing DVC wraps a filter for colours
+        options: dict[str, Any] = {
+            "dir": str(run.directory if self.dir is None else self.dir),
+            "save_dvc_exp": self.save_dvc_exp,
+            "dvcyaml": None if self.dvcyaml is None else str(self.dvcyaml),
+            "exp_name": self.exp_name,
+            "resume": run.resumed is not None,
+        }
+        options.update(run.options)
+        if run.resumed:
+            self._series = Series(run.resumed["series"])
+            if not Path(options["dir"], "metrics.json").exists():
+                _log.warning(
+                    "DVCLive was to go on with the run of a checkpoint in %s, where there is none: what came before step %d is missing.",
+                    options["dir"],
+                    run.step,
+                )
+        self._live = Live(**options)
+        if not get_dvc_studio_config(self._live):
+            # DVCLive would read all its files for DVC Studio at every flush, and keep a thread for ever, to send them nowhere.
+            self._live.post_data_to_studio = lambda: None
+        self._live.log_params(dict(run.config))
+
+    def state(self) -> dict[str, Any]:
+        """Which series of images and plots there are; the folder is what options say."""
+        return {"series": self._series.state()}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`; `log_kwargs={"dvclive": {"timestamp": True, "plot": False}}` goes to `Live.log_metric`."""
+        self._live.step = step
+        for name, value in values.items():
+            self._log(_column(_file(name)), value, options)
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`. The first is `name/step.png`, which is shown with a slider; others are `name/1/step.png`, and so on."""
+        self._live.step = step
+        for name, images in values.items():
+            folder = self._folder(name, "images", step)
+            for index, image in enumerate(images):
+                place = f"{folder}/{index}/{step}.png" if index else f"{folder}/{step}.png"
+                self._live.log_image(place, image.squeeze(2).numpy(), **options)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`. It becomes the data of a plot, of the first column against the others unless options say otherwise.
+
+        Each row has the names of its columns, so one without rows gets a row of nulls.
+        """
+        rows = table.rows or [(None,) * len(table.columns)]
+        axes = {"x": table.columns[0], "y": list(table.columns[1:]) or table.columns[0]}
+        self._plot(name, step, [dict(zip(table.columns, row, strict=True)) for row in rows], {**axes, **options})
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """See `Tracker.log_histograms`. Each becomes the data of a plot of bars."""
+        axes = {"x": "count", "y": "from", "template": "bar_horizontal"}
+        for name, bins in values.items():
+            ends = zip(bins.edges[:-1], bins.edges[1:], bins.counts, strict=True)
+            rows = [{"from": lower, "to": upper, "count": count} for lower, upper, count in ends]
+            self._plot(name, step, rows, {**axes, **options})
+
+    def flush(self) -> None:
+        """Brings the summary of the latest values up to date; all else is in the files at once."""
+        self._live.sync()
+
+    def finish(self, failed: bool) -> None:  # noqa: ARG002 - DVC knows no failed experiments
+        """See `Tracker.finish`."""
+        self._live.end()
+
+    def _plot(self, name: str, step: int, rows: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+        self._live.step = step
+        self._live.log_plot(f"{self._folder(name, 'plot', step)}/{step}", rows, **options)
+
+    def _folder(self, name: str, kind: str, step: int) -> str:
+        file = _file(name)
+        return " ".join([file, *(f"({mark})" for mark in self._series.place(f"{kind}:{file}", kind, step))])
+
+    def _log(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        summary = self._live.summary
+        if _fits(summary, name.split("/")):
+            self._live.log_metric(name, value, **options)
+            return
+        # The summary is a nested dict, where "a" and "a/b" exclude each other. The files do not.
+        self._live.summary = {}
+        try:
+            self._live.log_metric(name, value, **options)
+        finally:
+            self._live.summary = {**summary, name + "/" * (name in summary): value}
+
+
+def _fits(summary: Mapping[str, Any], parts: Sequence[str]) -> bool:
+    inner: Any = summary
+    for part in parts:
+        if not isinstance(inner, Mapping):
+            return False
+        inner = inner.get(part, {})
+    return not isinstance(inner, Mapping) or not inner
+
+
+def _file(name: str) -> str:
+    """The path, relative and inside its folder, that a name stands for."""
+    parts = [part for part in name.split("/") if part not in {"", ".", ".."}]
+    return "/".join(parts) or "_"
+
+
+def _column(name: str) -> str:
+    """The name, which is that of a column as well: "step" is that of the other column."""
+    return f"{name}_" if name.rpartition("/")[2] == "step" else name

@@ -1,0 +1,253 @@
+"""A run in a folder of plain files, for those who have no service and want none.
+
+    <folder>/metrics.jsonl    one line per record, in the order in which they were made
+    <folder>/config.json      the configuration, that of the last start if the run was resumed
+    <folder>/images/…         PNG files, which lines of metrics.jsonl name
+
+A line has the step, the time in seconds since 1970, and what was recorded by name:
+
+    {"step": 3, "time": 1767225600.5, "values": {"loss": 0.25, "norm": "NaN"}, "texts": {"note": "…"}}
+    {"step": 3, "time": 1767225600.6, "images": {"samples": ["images/samples/3_0.png"]}}
+    {"step": 3, "time": 1767225600.7, "tables": {"answers": {"columns": ["input", "score"], "rows": [["a", 0.5]]}}}
+    {"step": 3, "time": 1767225600.8, "histograms": {"weights": {"counts": [1, 3], "edges": [-1.0, 0.0, 1.0], …}}}
+    {"resumed": {"step": 4}, "time": 1767225700.0}
+
+All of it is strict JSON: numbers that are not finite are the texts "NaN", "Infinity" and "-Infinity", as in the JSON of protocol
+buffers, and texts stand apart from numbers so that the two cannot be mistaken. In a cell of a table, which may be either, such a
+number is `{"number": "NaN"}`.
+
+Tables are lines, not files of their own: their cells keep their types, and their order among the other records is told.
+
+Where a run was resumed, what the broken one had recorded from that step on stays in the file; `read` leaves it out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from accel_core import Bins, Table, TrackedRun, Tracker
+from accel_trackers.png import encode
+
+if TYPE_CHECKING:
+    import torch
+
+METRICS = "metrics.jsonl"
+CONFIG = "config.json"
+IMAGES = "images"
+
+_LONGEST, _DEEPEST = 100, 8  # bytes of a part of a file's name, and parts: file systems have limits
+
+logger = logging.getLogger(__name__)
+
+
+class JSONL(Tracker):
+    """Records into `metrics.jsonl`, one line per record; see `accel_trackers.jsonl` for the files, and `read` for reading them.
+
+    Each line is with the operating system when `log` returns: a process that is killed loses the line that it is writing at most.
+    A resumed run is appended to.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self) -> None:
+        self._directory = Path()
+        self._file: BinaryIO | None = None
+
+    @property
+    def tracker(self) -> Path:
+        """The file of lines."""
+        return self._directory / METRICS
+
+    def start(self, run: TrackedRun) -> None:
+        """Makes the folder, or opens it again."""
+        _refuse(run.options, "init_kwargs={'jsonl': ...}")
+        assert run.directory is not None, "requires_logging_directory"
+        self._directory = run.directory
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if run.resumed is None and self.tracker.exists():
+            raise FileExistsError(
+                f"A new run was to be recorded in {self._directory}, and {METRICS} of another one is there. Give it another folder, or "
+                f"load a checkpoint of that run to go on with it."
+            )
+        if run.resumed is not None:
+            _repair(self.tracker)
+        text = json.dumps(_strict(run.config), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+        whole = self._directory / f"{CONFIG}.new"  # a kill leaves the old one or the new one
+        whole.write_text(text, encoding="utf-8", errors="backslashreplace")
+        whole.replace(self._directory / CONFIG)
+        self._file = self.tracker.open("ab")
+        if run.resumed is not None:
+            self._write({"resumed": {"step": run.step}, "time": time.time()})
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """Writes a line, with numbers and texts apart."""
+        _refuse(options, "log_kwargs={'jsonl': ...}")
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        numbers = {name: value for name, value in values.items() if name not in texts}
+        self._record(
+            step, **({"values": numbers} if numbers or not texts else {}), **({"texts": texts} if texts else {})
+        )
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """Writes a file for each image, and a line that names them."""
+        _refuse(options, "log_kwargs={'jsonl': ...}")
+        self._record(
+            step,
+            images={
+                name: [self._save(image, name, f"{step}_{number}") for number, image in enumerate(images)]
+                for name, images in values.items()
+            },
+        )
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """Writes a line with all of it."""
+        _refuse(options, "log_kwargs={'jsonl': ...}")
+        rows = [[_cell(cell) for cell in row] for row in table.rows]
+        self._record(step, tables={name: {"columns": table.columns, "rows": rows}})
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """Writes a line with counts and edges."""
+        _refuse(options, "log_kwargs={'jsonl': ...}")
+        self._record(step, histograms={name: vars(bins) for name, bins in values.items()})
+
+    def finish(self, failed: bool) -> None:  # noqa: ARG002 - every line is written already
+        """Closes the file."""
+        assert self._file is not None, "start() comes first"
+        self._file.close()
+
+    def _record(self, step: int, **content: Any) -> None:
+        self._write({"step": step, "time": time.time(), **content})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        assert self._file is not None, "start() comes first"
+        line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n"
+        # Half of a surrogate pair, which a text may hold and UTF-8 may not, becomes the escape that JSON has for it.
+        self._file.write(line.encode("utf-8", "backslashreplace"))
+        self._file.flush()
+
+    def _save(self, image: torch.Tensor, name: str, stem: str) -> str:
+        """Writes an image to a file that is not there yet, and returns its path inside the folder."""
+        folder = self._directory / IMAGES / safe_path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        content = encode(image)
+        for again in itertools.count():
+            path = folder / f"{stem}{f'_again{again}' if again else ''}.png"
+            try:
+                with path.open("xb") as file:
+                    file.write(content)
+            except FileExistsError:  # the step came again, or a name that a file system finds the same
+                continue
+            return path.relative_to(self._directory).as_posix()
+        raise AssertionError("counting ends nowhere")
+
+
+def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What was recorded in a folder, in that order, without what a resumed run has superseded.
+
+    Args:
+        directory: that of one run, where `metrics.jsonl` lies.
+
+    Returns:
+        For each record a dict with "step", "time" in seconds since 1970, and one of: "values", numbers and texts by name, as they were
+        logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`; "histograms", `accel_core.Bins`.
+
+    Raises:
+        FileNotFoundError: if nothing was recorded there.
+        ValueError: for a line that is no record, naming it. One that a kill left unfinished, at the end, is no error.
+    """
+    path = Path(directory) / METRICS
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(complete.split(b"\n") if complete else [], start=1):
+        try:
+            content = json.loads(line)
+            if "resumed" in content:
+                records = [record for record in records if record["step"] < content["resumed"]["step"]]
+            else:
+                records.append(_decoded(content, path.parent))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is no record of this format: {line[:100]!r} ({type(error).__name__}: {error}). Take it out, or "
+                f"restore the file."
+            ) from error
+    return records
+
+
+def safe_path(name: str) -> Path:
+    """A relative path for a name: its slashes are folders, and nothing in it leads elsewhere. Different names may get the same one."""
+    parts = [re.sub(r"[^\w .+=@-]", "_", part).strip(" .") for part in name.split("/")]
+    short = [part.encode()[:_LONGEST].decode(errors="ignore").rstrip(" .") for part in parts]
+    return Path(*[part for part in short if part][:_DEEPEST] or ["_"])
+
+
+def _repair(path: Path) -> None:
+    """Cuts off the line that a killed process has left unfinished, so that the next one begins a line."""
+    if not path.exists():
+        logger.warning("A run goes on, and %s is not there: what was recorded of it before lies elsewhere.", path)
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        logger.warning("%s ends in the middle of a line, %d bytes of which are cut off.", path, len(content) - complete)
+        os.truncate(path, complete)
+
+
+def _strict(value: Any) -> Any:
+    """The same with the names that protocol buffers give to numbers which JSON has not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(each) for each in value]
+    return value
+
+
+def _cell(value: Any) -> Any:
+    """A cell, which may be a number or a text: a number that JSON has not says that it is one."""
+    return {"number": value} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value
+
+
+def _decoded(content: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A record as `read` gives it."""
+    record: dict[str, Any] = {"step": content["step"], "time": content["time"]}
+    if "values" in content or "texts" in content:
+        numbers = {name: _number(value) for name, value in content.get("values", {}).items()}
+        record["values"] = numbers | content.get("texts", {})
+    if "images" in content:
+        record["images"] = {name: [directory / path for path in paths] for name, paths in content["images"].items()}
+    if "tables" in content:
+        record["tables"] = {name: _table(**table) for name, table in content["tables"].items()}
+    if "histograms" in content:
+        record["histograms"] = {name: _bins(**bins) for name, bins in content["histograms"].items()}
+    return record
+
+
+def _table(columns: list[str], rows: list[list[Any]]) -> Table:
+    cells = [tuple(_number(cell["number"]) if isinstance(cell, dict) else cell for cell in row) for row in rows]
+    return Table(tuple(columns), tuple(cells))
+
+
+def _bins(counts: list[int], edges: list[Any], total: Any, total_of_squares: Any, nonfinite: int) -> Bins:
+    return Bins(tuple(counts), tuple(map(_number, edges)), _number(total), _number(total_of_squares), nonfinite)
+
+
+def _refuse(options: Mapping[str, Any], where: str) -> None:
+    if options:
+        raise TypeError(
+            f"jsonl was given {', '.join(map(repr, options))} in {where}, and has no options there. Leave it out."
+        )

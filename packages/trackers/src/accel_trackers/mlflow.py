@@ -1,0 +1,344 @@
+"""MLflow: runs on a tracking server, or in a database of the project's folder, which `mlflow ui` shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import posixpath
+import re
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from accel_core import Table
+
+_log = logging.getLogger(__name__)
+_OPTIONS = ("tracking_uri", "experiment_name", "run_name", "tags", "description", "artifact_location", "flush_secs")
+_OPTIONS_OF_A_RUN = (*_OPTIONS, "run_id", "parent_run_id")
+_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
+_NAMES = re.compile(r"[^\w\-. /]")  # what names of metrics, parameters and tags cannot have everywhere
+_NAMES_OF_FILES = re.compile(r"[^A-Za-z0-9_\-. /]")
+_LONGEST_NAME, _LONGEST_VALUE, _LONGEST_TAG = 250, 6000, 5000  # characters that a server takes
+_METRICS, _PARAMS = 1000, 50  # that a request has at most: MLflow takes 1000 and 100, and no more than 1 MB
+
+
+class MLflow(Tracker):
+    """Records with MLflow. Without a server: type `mlflow ui --backend-store-uri sqlite:///LOGGING_DIR/PROJECT/mlflow.db` to look.
+
+    The configuration is in the parameters of the run, cut at 6000 characters, and whole in its artifact config.json. Texts are artifacts,
+    texts/NAME/STEP.txt, and so are tables, tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. MLflow has no
+    histograms, and its databases no infinity: that is recorded as the largest float64, 1.797...e308. A name with characters that MLflow
+    does not take has others in their place and a checksum at its end; what it was is in the tag "name.NAME".
+
+    A step may come again, or go back. A resumed run goes on in the same run of MLflow, which keeps what came after the checkpoint beside
+    what is recorded again. MLflow does not change the parameters of a run.
+
+    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state, the source code and the machine's
+    load nothing is recorded, and the address of the run is not printed. MLflow's reports on its own use are switched off, because they draw from Python's random stream; set
+    MLFLOW_DISABLE_TELEMETRY=false to have them.
+
+    `init_kwargs={"mlflow": {...}}` takes the same options as below, and `run_id` of a run of MLflow to go on with, and `parent_run_id` of one
+    below which the run is shown. `log` takes `timestamp`, in milliseconds since 1970.
+
+    Args:
+        tracking_uri: of the server or database, as http://host:5000. None: what MLFLOW_TRACKING_URI or mlflow.set_tracking_uri(...) says,
+            else a database in the folder of the project.
+        experiment_name: of the experiment that the run belongs to; made where there is none. None: what MLFLOW_EXPERIMENT_NAME says, else
+            the project.
+        run_name: shown for the run; None: its id.
+        tags: of the run.
+        description: of the run, in Markdown.
+        artifact_location: a URI under which a new experiment keeps artifacts; None: the server's choice, and for the database of the
+            project a folder beside it.
+        flush_secs: seconds for which numbers are gathered to be recorded at once.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tags: dict[str, str] | None = None,
+        description: str | None = None,
+        artifact_location: str | None = None,
+        flush_secs: float = 2.0,
+    ) -> None:
+        self.tracking_uri = tracking_uri
+        self.experiment_name = experiment_name
+        self.run_name = run_name
+        self.tags = tags
+        self.description = description
+        self.artifact_location = artifact_location
+        self.flush_secs = flush_secs
+        self._client: Any = None
+        self._run: Any = None
+        self._gathered: list[Any] = []
+        self._sent_at = -float("inf")
+        self._stamp = 0
+        self._files: Counter[str] = Counter()
+        self._renamed: set[str] = set()
+
+    @property
+    def requires_logging_directory(self) -> bool:  # type: ignore[override]
+        """Where no server is named. (`mlflow.set_tracking_uri` sets the variable too.)"""
+        return self.tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That mlflow is not installed, if so."""
+        return missing("mlflow", "mlflow")
+
+    @property
+    def tracker(self) -> Any:
+        """The `mlflow.entities.Run` as it began; `mlflow.MlflowClient().get_run(tracker.info.run_id)` has what was recorded since."""
+        return self._run
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`.
+
+        Raises:
+            TypeError: for an unknown option.
+            ValueError: if the run that is to go on cannot be found.
+        """
+        options = {name: getattr(self, name) for name in _OPTIONS} | _checked(run.options)
+        self.flush_secs = options["flush_secs"]
+        mlflow = _quiet_mlflow()
+        uri, artifacts = options["tracking_uri"], options["artifact_location"]
+        if uri is None and run.directory is not None and not mlflow.is_tracking_uri_set():
+            folder = run.directory.parent.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
+            artifacts = artifacts or (folder / "mlartifacts").as_uri()
+            with _alone(folder):
+                self._client = mlflow.MlflowClient(tracking_uri=uri)
+        else:
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+        continued = options.get("run_id") or (run.resumed or {}).get("run_id")
+        if continued:
+            self._run = self._go_on(continued)
+        else:
+            self._run = self._create(run, options, artifacts)
+        self._store(run.config)
+
+    def state(self) -> dict[str, Any]:
+        """The id that MLflow gave to the run."""
+        return {"run_id": self._id}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`."""
+        from mlflow.entities import Metric
+
+        stamp = self._timestamp(options)
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._client.log_text(self._id, value, self._file("texts", name, step, "txt"))
+            else:
+                self._gathered.append(Metric(self._name(name), float(value), stamp, step))
+        if len(self._gathered) >= _METRICS or time.monotonic() - self._sent_at >= self.flush_secs:
+            self.flush()
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`. They are shown under the name; several under one name get numbers: "name/0" and so on."""
+        stamp = self._timestamp(options)
+        for name, images in values.items():
+            key = self._name(name, _NAMES_OF_FILES)
+            for index, image in enumerate(images):
+                numbered = f"{key}/{index}" if len(images) > 1 else key
+                pixels = image.numpy()
+                self._client.log_image(self._id, pixels, key=numbered, step=step, timestamp=stamp, synchronous=True)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`."""
+        import pandas as pd  # type: ignore[import-untyped, import-not-found, unused-ignore]  # MLflow depends on it
+
+        self._timestamp(options)
+        # As objects, for pandas would make floats of integers beside None.
+        frame = pd.DataFrame(list(table.rows), columns=list(table.columns), dtype=object)
+        self._client.log_table(self._id, frame, self._file("tables", name, step, "json"))
+
+    def flush(self) -> None:
+        """See `Tracker.flush`."""
+        self._sent_at = time.monotonic()
+        while self._gathered:
+            self._client.log_batch(self._id, metrics=self._gathered[:_METRICS], synchronous=True)
+            del self._gathered[:_METRICS]
+
+    def finish(self, failed: bool) -> None:
+        """See `Tracker.finish`."""
+        self.flush()
+        with _variable("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
+            self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+    @property
+    def _id(self) -> str:
+        return str(self._run.info.run_id)
+
+    def _create(self, run: TrackedRun, options: Mapping[str, Any], artifacts: str | None) -> Any:
+        """A new run of MLflow."""
+        name = options["experiment_name"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
+        special = {"mlflow.note.content": options["description"], "mlflow.parentRunId": options.get("parent_run_id")}
+        tags = {**(options["tags"] or {}), **{tag: text for tag, text in special.items() if text is not None}}
+        experiment = self._experiment(name, artifacts)
+        return self._client.create_run(experiment, run_name=options["run_name"] or run.run_id, tags=tags)
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        """The id of the experiment of this name, which may be made by others in the same moment."""
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name, artifact_location=artifacts))
+            except MlflowException:
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _go_on(self, run_id: str) -> Any:
+        """The run of MLflow of this id, running again."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            raise ValueError(
+                f"The run {run_id!r} of MLflow is to go on, and {self._client.tracking_uri} does not let it: {error.message} Say where it "
+                f"is: init_kwargs={{'mlflow': {{'tracking_uri': ...}}}}, or the same folder of logs as before; "
+                f"or begin a new run: init_trackers(..., resume=False)."
+            ) from error
+        return self._client.get_run(run_id)
+
+    def _store(self, config: Mapping[str, Any]) -> None:
+        """The configuration, as far as the run does not have it yet."""
+        from mlflow.entities import Param
+
+        self._client.log_text(self._id, json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", "config.json")
+        wanted = {self._name(name): _shortened(value, _LONGEST_VALUE) for name, value in _flat(config)}
+        there = self._run.data.params
+        new = [Param(name, value) for name, value in wanted.items() if name not in there]
+        for first in range(0, len(new), _PARAMS):
+            self._client.log_batch(self._id, params=new[first : first + _PARAMS], synchronous=True)
+        changed = sorted(name for name, value in wanted.items() if there.get(name, value) != value)
+        if changed:
+            _log.warning(
+                "The run %s goes on with another configuration, and MLflow does not change parameters: the artifact config.json "
+                "has the new values of %s.",
+                self._id,
+                ", ".join(changed),
+            )
+
+    def _timestamp(self, options: Mapping[str, Any]) -> int:
+        """When the values are recorded, in milliseconds: never twice the same, for MLflow drops a value that repeats with its step and time."""
+        for name in options.keys() - {"timestamp"}:
+            raise TypeError(
+                f"log_kwargs={{'mlflow': {{{name!r}: ...}}}} was given: expected timestamp, the milliseconds since 1970 at which the values "
+                f"are to be recorded, or nothing."
+            )
+        if "timestamp" in options:
+            return int(options["timestamp"])
+        self._stamp = max(int(time.time() * 1000), self._stamp + 1)
+        return self._stamp
+
+    def _file(self, folder: str, name: str, step: int, ending: str) -> str:
+        """The path of a new artifact."""
+        path = f"{folder}/{self._name(name, _NAMES_OF_FILES)}/{step:08}"
+        self._files[path] += 1
+        return f"{path}.{ending}" if self._files[path] == 1 else f"{path}-{self._files[path]}.{ending}"
+
+    def _name(self, name: str, unwanted: re.Pattern[str] = _NAMES) -> str:
+        """A name as MLflow takes it."""
+        taken = _taken(name, unwanted)
+        if taken != name and taken not in self._renamed:
+            self._renamed.add(taken)
+            self._client.set_tag(self._id, f"name.{taken}", _shortened(name, _LONGEST_TAG), synchronous=True)
+        return taken
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in options.keys() - set(_OPTIONS_OF_A_RUN):
+        hint = (
+            " (For a nested run: parent_run_id=mlflow.active_run().info.run_id.)" if name.startswith("nested") else ""
+        )
+        raise TypeError(
+            f"init_kwargs={{'mlflow': {{{name!r}: ...}}}} was given: expected {', '.join(_OPTIONS_OF_A_RUN)}.{hint}"
+        )
+    return dict(options)
+
+
+def _quiet_mlflow() -> Any:
+    """MLflow, without its reports on how it is used unless the user wants them."""
+    wanted = _TELEMETRY in os.environ
+    with _variable(_TELEMETRY):  # which is looked at when MLflow is imported
+        import mlflow
+        from mlflow import telemetry
+
+        if not wanted and telemetry.get_telemetry_client() is not None:
+            telemetry.set_telemetry_client()  # type: ignore[no-untyped-call]  # looks again
+    return mlflow
+
+
+@contextlib.contextmanager
+def _variable(name: str) -> Iterator[None]:
+    """Sets a switch of MLflow, which it has in the environment alone, for a moment; not where the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps others out of a folder, where the system can: MLflow breaks a database that two processes begin at once."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with (folder / ".mlflow.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _taken(name: str, unwanted: re.Pattern[str]) -> str:
+    """The name, or if it is not taken one made of it that no other name becomes."""
+    found = unwanted.sub("_", name)
+    if found != posixpath.normpath(found) or found.startswith(("/", "..")) or found in {"", "."}:
+        found = found.replace("/", "_").strip(".") or "_"
+    if found == name and len(name) <= _LONGEST_NAME - len("name."):
+        return name
+    return f"{found[: _LONGEST_NAME - 20]}_{zlib.crc32(name.encode()):08x}"
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Its values as texts, by joined names."""
+    found: list[tuple[str, str]] = []
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found += _flat(value, f"{prefix}{name}/")
+        else:
+            text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, Mapping)) else str(value)
+            found.append((prefix + name, text))
+    return found

@@ -1,0 +1,39 @@
+"""Where a record goes with services that hold one value per name and step, or one kind of value per name."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+
+class Series:
+    """Keeps such services from dropping a value: one that has no place in the series of its name goes to a further one.
+
+    Args:
+        state: what `state()` said in the run that goes on here; None: this is a new run.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self._kinds: dict[str, str] = dict(state["kinds"]) if state else {}
+        # Steps of one series increase. Per name and series minus the last step, which increases from series to series: so the first
+        # series that takes a step is found by bisection, and there are as few of them as there can be.
+        self._ends: dict[str, list[int]] = {name: list(ends) for name, ends in state["ends"].items()} if state else {}
+
+    def place(self, name: str, kind: str, step: int) -> tuple[str, ...]:
+        """What is to be added to a name to have room for this value: nothing, the kind of value, the number of the series, or both.
+
+        Args:
+            name: as it was logged.
+            kind: of the value, such as "number"; a name belongs to the first kind that is logged under it.
+            step: of which there may be a value already.
+        """
+        marks = () if self._kinds.setdefault(name, kind) == kind else (kind,)
+        ends = self._ends.setdefault("\0".join((name, *marks)), [])
+        series = bisect_right(ends, -step)
+        ends[series : series + 1] = [-step]
+        return (*marks, str(series + 1)) if series else marks
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return {"kinds": dict(self._kinds), "ends": {name: list(ends) for name, ends in self._ends.items()}}

@@ -1,0 +1,224 @@
+"""Runs recorded with SwanLab: on its server, or in files that `swanlab sync` sends there."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.series import Series
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Bins, Table
+
+_log = logging.getLogger(__name__)
+_PROBES = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
+_OLDER_NAMES = {"experiment_name", "notes", "logdir"}  # which `swanlab.init` still takes, beside those of its signature
+
+
+class SwanLab(Tracker):
+    """`log_with="swanlab"`: numbers, texts, images, histograms as bar charts, and tables.
+
+    What SwanLab finds out about the machine, the packages and git, its watch over the machine's load, and its copy of the terminal are
+    off. `init_kwargs={"swanlab": {"settings": swanlab.Settings(probe={"git": True, "monitor": True}, terminal={"proxy_type": "all"})}}`
+    turns them on; other keys are those of `swanlab.init`. It never asks for a key at the terminal. SwanLab prints where the run is.
+
+    SwanLab holds one value per name and step, one kind of value per name, and has one run per process. What is recorded at a step that the
+    name has passed goes to "name (2)", and so on; what is of another kind than before to "name (text)". Numbers are stored as float64.
+    Online, a resumed run goes on in the same run; of the steps after the checkpoint SwanLab keeps what it has and ignores what it gets.
+    In the other modes it goes on in a folder of its own, to be sent with `swanlab sync --id`. SwanLab reports errors of its own on the
+    terminal, and raises few; what it has not written is lost if the process is killed.
+
+    Args:
+        mode: "online", "offline", "local" for SwanLab's own dashboard, or "disabled"; None: what SwanLab is configured to, or "online".
+        workspace: that of a team; None: the user's own.
+        name: of the run, as people see it; None: SwanLab's own.
+        description: of the run.
+        group: of runs.
+        job_type: such as "train".
+        tags: of the run.
+        log_dir: the folder for the files of all runs; None: swanlog in the working directory.
+    """
+
+    name = "swanlab"
+
+    def __init__(
+        self,
+        mode: Literal["online", "offline", "local", "disabled"] | None = None,
+        workspace: str | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: list[str] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        self.options = {
+            "mode": mode,
+            "workspace": workspace,
+            "name": name,
+            "description": description,
+            "group": group,
+            "job_type": job_type,
+            "tags": tags,
+            "log_dir": None if log_dir is None else str(log_dir),
+        }
+        self._run: Any = None
+        self._series = Series()
+        self._watches: list[Any] = []
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That swanlab is not installed, if so."""
+        return missing("swanlab", "swanlab")
+
+    @property
+    def tracker(self) -> Any:
+        """The `swanlab.Run`."""
+        return self._run
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`.
+
+        Raises:
+            RuntimeError: if this process has a run of SwanLab already, or no key for online mode.
+            TypeError: for an option that `swanlab.init` does not have.
+        """
+        import swanlab  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        _check_options(run.options, swanlab.init)
+        if swanlab.has_run():
+            raise RuntimeError(
+                f"SwanLab has one run per process, and {swanlab.get_run().id!r} is not finished. End it before this one starts: "
+                f"end_training() of the Accelerator that has it, or swanlab.finish()."
+            )
+        settings = swanlab.Settings(
+            interactive=False, probe=dict.fromkeys(_PROBES, False), terminal={"proxy_type": "none"}
+        )
+        if "settings" in run.options:
+            settings.merge_settings(run.options["settings"])
+        options = {
+            "project": run.project,
+            "config": _spelled(run.config),
+            "id": run.run_id,
+            "resume": "allow",
+            **self.options,
+        }
+        if run.resumed:
+            options.update(id=run.resumed["id"], resume="must")
+        before = set(threading.enumerate())
+        self._run = _started(swanlab.init, {**options, **run.options, "settings": settings})
+        self._watches = [each for each in set(threading.enumerate()) - before if type(each).__name__ == "InotifyFD"]
+        if run.resumed:
+            self._go_on(run)
+
+    def state(self) -> dict[str, Any]:
+        """The id of the run, and which series there are."""
+        return {"id": self._run.id, "mode": self._run.mode, "series": self._series.state()}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`."""
+        import swanlab
+
+        placed = {}
+        for name, value in values.items():
+            kind = "number" if isinstance(value, (int, float)) else type(value).__name__.lower()
+            kind = "text" if isinstance(value, str) else kind
+            placed[self._place(name, kind, step)] = swanlab.Text(value) if isinstance(value, str) else value
+        self._run.log(placed, step=step, **options)
+
+    def records(self, value: object) -> bool:
+        """Whether it is one of SwanLab's own objects, such as `swanlab.Audio`."""
+        return type(value).__module__.startswith("swanlab.")
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`. They are stored as PNG."""
+        import swanlab
+
+        placed = {
+            self._place(name, "image", step): [swanlab.Image(image.squeeze(2).numpy()) for image in images]
+            for name, images in values.items()
+        }
+        self._run.log(placed, step=step, **options)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`."""
+        import swanlab
+
+        chart = swanlab.echarts.Table()
+        chart.add(list(table.columns), [list(row) for row in table.rows])
+        self._run.log({self._place(name, "echarts", step): swanlab.ECharts(chart)}, step=step, **options)
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """See `Tracker.log_histograms`."""
+        import swanlab
+
+        placed = {}
+        for name, bins in values.items():
+            chart = swanlab.echarts.Bar()
+            chart.add_xaxis([f"{lower} to {upper}" for lower, upper in zip(bins.edges, bins.edges[1:], strict=False)])
+            chart.add_yaxis("count", list(bins.counts))
+            placed[self._place(name, "echarts", step)] = swanlab.ECharts(chart)
+        self._run.log(placed, step=step, **options)
+
+    def finish(self, failed: bool) -> None:
+        """See `Tracker.finish`."""
+        self._run.finish(**{"state": "crashed", "error": "The training failed."} if failed else {})
+        for each in self._watches:  # over files that are saved with the run: SwanLab stops them only if there were any
+            each.stop()
+            each.join(5)
+
+    def _place(self, name: str, kind: str, step: int) -> str:
+        return " ".join([name, *(f"({mark})" for mark in self._series.place(name, kind, step))])
+
+    def _go_on(self, run: TrackedRun) -> None:
+        """Says what resuming cannot do here, and takes up the series where values would be lost otherwise."""
+        assert run.resumed
+        if self._run.mode == "online":
+            self._series = Series(run.resumed["series"])
+        elif self._run.mode != "disabled":
+            _log.warning(
+                "SwanLab does not go on in a run that is not online: from step %d on it is recorded in %s. To join them: swanlab sync --id",
+                run.step,
+                self._run.dir,
+            )
+
+
+def _check_options(options: Mapping[str, Any], init: Any) -> None:
+    """`swanlab.init` takes any keyword and ignores those that it does not know."""
+    known = {name for name, one in inspect.signature(init).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    unknown = sorted(set(options) - known - _OLDER_NAMES)
+    if unknown:
+        raise TypeError(
+            f"init_kwargs={{'swanlab': ...}} has {', '.join(map(repr, unknown))}, which swanlab.init does not have. It has: "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _started(init: Any, options: Mapping[str, Any]) -> Any:
+    """The run. What ends the process stays in the hands of the Accelerator, which says to `finish` whether it failed."""
+    hook = sys.excepthook
+    try:
+        return init(**options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"SwanLab did not start: {error} Type: swanlab login, or choose a mode without its server, as "
+            f"ACCELERATE_SWANLAB__MODE=offline does."
+        ) from error
+    finally:
+        sys.excepthook = hook
+
+
+def _spelled(value: Any) -> Any:
+    """None as a text in dicts: SwanLab drops it otherwise."""
+    if isinstance(value, Mapping):
+        return {name: "None" if inner is None else _spelled(inner) for name, inner in value.items()}
+    return [_spelled(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,239 @@
+"""TensorBoard: runs as event files in a folder, which `tensorboard --logdir` shows."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Bins, Table
+
+_NOT_FOR_USERS = {
+    "self",
+    "log_dir",
+    "comment",
+    "purge_step",
+}  # said by the run; a comment has no effect beside a folder
+_MARKUP = str.maketrans({mark: f"&#{ord(mark)};" for mark in "\\`*_[]<>|&~"} | {"\n": "<br>"})
+
+
+class TensorBoard(Tracker):
+    """Records with TensorBoard: event files in the folder of the run. Type `tensorboard --logdir FOLDER` to look at them.
+
+    The configuration is in the file hparams.json of the folder, among the texts, and in the table of hyperparameters. How a run ended is
+    not told: TensorBoard believes the first word on that, and a run may be resumed. Tables become texts. TensorBoard has one kind of data
+    per tag: where values of several kinds are logged under one name, the later ones get their kind added to it, as "name/images".
+
+    TensorBoard's numbers are float32: about seven digits, and what is larger than 3.4e38 is infinite. `double_precision` keeps all digits,
+    but then they are shown by `tensorboard --load_fast=false` alone.
+
+    A step may come again, and all values are in the files. The default reader of `tensorboard` shows for each tag only what was written
+    after its steps last went back; `--load_fast=false` shows all.
+
+    A resumed run goes on in its folder, in another file that replaces what came after the checkpoint.
+
+    Options of `SummaryWriter` go on top of these: `init_kwargs={"tensorboard": {"max_queue": 100}}`. `log` takes `walltime`.
+
+    Args:
+        flush_secs: seconds until a value can be read by others.
+        double_precision: whether numbers are stored as float64.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, flush_secs: float = 10.0, double_precision: bool = False) -> None:
+        if not flush_secs > 0:
+            raise ValueError(
+                f"TensorBoard(flush_secs={flush_secs!r}): expected a positive number of seconds, such as 10."
+            )
+        self.flush_secs = flush_secs
+        self.double_precision = double_precision
+        self._writer: Any = None
+        self._kinds: dict[str, str] = {}
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That tensorboard is not installed, if so."""
+        return missing("tensorboard", "tensorboard")
+
+    @property
+    def tracker(self) -> Any:
+        """The `torch.utils.tensorboard.SummaryWriter`."""
+        return self._writer
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`.
+
+        Raises:
+            TypeError: for an option that SummaryWriter does not have.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert run.directory is not None
+        _check_options(run.options, inspect.signature(SummaryWriter).parameters.keys() - _NOT_FOR_USERS)
+        if run.resumed:
+            self._kinds = dict(run.resumed["kinds"])
+            _await_new_name(run.directory)
+        # Readers take the first mark of a start for that of the run, and only the following ones for restarts, which hide what came
+        # after them: hence one in every file.
+        options = {"flush_secs": self.flush_secs, **run.options, "purge_step": run.step}
+        self._writer = SummaryWriter(str(run.directory), **options)
+        self._store(run.config, run.directory, run.step)
+
+    def state(self) -> dict[str, Any]:
+        """The kinds of values that names stand for; the folder says the rest."""
+        return {"kinds": dict(self._kinds)}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`."""
+        walltime, double = _walltime(options), self.double_precision
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(name, value, step, walltime)  # under the tag "name/text_summary"
+            else:
+                tag = self._tag(name, "number")
+                self._writer.add_scalar(tag, float(value), step, walltime, new_style=double, double_precision=double)
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`. They are stored as PNG, those of one name and step under one tag, each in its size."""
+        walltime = _walltime(options)
+        for name, images in values.items():
+            self._writer.file_writer.add_summary(_image_summary(self._tag(name, "images"), images), step, walltime)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`. It becomes a text, as a table of Markdown."""
+        self._writer.add_text(name, _markdown(table), step, _walltime(options))
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """See `Tracker.log_histograms`. How many values were inf or nan stands as a number beside it, under "name/nonfinite"."""
+        walltime = _walltime(options)
+        for name, bins in values.items():
+            self._writer.add_histogram_raw(
+                self._tag(name, "histogram"),
+                min=bins.edges[0],
+                max=bins.edges[-1],
+                num=sum(bins.counts),
+                sum=bins.total,
+                sum_squares=bins.total_of_squares,
+                bucket_limits=list(bins.edges[1:]),
+                bucket_counts=list(bins.counts),
+                global_step=step,
+                walltime=walltime,
+            )
+            if bins.nonfinite:
+                self.log({f"{name}/nonfinite": bins.nonfinite}, step, **options)
+
+    def flush(self) -> None:
+        """See `Tracker.flush`."""
+        self._writer.flush()
+
+    def finish(self, failed: bool) -> None:  # noqa: ARG002
+        """See `Tracker.finish`."""
+        self._writer.close()
+
+    def _store(self, config: Mapping[str, Any], directory: Path, step: int) -> None:
+        """The configuration, in all forms."""
+        readable = json.dumps(dict(config), indent=2, ensure_ascii=False)
+        part = directory / "hparams.json.part"
+        part.write_text(readable + "\n", encoding="utf-8")
+        os.replace(part, directory / "hparams.json")
+        self._writer.add_text("config", f"~~~~json\n{readable}\n~~~~", step)
+        self._writer.file_writer.add_summary(_hparams(config), step)
+        self._writer.flush()
+
+    def _tag(self, name: str, kind: str) -> str:
+        return name if self._kinds.setdefault(name, kind) == kind else f"{name}/{kind}"
+
+
+def _check_options(options: Mapping[str, Any], known: set[str]) -> None:
+    for name in options.keys() - known:
+        folder = " The folder is said by Accelerator(logging_dir=...)." if name == "log_dir" else ""
+        raise TypeError(
+            f"init_kwargs={{'tensorboard': {{{name!r}: ...}}}} was given, and SummaryWriter is not started with {name!r} here: expected "
+            f"{', '.join(sorted(known))}.{folder}"
+        )
+
+
+def _walltime(options: Mapping[str, Any]) -> float | None:
+    """The one option of records."""
+    for name in options.keys() - {"walltime"}:
+        raise TypeError(
+            f"log_kwargs={{'tensorboard': {{{name!r}: ...}}}} was given: expected walltime, the seconds since 1970 at which the values are "
+            f"to be recorded, or nothing."
+        )
+    return options.get("walltime")
+
+
+def _await_new_name(directory: Path) -> None:
+    """Waits until a file that is begun now is named after those that are there: readers take them by name, which begins with seconds."""
+    names = (path.name.split(".") for path in directory.glob("events.out.tfevents.*"))
+    newest = max((int(name[3]) for name in names if len(name) > 3 and name[3].isdigit()), default=0)
+    deadline = time.monotonic() + 1.5  # no longer where clocks differ
+    while time.time() < newest + 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _hparams(config: Mapping[str, Any]) -> Any:
+    """The summary from which TensorBoard makes the run's row in the table of hyperparameters, with its metrics."""
+    from torch.utils.tensorboard.summary import hparams
+
+    _, begin, _ = hparams(dict(_flat(config)), {})
+    return begin
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Its values by joined names, as the table of hyperparameters takes them, which would leave None out and make 1.0 of True."""
+    found: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found += _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (list, Mapping)):
+            found.append((prefix + name, json.dumps(value, ensure_ascii=False)))
+        else:
+            found.append((prefix + name, str(value) if value is None or isinstance(value, bool) else value))
+    return found
+
+
+def _image_summary(tag: str, images: Sequence[torch.Tensor]) -> Any:
+    """Several images under one tag: `SummaryWriter.add_images` would put them together to one."""
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from tensorboard.plugins.image.metadata import create_summary_metadata  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    height, width = images[0].shape[:2] if images else (0, 0)
+    items = [str(width).encode(), str(height).encode(), *map(_png, images)]
+    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=len(items))])
+    tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=items, tensor_shape=shape)
+    metadata = create_summary_metadata(display_name=None, description=None)
+    return summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+
+def _png(image: torch.Tensor) -> bytes:
+    from PIL import Image  # TensorBoard depends on it
+
+    pixels = image.squeeze(-1) if image.shape[-1] == 1 else image
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    return file.getvalue()
+
+
+def _markdown(table: Table) -> str:
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    first, rule, *rest = ("| " + " | ".join(cells) + " |" for cells in ([_cell(cell) for cell in row] for row in rows))
+    return "\n".join([first, rule, *rest])
+
+
+def _cell(value: object) -> str:
+    """A cell of a table of Markdown which shows the value as it is."""
+    return str(value).translate(_MARKUP)

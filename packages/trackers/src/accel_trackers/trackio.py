@@ -1,0 +1,215 @@
+"""Trackio: runs in a database of this machine, or in a Hugging Face Space."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import io
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Bins, Table
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 10.0  # seconds that flush waits for Trackio's own thread, which writes twice a second
+ELSEWHERE = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}  # where runs go if not to this machine
+
+
+class Trackio(Tracker):
+    """Records with Trackio, on this machine unless told otherwise: `trackio show` shows the runs.
+
+    Options of `trackio.init` go on top of these: `init_kwargs={"trackio": {"server_url": "..."}}`. Off unless asked for there: the
+    measuring of the machine, the dashboard in a notebook, and what Trackio prints when a run begins and ends. The Hugging Face Hub is
+    not asked for anything, the name of the user neither, unless a Space or a server is to record.
+
+    A resumed run goes on as the same one, whose values from the checkpoint's step on are then there twice. Trackio's own names,
+    "project", "run", "timestamp", "step", "time" and "metrics", are recorded as "__step" and so on. Several images under one name are
+    several records of one step.
+
+    Args:
+        name: shown for the run, and by which it is found again; None: its id.
+        group: the name of the group that the run belongs to.
+        dir: the folder of the databases; None: what TRACKIO_DIR says, else that of Trackio in the cache of Hugging Face. It is one for
+            the whole program, because Trackio decides it when it is imported.
+        space_id: a Hugging Face Space that is to record the run, as user/name; None: what TRACKIO_SPACE_ID says, else this machine.
+        system_metrics: whether Trackio measures processor, memory and accelerators every 10 seconds, in threads of this process.
+    """
+
+    name = "trackio"
+
+    def __init__(
+        self,
+        name: str | None = None,
+        group: str | None = None,
+        dir: Path | None = None,
+        space_id: str | None = None,
+        system_metrics: bool = False,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "name": name,
+            "group": group,
+            "space_id": space_id,
+            "auto_log_cpu": None if system_metrics else False,
+            "auto_log_gpu": None if system_metrics else False,
+            "embed": False,
+        }
+        self._dir = dir
+        self._run: Any = None
+        self._records = 0
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That trackio is not installed, if so."""
+        return missing("trackio", "trackio")
+
+    @property
+    def tracker(self) -> Any:
+        """The `trackio.Run`."""
+        return self._run
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`."""
+        trackio = _imported(self._dir)
+        options: dict[str, Any] = {**self._options, "project": run.project, "config": dict(run.config)}
+        options["name"] = options["name"] or run.run_id
+        if run.resumed is not None:
+            options.update(name=run.resumed["name"], resume="must")
+        options.update(run.options)
+        here = not any(options.get(name) or os.environ.get(variable) for name, variable in ELSEWHERE.items())
+        with contextlib.redirect_stdout(io.StringIO()), _without_hub() if here else contextlib.nullcontext():
+            # In a context of its own, because Trackio ends the run that was begun before in the same one.
+            self._run = contextvars.Context().run(trackio.init, **options)
+        self._records = self._stored() or 0
+
+    def state(self) -> dict[str, Any]:
+        """The name of the run."""
+        return {"name": self._run.name}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`."""
+        self._run.log(dict(values), step=step, **options)
+        self._records += 1
+
+    def records(self, value: object) -> bool:
+        """What Trackio has for images, videos, sounds, pages, tables and more."""
+        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        names = ("Image", "Video", "Audio", "Html", "Object3D", "Table", "Trace", "Histogram", "Markdown")
+        return isinstance(value, tuple(getattr(trackio, name) for name in names))
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`."""
+        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = (
+                Path(folder) / "image.png"
+            )  # as a file, which Trackio copies; of anything else it makes four channels
+            for name, images in values.items():
+                for image in images:
+                    Image.fromarray(image.squeeze(-1).numpy()).save(file)
+                    self.log({name: trackio.Image(file)}, step, **options)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`. Trackio keeps the names of columns in the rows, so a table without rows has none."""
+        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        self.log({name: trackio.Table(list(table.columns), [list(row) for row in table.rows])}, step, **options)
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """See `Tracker.log_histograms`."""
+        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        histograms = {
+            name: trackio.Histogram(np_histogram=(list(bins.counts), list(bins.edges))) for name, bins in values.items()
+        }
+        self.log(histograms, step, **options)
+
+    def flush(self) -> None:
+        """See `Tracker.flush`. Trackio has no call for it: this waits for its thread."""
+        deadline = time.monotonic() + PATIENCE
+        while (stored := self._stored()) is not None and stored < self._records and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def finish(self, failed: bool) -> None:  # noqa: ARG002  (Trackio does not tell how a run ended)
+        """See `Tracker.finish`.
+
+        Raises:
+            RuntimeError: if Trackio did not write all records, of which it warns only.
+        """
+        with _silent("trackio.run"):
+            self._run.finish()
+        stored = self._stored()
+        if stored is not None and stored < self._records:
+            raise RuntimeError(
+                f"Trackio was given {self._records} records of run {self._run.name!r}, and {stored} are in its database. It warned of the "
+                f"reason; often the disk is full, or another program writes to the same database."
+            )
+
+    def _stored(self) -> int | None:
+        """How many records of this run are in the database; None if there is none on this machine."""
+        from trackio.sqlite_storage import SQLiteStorage  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from trackio.utils import get_storage_mode  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        if self._run.url is not None or get_storage_mode() == "jsonl":
+            return None
+        return int(SQLiteStorage.get_log_count(self._run.project, self._run.name, run_id=self._run.id))
+
+
+def _imported(folder: Path | None) -> Any:
+    """trackio, which reads where its databases are while it is imported."""
+    before = os.environ.get("TRACKIO_DIR")
+    if folder is not None:
+        os.environ["TRACKIO_DIR"] = os.fspath(folder)
+    try:
+        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from trackio.utils import TRACKIO_DIR  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    finally:
+        if folder is not None:
+            os.environ.pop("TRACKIO_DIR")
+        if before is not None:
+            os.environ["TRACKIO_DIR"] = before
+    if folder is not None and Path(folder).absolute() != Path(TRACKIO_DIR).absolute():
+        raise ValueError(
+            f"Trackio(dir={os.fspath(folder)!r}) was asked for, and trackio was imported before with {os.fspath(TRACKIO_DIR)!r}: a program has "
+            f"one folder. Leave dir out, or set TRACKIO_DIR={os.fspath(folder)} in the environment before the program starts."
+        )
+    return trackio
+
+
+@contextlib.contextmanager
+def _without_hub() -> Iterator[None]:
+    """Keeps Trackio from asking the Hugging Face Hub for the name of the user, which takes seconds without a network."""
+    from huggingface_hub import constants  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextlib.contextmanager
+def _silent(module: str) -> Iterator[None]:
+    """Keeps one module from printing. What other threads print meanwhile is printed, unlike with `redirect_stdout`."""
+    names = vars(sys.modules[module])
+    names["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        names.pop("print", None)

@@ -1,0 +1,277 @@
+"""Weights & Biases: runs on its server, or in folders of this machine that `wandb sync` uploads later."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_core import TrackedRun, Tracker
+from accel_trackers.service import missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Bins, Table
+
+logger = logging.getLogger(__name__)
+
+WRITES_EVERY = 0.2  # seconds between writes to wandb's file; what is not in it is lost where the program is killed
+
+# What wandb does at the start of a run unless one of its variables, such as WANDB_CONSOLE, or `settings` says otherwise.
+QUIET_SETTINGS = {
+    "console": "off",  # captures what the program prints
+    "silent": True,
+    "disable_git": True,
+    "disable_code": True,
+    "x_save_requirements": False,  # lists every installed package
+    "x_transaction_log_flush_interval": WRITES_EVERY,
+}
+OWN_NAMES = frozenset({"", "_step", "_runtime"})  # values under these are dropped by wandb, or replaced by its own
+LOCAL_MODES = ("offline", "dryrun", "disabled")  # in which nobody has to be logged in
+
+
+class WandB(Tracker):
+    """Records with Weights & Biases, for which one logs in once: type `wandb login`.
+
+    A step is recorded as a value beside the others, which every chart has as its x axis. The service's own count of steps only goes
+    up, and it drops what comes with an earlier one; here a step may come again, and nothing is lost.
+
+    Options of `wandb.init` go on top of these: `init_kwargs={"wandb": {"save_code": True}}`. Off unless asked for there: capturing what
+    the program prints, what wandb itself prints, the state of git, copies of the code, and the list of installed packages.
+    (`{"settings": {"console": "wrap", "silent": False, "disable_git": False, "disable_code": False}}`.) Offline, wandb's reports of its
+    own errors are off too, since they go to its server even then.
+
+    A resumed run goes on under its id. Offline it is written to a second folder, which tells `wandb sync` that it continues the first:
+    what the service shows is one run. What the first folder holds from the checkpoint's step on is uploaded as well.
+
+    What was logged is in wandb's files soon after, and can be read there while the run goes on (`wandb leet`).
+
+    Args:
+        entity: the user or team whose run it is; None: the one that WANDB_ENTITY or the login says.
+        mode: "online", "offline" (files only), "disabled" (nothing is recorded) or "shared"; None: what WANDB_MODE says, else online.
+        name: shown for the run; None: the service invents one.
+        group: the name of the group that the run belongs to.
+        job_type: what the run does within its group, such as "train".
+        tags: labels of the run.
+        notes: a description of the run.
+        dir: the folder in which `wandb/` is made; None: what WANDB_DIR says, else the working directory.
+        step_metric: the name under which steps are recorded.
+        system_metrics: whether wandb measures processor, memory and accelerators every 15 seconds, from a process of its own.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled", "shared"] | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: list[str] | None = None,
+        notes: str | None = None,
+        dir: Path | None = None,
+        step_metric: str = "trainer/global_step",
+        system_metrics: bool = False,
+    ) -> None:
+        if not step_metric:
+            raise ValueError("WandB(step_metric='') is no name for steps. Type one, such as 'trainer/global_step'.")
+        if mode not in (None, "online", "offline", "disabled", "shared"):
+            raise ValueError(f"WandB(mode={mode!r}): expected 'online', 'offline', 'disabled' or 'shared'.")
+        self._options = {
+            "entity": entity,
+            "mode": mode,
+            "name": name,
+            "group": group,
+            "job_type": job_type,
+            "tags": tags,
+            "notes": notes,
+            "dir": dir,
+        }
+        self._step_metric = step_metric
+        self._system_metrics = system_metrics
+        self._run: Any = None
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That wandb is not installed, if so."""
+        return missing("wandb", "wandb")
+
+    @property
+    def tracker(self) -> Any:
+        """The `wandb.Run`. It is not `wandb.run`, so that several can be recorded at a time."""
+        return self._run
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`."""
+        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        options = self._options_of(run)
+        options["settings"] = self._settings_of(wandb, options)
+        mode = options["mode"] or (options["settings"].mode if _given(options["settings"], "mode") else None)
+        with _process_restored(), _no_reports(mode):
+            if _asks_for_a_key(wandb, mode, options["settings"]):
+                raise RuntimeError(
+                    "wandb is to record online, and found no API key in WANDB_API_KEY, its settings or ~/.netrc. Type `wandb login` in a "
+                    "terminal, or record on this machine only: WandB(mode='offline'), or WANDB_MODE=offline in the environment."
+                )
+            self._run = wandb.init(**options)
+        self._run.define_metric(self._step_metric, hidden=True)
+        self._run.define_metric("*", step_metric=self._step_metric, step_sync=False)
+        if run.resumed is not None and not self._run.resumed:
+            logger.warning(_NOT_CONTINUED, self._run.id, self._run.settings.sync_dir)
+
+    def state(self) -> dict[str, Any]:
+        """The id of the run."""
+        return {"id": self._run.id}
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `Tracker.log`; the options are those of `Run.log`."""
+        if not OWN_NAMES.isdisjoint(values):
+            raise ValueError(
+                f"Values named {sorted(OWN_NAMES.intersection(values))} were logged, and wandb keeps none under these names. Name them otherwise."
+            )
+        if values.get(self._step_metric, step) != step:
+            raise ValueError(
+                f"A value named {self._step_metric!r} was logged at step {step}, and it is {values[self._step_metric]!r}: this name is that "
+                f"of the steps in wandb. Name the value otherwise, or the steps: WandB(step_metric=...)."
+            )
+        self._run.log({**values, self._step_metric: step}, **options)
+
+    def records(self, value: object) -> bool:
+        """What wandb has for images, videos, sounds, pages, tables and more, alone or in a list."""
+        from wandb.data_types import WBValue  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        if isinstance(value, (list, tuple)):
+            return bool(value) and all(isinstance(item, WBValue) for item in value)
+        return isinstance(value, WBValue)
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """See `Tracker.log_images`."""
+        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        # As a finished image, for wandb guesses from the values of an array whether they are to be scaled.
+        images = {
+            name: [wandb.Image(Image.fromarray(image.squeeze(-1).numpy())) for image in group]
+            for name, group in values.items()
+        }
+        self.log(images, step, **options)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """See `Tracker.log_table`."""
+        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        if len(table.rows) > wandb.Table.MAX_ROWS:
+            raise ValueError(
+                f"The table {name!r} has {len(table.rows)} rows, and wandb cuts tables off after {wandb.Table.MAX_ROWS}. Log fewer, or say "
+                f"wandb.Table.MAX_ROWS = {len(table.rows)} before."
+            )
+        rows = [list(row) for row in table.rows]
+        self.log({name: wandb.Table(columns=list(table.columns), data=rows, allow_mixed_types=True)}, step, **options)
+
+    def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
+        """See `Tracker.log_histograms`."""
+        import numpy as np  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        histograms = {
+            name: wandb.Histogram(np_histogram=(np.array(bins.counts), np.array(bins.edges)))
+            for name, bins in values.items()
+        }
+        self.log(histograms, step, **options)
+
+    def flush(self) -> None:
+        """See `Tracker.flush`. wandb writes on its own, often, and has no call for it: this waits until its file no longer grows."""
+        file = Path(self._run.settings.sync_file)
+        deadline = time.monotonic() + 10
+        size, now = -2, -1
+        while size != now and time.monotonic() < deadline:
+            size = now
+            time.sleep(1.5 * WRITES_EVERY)
+            now = file.stat().st_size if file.exists() else -1
+
+    def finish(self, failed: bool) -> None:
+        """See `Tracker.finish`."""
+        self._run.finish(exit_code=int(failed))
+
+    def _options_of(self, run: TrackedRun) -> dict[str, Any]:
+        """The arguments of `wandb.init`: of this tracker, of the run, and on top what the user gave."""
+        options: dict[str, Any] = {
+            **self._options,
+            "project": run.project,
+            "config": dict(run.config),
+            "reinit": "create_new",
+        }
+        options["id"] = os.environ.get("WANDB_RUN_ID", run.run_id)
+        if run.resumed is not None:
+            options.update(id=run.resumed["id"], resume="allow", allow_val_change=True)
+        options.update(run.options)
+        return options
+
+    def _settings_of(self, wandb: Any, options: Mapping[str, Any]) -> Any:
+        """What the user gave as `settings`, completed by ours where neither it nor the environment says anything."""
+        given = options.get("settings") or {}
+        settings = wandb.Settings(**given) if isinstance(given, Mapping) else given.model_copy()
+        for name, value in {**QUIET_SETTINGS, "x_disable_stats": not self._system_metrics}.items():
+            # Names with x_ are experimental: a later wandb may have no such setting, and then none is needed.
+            if name in type(settings).model_fields and not _given(settings, name) and _variable(name) not in os.environ:
+                setattr(settings, name, value)
+        return settings
+
+
+_NOT_CONTINUED = (
+    "wandb knows no earlier part of run %s here, and records this one on its own, in %s. If the earlier part was written offline, "
+    "`wandb sync` uploads both as one run."
+)
+
+
+def _given(settings: Any, name: str) -> bool:
+    return name in settings.model_fields_set
+
+
+def _variable(setting: str) -> str:
+    """The environment variable that sets it."""
+    return f"WANDB_{setting.removeprefix('x') if setting.startswith('x_') else setting}".upper()
+
+
+def _asks_for_a_key(wandb: Any, mode: str | None, settings: Any) -> bool:
+    """Whether `wandb.init` would ask for an API key in a terminal, which nobody may be looking at."""
+    if (mode or wandb.setup().settings.mode) in LOCAL_MODES:
+        return False
+    # Keys for other servers, and those of a session that somebody has opened, are not looked up here.
+    if _given(settings, "api_key") or _given(settings, "base_url") or wandb.run is not None:
+        return False
+    return not wandb.login(prompt=False)
+
+
+@contextlib.contextmanager
+def _process_restored() -> Iterator[None]:
+    """Puts back what wandb changes in the process for good when it first starts: how it exits, and a variable for child processes."""
+    exits, service = (sys.exit, sys.excepthook), os.environ.get("WANDB_SERVICE")
+    try:
+        yield
+    finally:
+        sys.exit, sys.excepthook = exits
+        if service is None:
+            os.environ.pop("WANDB_SERVICE", None)
+
+
+@contextlib.contextmanager
+def _no_reports(mode: str | None) -> Iterator[None]:
+    """Keeps wandb from sending reports of its own while it starts offline: it decides once, by a variable, whether to send any."""
+    name = "WANDB_ERROR_REPORTING"
+    if mode not in LOCAL_MODES or name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
