@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import accel_core
 import accel_data
@@ -24,6 +25,7 @@ import accel_launch
 import accel_precision
 import accel_trackers
 from accel_core.hookspecs import HookSpecs
+from accel_core.plugins import list_offers
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
@@ -36,7 +38,13 @@ DOTTED = re.compile(
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
 OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision, accel_trackers)
-ROOTS = {"itertools": itertools, "torch": torch, **{package.__name__: package for package in OURS}}
+TRACKERS = [offer.load() for offer in list_offers("accel.trackers") if offer.distribution == "accel-trackers"]
+ROOTS = {
+    "itertools": itertools,
+    "torch": torch,
+    **{package.__name__: package for package in OURS},
+    **{tracker.__name__: tracker for tracker in TRACKERS},
+}
 
 # What a variable in a message stands for, as in `accelerator.backward(loss)`.
 STANDS_FOR = {
@@ -51,6 +59,7 @@ STANDS_FOR = {
     "scheduler": torch.optim.lr_scheduler.LRScheduler,
     "weight": torch.Tensor,
     "weights": list,
+    "value": DTensor,
     "y": torch.Tensor,
 }
 
@@ -71,6 +80,8 @@ ALLOWED = {
     "broadcast_object",  # accel_core.collectives, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
     "hook",  # what the user registers
+    "mlflow.active_run",  # of services
+    "swanlab.finish",
     "loss_fn",  # an argument of `forward_backward`
     "os._exit",  # how a process may have ended
     "parameter.data.contiguous",  # torch.Tensor's; `data` says its type of instances only
