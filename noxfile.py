@@ -1,7 +1,7 @@
 """Every command that a developer or CI runs.
 
     nox -s tests                   everything that must hold: style, types, the tests of all packages from their wheels
-    nox -r -s tests -- core        the inner loop: only the tests of packages/core; what follows the name goes to pytest
+    nox -r -s tests -- core        the inner loop: only the tests of packages/core, one after the other; the rest goes to pytest
     nox -l                         the other sessions
 
 Packages are found by globbing `packages/*`. They are tested as users get them: built into wheels and installed by path,
@@ -35,6 +35,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
 COMMON_SERVICES = ("tensorboard", "comet_ml", "wandb", "mlflow")
 HEAVY_SERVICES = ("aim", "clearml", "dvclive", "swanlab", "trackio")
+SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Two processes take one file after the other, in the order that tests/conftest.py gives them: tests of a file share launches."""
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
@@ -49,13 +51,14 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """What the README calls: style, types and all tests. Package names after `--` narrow it to their tests."""
+    """What the README calls: style, types and all tests, two at a time. Package names after `--` narrow it to their tests."""
     folders, arguments = chosen(session)
+    beside = () if session.posargs else SIDE_BY_SIDE  # whoever names tests wants to see, stop and debug them
     install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
     if not folders:
         check_style(session)
         check_types(session)
-    session.run("pytest", *folders, *arguments, env=required(COMMON_SERVICES))
+    session.run("pytest", *beside, *folders, *arguments, env=required(COMMON_SERVICES))
     if not folders:
         session.notify("matrix(package='core')")  # the core alone, which no test beside it can show
         session.notify("services")
@@ -66,7 +69,7 @@ def services(session: nox.Session) -> None:
     """The trackers whose services are too heavy for `tests`, all trackers together, and their pages in a browser."""
     clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
     install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
-    tests = [f"packages/trackers/tests/test_trackers_{name}.py" for name in (*HEAVY_SERVICES, "together", "browser")]
+    tests = [f"packages/trackers/tests/test_trackers_{name}.py" for name in (*HEAVY_SERVICES, "whole", "browser")]
     session.run("pytest", *tests, *session.posargs, env=required([*COMMON_SERVICES, *HEAVY_SERVICES, "playwright"]))
 
 

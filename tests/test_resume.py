@@ -32,7 +32,7 @@ from accel_core.testing import RanksFailed, run_ranks
 
 BATCH = 2
 EVERYTHING = list(range(SAMPLES))
-SAMPLED = 84
+SAMPLED = 68
 CHOICES: tuple[Sequence[Any], ...] = (tuple(LOADERS), WORKERS, SAVED, (0, 1, 2), (True, False), (1, 2, 4))
 STREAMS = {"stream", "tape", "StatefulDataLoader of a tape", "nodes"}
 DISPATCHED = STREAMS | {kind for kind in LOADERS if "dispatched" in kind}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
-from functools import cache
 
 import pytest
 import torch
@@ -148,22 +146,26 @@ def passed_on(folder, optimizers):
     return found
 
 
-@cache
-def ended():
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("optimizers"))
+
+
+@pytest.fixture(scope="module")
+def ended(folder):
     """The states in which the runs of two, one and four ranks ended, each of which began with what the one before saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        return [
-            state
-            for function, world in ((saved_by_two, 2), (passed_on, 1), (passed_on, 4))
-            for state in run_ranks(function, world, folder, [*PLAIN, *OPAQUE], timeout=100)
-        ]
+    return [
+        state
+        for function, world in ((saved_by_two, 2), (passed_on, 1), (passed_on, 4))
+        for state in run_ranks(function, world, folder, [*PLAIN, *OPAQUE], timeout=100)
+    ]
 
 
 @pytest.mark.parametrize("make", [*PLAIN, *NEEDS], ids=lambda make: make.__name__)
-def test_training_goes_on_to_the_bit_on_any_number_of_ranks(make):
+def test_training_goes_on_to_the_bit_on_any_number_of_ranks(make, ended):
     if make in NEEDS:
         pytest.importorskip(NEEDS[make])
-    first, *others = [found[make.__name__] for found in ended()]
+    first, *others = [found[make.__name__] for found in ended]
     for state in others:
         for name, tensor in first.items():
             assert torch.equal(state[name], tensor), name
@@ -203,19 +205,18 @@ def what_one_process_says(folder, optimizers):
     return found
 
 
-@cache
-def of_rows():
+@pytest.fixture(scope="module")
+def of_rows(folder, ended):
+    """What two ranks saw, for whom there is what the runs above have saved; and one process that finds what these two saved."""
     uncut = [factored, *OPAQUE]
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(saved_by_two, 2, folder, uncut, timeout=100)
-        return run_ranks(under_rows, 2, folder, uncut), run_ranks(what_one_process_says, 1, folder, uncut)[0]
+    return run_ranks(under_rows, 2, folder, uncut, timeout=100), run_ranks(what_one_process_says, 1, folder, uncut)[0]
 
 
 @pytest.mark.parametrize("make", [factored, *NEEDS], ids=lambda make: make.__name__)
-def test_state_that_cannot_be_cut_comes_back_where_it_was_and_is_refused_by_name_elsewhere(make):
+def test_state_that_cannot_be_cut_comes_back_where_it_was_and_is_refused_by_name_elsewhere(make, of_rows):
     if make in NEEDS:
         pytest.importorskip(NEEDS[make])
-    ranks, of_one = of_rows()
+    ranks, of_one = of_rows
     for state, resumed, refusal, unchanged in (rank[make.__name__] for rank in ranks):
         assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
         assert unchanged

@@ -20,7 +20,7 @@ from accel_core.testing import RanksFailed, run_ranks
 from accel_core.world import World
 
 SOAK = bool(os.environ.get("ACCEL_SOAK"))
-PAIRS = 100 if SOAK else 4
+PAIRS = 100 if SOAK else 2
 LAUNCHES = 20 if SOAK else 1
 
 SCRIPT = """

@@ -1,24 +1,29 @@
 """A script needs no arguments under any launcher: processes of their own, with the environment that each launcher gives.
 
 None of these launchers is needed here but torchrun: what they leave in the environment is all that tells a process its place.
+So most of these processes are forked from the server of `run_ranks`, for an interpreter that imports torch takes seconds.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
-import time
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from accel_core.testing import RankReport, RanksFailed, run_ranks
 
 Environment = dict[str, str]
 LIMIT = 100.0  # seconds; a process that runs longer is killed
@@ -126,14 +131,18 @@ def port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+def environment_with(more: Environment) -> Environment:
+    """The environment of a process that is started with `more`, and has nothing of another launcher's."""
+    own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
+    return {**own, **more, "OMP_NUM_THREADS": "1"}
+
+
 @contextmanager
 def started(command: list[str], more: Environment) -> Iterator[subprocess.Popen[str]]:
-    """A process with this environment, and nothing of another launcher's; killed if it still runs at the end."""
-    own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
-    environment = {**own, **more, "OMP_NUM_THREADS": "1"}
+    """An interpreter with this environment; killed if it still runs at the end."""
     process = subprocess.Popen(
         [sys.executable, "-W", "error", *command],
-        env=environment,
+        env=environment_with(more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -145,20 +154,38 @@ def started(command: list[str], more: Environment) -> Iterator[subprocess.Popen[
         process.communicate()
 
 
-def run(script: Path, *environments: Environment) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of one process for each environment, all started at once."""
-    deadline = time.monotonic() + LIMIT
-    with ExitStack() as stack:
-        processes = [stack.enter_context(started([str(script)], more)) for more in environments]
-        ended = [process.communicate(timeout=max(0, deadline - time.monotonic())) for process in processes]
-        return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
+def finished(command: list[str], more: Environment) -> list[dict[str, Any]]:
+    """What an interpreter, or the processes that it starts, say of their worlds, by rank, if it ends well and without a warning."""
+    with started(command, more) as process:
+        output, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
+    return sorted((json.loads(line) for line in output.splitlines()), key=lambda world: world["place"])
+
+
+kept: list[dict[str, Any]] = []
+
+
+def forked(script: str, environments: list[Environment]) -> None:
+    """Is the script, in the environment of its number; its globals are there until the end of the process."""
+    complete = environment_with(environments[int(os.environ["RANK"])])
+    os.environ.clear()
+    os.environ.update(complete)
+    warnings.simplefilter("error")
+    kept.append(runpy.run_path(script, run_name="__main__"))
 
 
 def worlds(script: Path, *environments: Environment) -> list[dict[str, Any]]:
-    """What each process says of its world, if all of them ended well and without a word."""
-    results = run(script, *environments)
-    assert [(code, errors) for code, _, errors in results] == [(0, "")] * len(results)
-    return [json.loads(output) for _, output, _ in results]
+    """What each process says of its world, if all of them end well and say nothing else."""
+    with redirect_stdout(io.StringIO()) as said:
+        run_ranks(forked, len(environments), str(script), list(environments), timeout=LIMIT)
+    return [json.loads(line) for line in said.getvalue().splitlines()]
+
+
+def failed(script: Path, *environments: Environment) -> list[RankReport]:
+    """How each process ended, of which one at least has failed; 5 s later the others are killed."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(forked, len(environments), str(script), list(environments), timeout=LIMIT)
+    return caught.value.reports
 
 
 def expected(source: str, *sizes: int) -> list[dict[str, Any]]:
@@ -200,30 +227,27 @@ def test_ranks_given_by_hand_are_a_world(script: Path, port: int) -> None:
 def test_torchrun_in_an_allocation_of_slurm_starts_what_it_was_asked_for(script: Path) -> None:
     allocation, task = slurm(1)[0], {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    with started(command, {**allocation, **task}) as process:
-        output, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, errors
-    found = sorted((json.loads(line) for line in output.splitlines()), key=lambda world: world["place"])
-    assert found == expected("torchrun", 2)
+    assert finished(command, {**allocation, **task}) == expected("torchrun", 2)
 
 
 def test_process_in_an_allocation_without_srun_is_alone(script: Path) -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
-    assert worlds(script, batch) == expected("alone", 1)
+    assert finished([str(script)], batch) == expected("alone", 1)
 
 
 def test_rank_that_contradicts_its_launcher_ends_at_once(script: Path) -> None:
     """L10: it must not become a world of one."""
-    ((code, _, errors),) = run(script, {**slurm(2)[1], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    assert code == 1
-    assert "The place of this process is told twice, and differently" in errors
+    (report,) = failed(script, {**slurm(2)[1], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert report.exit_code == 1
+    assert "The place of this process is told twice, and differently" in report.traceback
 
 
 def test_two_nodes_that_claim_one_rank_are_an_error_at_once(script: Path) -> None:
-    """S3: long before the timeout, which is half an hour; `run` waits for a fraction of that."""
+    """S3: long before the timeout, which is half an hour; `failed` waits for a fraction of that."""
     first, second = slurm(1, 1)
-    results = run(script, first, second, second)
-    assert "another process has claimed rank 1 at tcp://127.0.0.1:" in "".join(errors for _, _, errors in results[1:])
+    reports = failed(script, first, second, second)
+    text = "".join(report.traceback for report in reports[1:])
+    assert "another process has claimed rank 1 at tcp://127.0.0.1:" in text
 
 
 @pytest.fixture
@@ -236,23 +260,22 @@ def hurried(script: Path) -> Path:
 
 def test_fewer_processes_than_announced_say_who_is_missing(hurried: Path) -> None:
     first, second, _, _ = slurm(4)
-    for code, _, errors in run(hurried, first, second):
-        assert code == 1
-        assert "2 of 4 came within 0:00:04, and these ranks are missing: 2, 3" in errors
+    for report in failed(hurried, first, second):
+        assert report.exit_code == 1
+        assert "2 of 4 came within 0:00:04, and these ranks are missing: 2, 3" in report.traceback
 
 
 def test_process_that_inherits_the_rank_of_another_says_so(hurried: Path) -> None:
     """Started by one rank of an MPI job, for instance: whether the others come, nobody can know before the timeout."""
-    ((code, _, errors),) = run(hurried, open_mpi(2)[0])
-    assert code == 1
-    assert "1 of 2 came within 0:00:04, and these ranks are missing: 1." in errors
-    assert "A process that is to run alone must not inherit the variables of a launcher" in errors
+    (report,) = failed(hurried, open_mpi(2)[0])
+    assert report.exit_code == 1
+    assert "1 of 2 came within 0:00:04, and these ranks are missing: 1." in report.traceback
+    assert "A process that is to run alone must not inherit the variables of a launcher" in report.traceback
 
 
 def test_two_jobs_at_one_port_are_an_error_at_once(script: Path, port: int) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     (first, _), (_, stranger) = slurm(2), slurm(2)
-    with started([str(script)], {**first, **meeting}):
-        ((code, _, errors),) = run(script, {**stranger, **meeting})
-    assert code == 1
-    assert "but another job meets there (2 ranks, slurm" in errors
+    _, report = failed(script, {**first, **meeting}, {**stranger, **meeting})
+    assert report.exit_code == 1
+    assert "but another job meets there (2 ranks, slurm" in report.traceback

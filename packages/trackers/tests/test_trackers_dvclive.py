@@ -13,7 +13,7 @@ import torch
 from read_dvclive import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
-from accel_core import TrackedRun
+from accel_core import Table, TrackedRun
 from accel_core.testing import Recorded, TrackerSuite, Written
 from accel_trackers.dvclive import DVCLive
 
@@ -77,6 +77,22 @@ def test_no_name_leads_out_of_the_folder(name, directory):
     written = {path.relative_to(directory).parts[:2] for path in directory.rglob("*") if path.is_file()}
     assert written == {("inner", "live")}
     assert len(read_run(directory / "inner" / "live").numbers) == 1
+
+
+@pytest.mark.parametrize("names", [("n" * 300, "n" * 299 + "m"), ("a\0b", "a_b"), ("in/" + "ü" * 200, "in/ü")])
+def test_names_that_no_file_can_have_are_recorded_apart(names):
+    recorded(*((step, {name: float(index) for index, name in enumerate(names)}) for step in range(2)))
+    found = sorted(read_run(Path("dvclive")).numbers.values())
+    assert found == [[(0, 0.0), (1, 0.0)], [(0, 1.0), (1, 1.0)]]
+
+
+def test_a_table_without_columns_is_no_failure():
+    tracker = DVCLive(dir=Path("dvclive"))
+    tracker.start(TrackedRun("project", "run-1"))
+    tracker.log_table("empty", Table((), ()), 0)
+    tracker.log_table("full", Table(("a",), ((1,),)), 0)
+    tracker.finish(failed=False)
+    assert list(read_run(Path("dvclive")).tables) == ["full"]
 
 
 def test_an_image_of_a_step_that_has_one_goes_to_a_further_folder():

@@ -217,6 +217,19 @@ def test_what_comes_again_for_a_step_is_a_file_of_its_own(begin, client):
     ]  # fmt: skip
 
 
+def test_texts_and_tables_of_a_resumed_run_stay_beside_those_of_the_same_step(begin, client):
+    first = begin()
+    first.log({"note": "one"}, 3)
+    first.log_table("answers", Table(("a",), (("one",),)), 3)
+    resumed = begin(resumed=first.state(), step=3)
+    for said in ("two", "three"):
+        resumed.log({"note": said}, 3)
+        resumed.log_table("answers", Table(("a",), ((said,),)), 3)
+    found = read_run(client.tracking_uri, id_of(first))
+    assert sorted(found.texts["note"]) == [(3, "one"), (3, "three"), (3, "two")]
+    assert sorted(table.rows for _, table in found.tables["answers"]) == [(("one",),), (("three",),), (("two",),)]
+
+
 def test_cells_of_a_table_keep_their_types(begin, client):
     tracker = begin()
     rows = ((1, None, "x", True), (None, 2.5, "1", False))

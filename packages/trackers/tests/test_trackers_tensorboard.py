@@ -23,10 +23,7 @@ class TestTensorBoard(TrackerSuite):
     leaves_behind = {"warnings.filters": "boto3, which TensorBoard imports where it is installed, adds to them"}
 
     def read(self, written: Written) -> Recorded:
-        found = read_events(written.run.directory)
-        # How many values of a histogram were not finite stands beside it.
-        numbers = {name: records for name, records in found.numbers.items() if name != "one/nonfinite"}
-        return Recorded(**{**vars(found), "numbers": numbers})
+        return read_events(written.run.directory)
 
 
 @pytest.fixture
@@ -89,12 +86,6 @@ def test_several_kinds_of_values_under_one_name_stay_apart(begin):
     resumed = begin(resumed=tracker.state(), step=1)
     resumed.log_images({"x": [image]}, 1)
     assert [step for step, _ in read(resumed).images["x/images"]] == [0, 1]
-
-
-def test_values_of_a_histogram_that_are_not_finite_are_counted_beside_it(begin):
-    tracker = begin()
-    tracker.log_histograms({"w": Bins((1, 2), (0.0, 1.0, 2.0), 3.5, 4.5, nonfinite=3)}, 7)
-    assert read(tracker).numbers == {"w/nonfinite": [(7, 3.0)]}
 
 
 def test_what_came_after_the_checkpoint_is_replaced(begin):

@@ -162,6 +162,20 @@ def test_another_folder_than_the_one_trackio_has_is_refused(project, tmp_path, d
     assert os.environ["TRACKIO_DIR"] == str(databases)
 
 
+def test_what_others_print_while_a_run_begins_is_printed(project, capfd, monkeypatch):
+    import trackio
+
+    begin = trackio.init
+
+    def init(**options):
+        print("of the program")
+        return begin(**options)
+
+    monkeypatch.setattr(trackio, "init", init)
+    record(Trackio(), TrackedRun(project, "run-1"))
+    assert capfd.readouterr() == ("of the program\n", "")
+
+
 def test_the_process_stays_as_it_was(project, capfd):
     before = (sys.stdout, sys.stderr, dict(os.environ))
 

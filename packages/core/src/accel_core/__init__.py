@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         wait_for_everyone,
     )
     from accel_core.profiling import ProfileKwargs
-    from accel_core.tracking.rules import TrackerError, TrackingKwargs
+    from accel_core.tracking.rules import RecordRefusedError, TrackerError, TrackingKwargs
     from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
     from accel_core.tracking.values import Bins, Histogram, Table
 
@@ -94,6 +94,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "RecordRefusedError",
     "Rows",
     "Shard",
     "Single",
@@ -140,6 +141,7 @@ _MODULES = {
     "Finding": "nonfinite",
     "NonFiniteError": "nonfinite",
     "ProfileKwargs": "profiling",
+    "RecordRefusedError": "tracking.rules",
     "Table": "tracking.values",
     "TorchDynamoPlugin": "compilation",
     "TrackedRun": "tracking.tracker",

@@ -105,7 +105,8 @@ def assemble(given: Arguments) -> Assembly:
     world = _world(cpu.value, handlers, sections)
     strategy = _strategy(given.strategy, world, handlers, offers, sections)
     _warn_of_idle(handlers, strategy, precision, world, trackers)
-    sections.finish(offers, _in_words(strategy, precision, world))
+    recorded = ", ".join(trackers.names) if trackers is not None else ""
+    sections.finish(offers, f"{_in_words(strategy, precision, world)}, trackers: {recorded or 'none'}")
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
     activation = activate([choice.selected for choice in choices], defaults)

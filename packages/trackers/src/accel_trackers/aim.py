@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
+from accel_core import RecordRefusedError, TrackedRun, Tracker
 from accel_trackers.series import Series
 from accel_trackers.service import missing
 
@@ -125,7 +125,7 @@ class Aim(Tracker):
         """See `Tracker.log_histograms`.
 
         Raises:
-            ValueError: if bins are of different widths, or there are more than 512.
+            RecordRefusedError: if bins are of different widths, or there are more than 512.
         """
         import aim
 
@@ -157,7 +157,7 @@ def _check_bins(name: str, bins: Bins) -> None:
     count, width = len(bins.counts), bins.edges[-1] - bins.edges[0]
     even = [bins.edges[0] + width * index / count for index in range(count + 1)]
     if count > 512 or any(abs(one - other) > 1e-6 * width for one, other in zip(bins.edges, even, strict=True)):
-        raise ValueError(
+        raise RecordRefusedError(
             f"The histogram {name!r} has {count} bins of widths from {min(map(float.__sub__, bins.edges[1:], bins.edges[:-1])):g}; Aim "
             f"takes at most 512, all of one width. Log the values instead of bins, or leave Aim out of log_with."
         )

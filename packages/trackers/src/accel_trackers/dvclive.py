@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from accel_core import Bins, Table
 
 _log = logging.getLogger(__name__)
+_LONGEST = 200  # bytes of a part of a name: file systems take 255, of which endings and marks need some
 
 
 class DVCLive(Tracker):
@@ -131,8 +133,10 @@ class DVCLive(Tracker):
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. It becomes the data of a plot, of the first column against the others unless options say otherwise.
 
-        Each row has the names of its columns, so one without rows gets a row of nulls.
+        Each row has the names of its columns, so one without rows gets a row of nulls, and one without columns is nothing to DVCLive.
         """
+        if not table.columns:
+            return
         rows = table.rows or [(None,) * len(table.columns)]
         axes = {"x": table.columns[0], "y": list(table.columns[1:]) or table.columns[0]}
         self._plot(name, step, [dict(zip(table.columns, row, strict=True)) for row in rows], {**axes, **options})
@@ -185,8 +189,16 @@ def _fits(summary: Mapping[str, Any], parts: Sequence[str]) -> bool:
 
 def _file(name: str) -> str:
     """The path, relative and inside its folder, that a name stands for."""
-    parts = [part for part in name.split("/") if part not in {"", ".", ".."}]
+    parts = [_taken(part) for part in name.split("/") if part not in {"", ".", ".."}]
     return "/".join(parts) or "_"
+
+
+def _taken(part: str) -> str:
+    """The part, or where no file can have it as its name, because of its length or a zero, one like it with a checksum."""
+    if "\0" not in part and len(part.encode(errors="replace")) <= _LONGEST:
+        return part
+    start = part.replace("\0", "_").encode(errors="replace")[:_LONGEST].decode(errors="ignore")
+    return f"{start}_{zlib.crc32(part.encode(errors='backslashreplace')):08x}"
 
 
 def _column(name: str) -> str:

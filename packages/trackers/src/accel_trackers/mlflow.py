@@ -90,6 +90,8 @@ class MLflow(Tracker):
         self._sent_at = -float("inf")
         self._stamp = 0
         self._files: Counter[str] = Counter()
+        self._there: dict[str, set[str]] = {}
+        self._is_continued = False
         self._renamed: set[str] = set()
 
     @property
@@ -128,6 +130,7 @@ class MLflow(Tracker):
         else:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
         continued = options.get("run_id") or (run.resumed or {}).get("run_id")
+        self._is_continued = bool(continued)
         if continued:
             self._run = self._go_on(continued)
         else:
@@ -256,9 +259,22 @@ class MLflow(Tracker):
 
     def _file(self, folder: str, name: str, step: int, ending: str) -> str:
         """The path of a new artifact."""
-        path = f"{folder}/{self._name(name, _NAMES_OF_FILES)}/{step:08}"
-        self._files[path] += 1
-        return f"{path}.{ending}" if self._files[path] == 1 else f"{path}-{self._files[path]}.{ending}"
+        name = self._name(name, _NAMES_OF_FILES)
+        there = self._files_before(f"{folder}/{name}")
+        while True:
+            path = f"{folder}/{name}/{step:08}"
+            self._files[path] += 1
+            path += f".{ending}" if self._files[path] == 1 else f"-{self._files[path]}.{ending}"
+            if path not in there:
+                return path
+
+    def _files_before(self, folder: str) -> set[str]:
+        """The artifacts that a run which goes on has there: a text would replace one of them, and a table would be added to it."""
+        if not self._is_continued:
+            return set()
+        if folder not in self._there:
+            self._there[folder] = {each.path for each in self._client.list_artifacts(self._id, folder)}
+        return self._there[folder]
 
     def _name(self, name: str, unwanted: re.Pattern[str] = _NAMES) -> str:
         """A name as MLflow takes it."""

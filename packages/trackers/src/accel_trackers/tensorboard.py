@@ -117,7 +117,7 @@ class TensorBoard(Tracker):
         self._writer.add_text(name, _markdown(table), step, _walltime(options))
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`. How many values were inf or nan stands as a number beside it, under "name/nonfinite"."""
+        """See `Tracker.log_histograms`."""
         walltime = _walltime(options)
         for name, bins in values.items():
             self._writer.add_histogram_raw(
@@ -132,8 +132,6 @@ class TensorBoard(Tracker):
                 global_step=step,
                 walltime=walltime,
             )
-            if bins.nonfinite:
-                self.log({f"{name}/nonfinite": bins.nonfinite}, step, **options)
 
     def flush(self) -> None:
         """See `Tracker.flush`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import io
 import logging
 import os
 import sys
@@ -89,7 +88,7 @@ class Trackio(Tracker):
             options.update(name=run.resumed["name"], resume="must")
         options.update(run.options)
         here = not any(options.get(name) or os.environ.get(variable) for name, variable in ELSEWHERE.items())
-        with contextlib.redirect_stdout(io.StringIO()), _without_hub() if here else contextlib.nullcontext():
+        with _silent(), _without_hub() if here else contextlib.nullcontext():
             # In a context of its own, because Trackio ends the run that was begun before in the same one.
             self._run = contextvars.Context().run(trackio.init, **options)
         self._records = self._stored() or 0
@@ -151,7 +150,7 @@ class Trackio(Tracker):
         Raises:
             RuntimeError: if Trackio did not write all records, of which it warns only.
         """
-        with _silent("trackio.run"):
+        with _silent():
             self._run.finish()
         stored = self._stored()
         if stored is not None and stored < self._records:
@@ -205,11 +204,16 @@ def _without_hub() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silent(module: str) -> Iterator[None]:
-    """Keeps one module from printing. What other threads print meanwhile is printed, unlike with `redirect_stdout`."""
-    names = vars(sys.modules[module])
-    names["print"] = lambda *_, **__: None
+def _silent() -> Iterator[None]:
+    """Keeps Trackio's modules from printing. What others print meanwhile is printed, unlike with `redirect_stdout`: where Trackio waits for
+    a server for too long, the training goes on beside it.
+    """
+    named = {name: vars(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "trackio"}
+    modules = [names for names in named.values() if "print" not in names]
+    for names in modules:
+        names["print"] = lambda *_, **__: None
     try:
         yield
     finally:
-        names.pop("print", None)
+        for names in modules:
+            names.pop("print", None)

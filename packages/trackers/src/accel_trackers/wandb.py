@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core import TrackedRun, Tracker
+from accel_core import RecordRefusedError, TrackedRun, Tracker
 from accel_trackers.service import missing
 
 if TYPE_CHECKING:
@@ -133,16 +133,17 @@ class WandB(Tracker):
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """See `Tracker.log`; the options are those of `Run.log`."""
-        if not OWN_NAMES.isdisjoint(values):
-            raise ValueError(
+        rest = {name: value for name, value in values.items() if name not in OWN_NAMES}
+        self._run.log({**rest, self._step_metric: step}, **options)
+        if len(rest) < len(values):
+            raise RecordRefusedError(
                 f"Values named {sorted(OWN_NAMES.intersection(values))} were logged, and wandb keeps none under these names. Name them otherwise."
             )
         if values.get(self._step_metric, step) != step:
-            raise ValueError(
+            raise RecordRefusedError(
                 f"A value named {self._step_metric!r} was logged at step {step}, and it is {values[self._step_metric]!r}: this name is that "
                 f"of the steps in wandb. Name the value otherwise, or the steps: WandB(step_metric=...)."
             )
-        self._run.log({**values, self._step_metric: step}, **options)
 
     def records(self, value: object) -> bool:
         """What wandb has for images, videos, sounds, pages, tables and more, alone or in a list."""
@@ -169,7 +170,7 @@ class WandB(Tracker):
         import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         if len(table.rows) > wandb.Table.MAX_ROWS:
-            raise ValueError(
+            raise RecordRefusedError(
                 f"The table {name!r} has {len(table.rows)} rows, and wandb cuts tables off after {wandb.Table.MAX_ROWS}. Log fewer, or say "
                 f"wandb.Table.MAX_ROWS = {len(table.rows)} before."
             )

@@ -136,11 +136,12 @@ class Checkpoints:
             self._project.iteration = self._next_number(record)
 
     def _tracking(self) -> Sequence[Any]:
-        """Where the run is recorded, by rank: by the main process alone, unless trackers say otherwise. A collective, if there are any."""
+        """Where the run is recorded, by rank: by the main process alone, unless trackers say otherwise. Then it is a collective."""
         if self._trackers is None:
             return self._recorded
-        recorded = everywhere(self._run.world, "for trackers to say what they record", self._trackers.state)
-        return recorded if self._trackers.on_every_rank else recorded[:1]
+        if not self._trackers.on_every_rank:
+            return [self._trackers.state()]  # that of the main process is written
+        return everywhere(self._run.world, "for trackers to say what they record", self._trackers.state)
 
     def _resume_tracking(self, recorded: Sequence[Any]) -> None:
         self._recorded = recorded

@@ -18,7 +18,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,12 @@ Job = Callable[[], None]
 REST = 2.0
 """Seconds without a job after which a tracker rests."""
 
+LONGEST = 10.0
+"""Seconds after which it rests between two jobs."""
+
+MOST_TOLD = 20
+"""Of how many things that are left out one is told."""
+
 
 class Lane:
     """Runs the jobs of one tracker, one after the other.
@@ -38,7 +45,7 @@ class Lane:
         name: of the tracker.
         rules: how long a job may take, and how many may wait.
         close: called once in the same thread, when a job has failed, whatever it raises then.
-        rest: a job that runs when there has been nothing to do for a while, once until there is again.
+        rest: a job that runs when there has been nothing to do for a while, once until there is again, and now and then.
         threaded: False: jobs run where they are handed over, which waits for them.
     """
 
@@ -55,8 +62,10 @@ class Lane:
         self._changed = threading.Condition()
         self._handed = self._done = 0  # by weight
         self._rested = True
+        self._active_since = 0.0
         self._doing = ""
         self._since: float | None = None
+        self._is_stuck = False
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._work, name=f"accel tracker {name}", daemon=True)
@@ -82,9 +91,9 @@ class Lane:
             return
         since = self._since
         if since is not None and time.monotonic() - since > self._rules.stall_timeout:
-            self.give_up(f"{self._doing} has taken more than {self._rules.stall_timeout:g} s")
+            self.give_up(f"{self._doing} has taken more than {self._rules.stall_timeout:g} s", stuck=True)
         elif self._handed - self._done >= self._rules.most_pending:
-            self.give_up(f"it is {self._rules.most_pending} records behind")
+            self.give_up(f"it is {self._rules.most_pending} records behind", stuck=True)
         else:
             self._handed += weight
             self._jobs.put((doing, job, weight))
@@ -99,21 +108,41 @@ class Lane:
         """Lets the thread end when it has done what was handed over."""
         self._jobs.put(None)
 
-    def leave_out(self, reason: str) -> None:
-        """Notes once that something cannot be recorded; the tracker goes on."""
-        if reason not in self._left_out:
-            self._left_out.add(reason)
+    def join(self, timeout: float) -> None:
+        """Waits for the end of the thread, in which a tracker that failed is closed; not of one that is stuck."""
+        if self._thread is not None and not self._is_stuck:
+            self._thread.join(timeout)
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """What a job does inside takes time that is not the tracker's."""
+        self._since = None
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()
+
+    def leave_out(self, reason: str, kind: str = "") -> None:
+        """Notes that something cannot be recorded; the tracker goes on.
+
+        Args:
+            reason: what, and why.
+            kind: of which one is told; empty: the reason itself.
+        """
+        if (kind or reason) not in self._left_out and len(self._left_out) < MOST_TOLD:
+            self._left_out.add(kind or reason)
             self._untold.append(f"The tracker {self.name!r} leaves out {reason}")
 
-    def give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """Switches the tracker off."""
+    def give_up(self, reason: str, cause: BaseException | None = None, *, stuck: bool = False) -> None:
+        """Switches the tracker off, and drops what was waiting for it; `stuck`: its thread may never come back."""
         with self._changed:
             if self.failure is not None:
                 return
-            self.failure, self.cause = reason, cause
+            self.failure, self.cause, self._is_stuck = reason, cause, stuck
             self._changed.notify_all()
         self._untold.append(f"The tracker {self.name!r} is switched off: {reason}.")
-        self._jobs.put(None)
+        dropped, self._jobs = self._jobs, SimpleQueue()
+        dropped.put(None)  # for a thread that waits for the next one
 
     def untold(self) -> list[str]:
         """What happened since this was called last."""
@@ -125,7 +154,7 @@ class Lane:
     def _work(self) -> None:
         while self.failure is None:
             item = self._next()
-            if item is None:
+            if item is None or self.failure is not None:
                 break
             doing, job, weight = item
             self._doing, self._since = doing, time.monotonic()
@@ -140,19 +169,26 @@ class Lane:
 
     def _next(self) -> tuple[str, Job, int] | None:
         """The next job, for which it waits; before it waits long, it rests."""
-        if not self._rested:
-            try:
-                return self._jobs.get(timeout=REST)
-            except Empty:
-                self._rested = True
-                return "flush()", self._rest, 0
-        return self._jobs.get()
+        if self._rested:
+            self._active_since = time.monotonic()
+            return self._jobs.get()
+        try:
+            due = time.monotonic() - self._active_since > LONGEST
+            return self._rest_now() if due else self._jobs.get(timeout=REST)
+        except Empty:
+            return self._rest_now()
+
+    def _rest_now(self) -> tuple[str, Job, int]:
+        self._rested, self._active_since = True, time.monotonic()
+        return "flush()", self._rest, 0
 
     def _do(self, doing: str, job: Job) -> None:
         try:
             job()
-        except BaseException as error:  # noqa: BLE001  (SystemExit too: whatever a service does, the training goes on)
-            self.give_up(f"{doing} raised {type(error).__name__}: {error}", error)
+        except BaseException as error:
+            if self._thread is None and not isinstance(error, Exception):
+                raise  # what a signal raises in the thread that the training runs in
+            self.give_up(f"{doing} raised {_said(error)}", error)
             if self._thread is None:
                 self._close_after_failure()
 
@@ -161,6 +197,13 @@ class Lane:
             self._close()
         except BaseException as error:  # noqa: BLE001
             self._untold.append(
-                f"The tracker {self.name!r} could not be closed either: {type(error).__name__}: {error}. What it has recorded may "
+                f"The tracker {self.name!r} could not be closed either: {_said(error)}. What it has recorded may "
                 f"be incomplete."
             )
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ").rstrip(".")
+    except Exception:  # noqa: BLE001  (of an exception that cannot be shown there is its class)
+        return type(error).__name__

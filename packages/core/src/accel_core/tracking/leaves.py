@@ -17,6 +17,11 @@ from typing import Any
 
 import torch
 
+LARGEST = 2**63 - 1
+"""The largest integer that services hold."""
+
+_SAFE = frozenset({float, bool})
+
 PLAIN = frozenset({int, float, bool, str})
 """The types that are kept as they are."""
 
@@ -42,7 +47,7 @@ def plain(value: Any) -> Any:
         OverflowError, ValueError: for a number that no float can hold.
     """
     if type(value) in PLAIN:
-        return value
+        return value if type(value) in _SAFE else _held(value)
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, str):
@@ -54,7 +59,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (numbers.Real, Decimal)):
         return float(value)
     if isinstance(value, os.PathLike):
-        return os.fsdecode(value)
+        return clean(os.fsdecode(value))
     if isinstance(value, (date, time)):
         return value.isoformat()
     if isinstance(value, timedelta):
@@ -62,6 +67,18 @@ def plain(value: Any) -> Any:
     if is_array(value) and getattr(value, "size", None) == 1 and hasattr(value, "item"):
         return plain(value.item())
     return value
+
+
+def clean(text: str) -> str:
+    """A text that every file can hold: halves of surrogates, as in paths that are no UTF-8, are spelled out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _held(value: int | str) -> int | float | str:
+    """An integer or a text as services hold it; an integer that does not fit into 64 bits as a float."""
+    if isinstance(value, str):
+        return clean(value)
+    return value if -LARGEST - 1 <= value <= LARGEST else float(value)
 
 
 def is_array(value: Any) -> bool:

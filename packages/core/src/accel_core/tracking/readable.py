@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import as_array, is_array, plain
+from accel_core.tracking.leaves import as_array, clean, is_array, plain
 
 DEEPEST = 50
 """How many containers may stand in each other; what lies deeper is "…"."""
@@ -65,26 +65,6 @@ def readable(config: object) -> dict[str, Any]:
         return {"config": _unreadable(config, error)}
 
 
-def flat_parameters(config: object) -> dict[str, bool | int | float | str]:
-    """The same by names joined by "/", for services that know no nested parameters.
-
-    Lists, and dicts without content, are texts in JSON, and None is "None". Never raises.
-    """
-    flat: dict[str, bool | int | float | str] = {}
-
-    def add(tree: Mapping[str, Any], above: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, dict) and value:
-                add(value, f"{above}{key}/")
-                continue
-            if isinstance(value, (list, dict)):
-                value = json.dumps(value, ensure_ascii=False)
-            flat[_free(f"{above}{key}", flat)] = "None" if value is None else value
-
-    add(readable(config), "")
-    return flat
-
-
 def _data(value: Any, above: tuple[int, ...]) -> Any:
     """What JSON has for a value; `above`: the containers that it stands in."""
     try:
@@ -119,7 +99,7 @@ def _scalar(value: Any) -> Any:
         return _scalar(value.value) if is_plain else value.name
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return hex(value)
-    return value if value is None else plain(value)
+    return value if value is None or type(value) is int else plain(value)
 
 
 def _fields(value: Any) -> _Pairs | None:
@@ -161,7 +141,7 @@ def _dict(pairs: _Pairs, within: tuple[int, ...]) -> dict[str, Any]:
     taken = {key for key, _ in pairs if type(key) is str}  # these keep their names
     data: dict[str, Any] = {}
     for key, read in pairs:
-        name = key if type(key) is str else _free(_name(key), taken)
+        name = clean(key) if type(key) is str else _free(_name(key), taken)
         taken.add(name)
         try:
             data[name] = _data(read(), within)

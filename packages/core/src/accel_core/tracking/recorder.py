@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_core.tracking.blank import Blank
 from accel_core.tracking.lane import Lane
 from accel_core.tracking.leaves import LeftOut, describe
+from accel_core.tracking.rules import RecordRefusedError
 from accel_core.tracking.tracker import GeneralTracker, Tracker
 from accel_core.tracking.values import flatten
 
@@ -30,6 +32,11 @@ class Values:
         self._tree: dict[str, Any] | None = None
         self._flat: Flat | None = None
         self._bins: dict[str, Bins] = {}
+
+    @property
+    def weight(self) -> int:
+        """As how many records they count while they wait."""
+        return 1 + self._snapshot.elements // 10_000
 
     def tree(self) -> dict[str, Any]:
         """Plain values, nested as the user gave them."""
@@ -61,7 +68,7 @@ class Recorder:
         self.tracker = tracker
         self.name = name
         self.state: Mapping[str, Any] = {}
-        self.started = False
+        self.started = self.was_started = False
         self._is_finishing = False
         self.lane = Lane(name, rules, self._close, self._flush, threaded=getattr(tracker, "in_thread", True))
 
@@ -71,11 +78,15 @@ class Recorder:
 
     def log(self, values: Values, step: int, options: Mapping[str, Any]) -> None:
         """Has values recorded."""
-        self.lane.put("log()", lambda: self._log(values, step, options))
+        self.lane.put("log()", lambda: self._log(values, step, options), values.weight)
 
-    def log_images(self, images: Mapping[str, list[torch.Tensor]], step: int, options: Mapping[str, Any]) -> None:
+    def log_images(self, images: Mapping[str, list[Any]], step: int, options: Mapping[str, Any]) -> None:
         """Has images recorded, as `Tracker.log_images` takes them."""
         size = sum(image.numel() for several in images.values() for image in several)
+        if isinstance(self.tracker, GeneralTracker):  # which knows arrays
+            images = {name: [image.numpy().copy() for image in several] for name, several in images.items()}
+        else:
+            images = {name: list(several) for name, several in images.items()}
         self._extra("images", "log_images", (images, step), options, weight=1 + size // 10_000)
 
     def log_table(self, name: str, table: Table, step: int, options: Mapping[str, Any]) -> None:
@@ -89,6 +100,14 @@ class Recorder:
             self.lane.put("flush()", self._flush)
             self.lane.put("state()", self._remember)
 
+    def unwrapped(self) -> Any:
+        """The service's own object; a blank if the tracker has none."""
+        try:
+            return self.tracker.tracker
+        except Exception as error:  # noqa: BLE001  (whatever a property raises)
+            self.lane.leave_out(f"its own object: {type(error).__name__}: {error}.")
+            return Blank(self.name)
+
     def finish(self, failed: bool) -> None:
         """Has the run closed, once everything is recorded; does not wait for it."""
         if not self._is_finishing:
@@ -97,13 +116,23 @@ class Recorder:
             self.lane.end()
 
     def _start(self, run: TrackedRun) -> None:
+        if getattr(self.tracker, "__dict__", {}).setdefault("_accel_run", run.run_id) != run.run_id:
+            raise RuntimeError("this object records another run; give each Accelerator a tracker of its own")
         if isinstance(self.tracker, GeneralTracker):
-            self.started = True
+            self.started = self.was_started = True
             self.tracker.start()
-            self.tracker.store_init_configuration(dict(run.config))
+            if run.config:
+                self.tracker.store_init_configuration(dict(run.config))
             return
-        self.tracker.start(run)
-        self.started = True
+        try:
+            self.tracker.start(run)
+        except TypeError as error:
+            if run.options:  # in which a name may be misspelt
+                raise TypeError(
+                    f"{error} (given were init_kwargs={{{self.name!r}: ...}} with {', '.join(run.options)})"
+                ) from error
+            raise
+        self.started = self.was_started = True
         self._remember()
 
     def _flush(self) -> None:
@@ -115,17 +144,19 @@ class Recorder:
         self.state = json.loads(json.dumps(dict(self.tracker.state())))  # raises here rather than in `save_state`
 
     def _log(self, values: Values, step: int, options: Mapping[str, Any]) -> None:
+        with self.lane.excused():  # the device may be busy
+            tree, (flat, bins) = values.tree(), values.flat()
         if isinstance(self.tracker, GeneralTracker):
-            self.tracker.log(self._nested(values.tree()), step=step, **options)
+            self.tracker.log(self._nested(tree), step=step, **options)
             return
-        flat, bins = values.flat()
         known = {name: each for name, each in flat.others.items() if self.tracker.records(each)}
         for name in flat.others.keys() - known.keys():
             self.lane.leave_out(_unknown(name, flat.others[name]))
-        if flat.numbers_and_texts or known:
-            self.tracker.log({**flat.numbers_and_texts, **known}, step, **options)
+        nonfinite = {f"{name}/nonfinite": each.nonfinite for name, each in bins.items() if each.nonfinite}
+        if flat.numbers_and_texts or known or nonfinite:
+            self._call("values", self.tracker.log, {**flat.numbers_and_texts, **nonfinite, **known}, step, **options)
         if bins:
-            self._call_extra("histograms", self.tracker.log_histograms, bins, step)
+            self._call("histograms", self.tracker.log_histograms, bins, step)
 
     def _nested(self, tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         """For an older tracker, which knows numbers and lists, but no tensors."""
@@ -146,11 +177,15 @@ class Recorder:
         if call is None:
             self.lane.leave_out(_unable(kind))
             return
-        self.lane.put(f"{method}()", lambda: self._call_extra(kind, call, *arguments, **options), weight)
+        self.lane.put(f"{method}()", lambda: self._call(kind, call, *arguments, **options), weight)
 
-    def _call_extra(self, kind: str, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    def _call(self, kind: str, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
         try:
             call(*arguments, **options)
+        except RecordRefusedError as error:
+            self.lane.leave_out(
+                f"{kind} that it cannot hold, and says of the first only: {error}", kind=f"refused {kind}"
+            )
         except NotImplementedError:
             self.lane.leave_out(_unable(kind))
 
@@ -173,7 +208,7 @@ class Recorder:
 
 
 def _unknown(name: str, value: object) -> str:
-    return f"the value {name!r}, which is {describe(value)}: numbers, texts and Histogram(...) can be logged, and dicts of them."
+    return f"the value {name!r}, which is {describe(value).rstrip('.')}: numbers, texts and Histogram(...) can be logged, and dicts of them."
 
 
 def _unable(kind: str) -> str:

@@ -11,6 +11,10 @@ class TrackerError(RuntimeError):
     """A tracker failed, and the run was told to fail with it: `TrackingKwargs(strict=True)`."""
 
 
+class RecordRefusedError(ValueError):
+    """What a tracker raises for a record that its service cannot hold. That record is left out, which is said, and the tracker goes on."""
+
+
 @dataclass
 class TrackingKwargs(KwargsHandler):
     """How trackers are treated that raise, or take long.

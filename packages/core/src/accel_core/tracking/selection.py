@@ -57,6 +57,7 @@ def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Cho
     """
     option: Option[Any] = resolve(log_with, VARIABLE, as_list, ())
     listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
+    listed = [name for each in listed for name in (as_list(each, "") if type(each) is str else [each])]
     # An enumeration's member stands for its value; a name that is given twice is one tracker.
     asked = list(
         dict.fromkeys(getattr(each, "value", each) if isinstance(each, str) else _Object(each) for each in listed)

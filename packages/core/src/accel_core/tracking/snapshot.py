@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import PLAIN, LeftOut, describe, local, plain
+from accel_core.tracking.leaves import LeftOut, describe, is_array, local, plain
 from accel_core.tracking.values import Histogram, flatten
 from accel_core.tracking.waiting import Mark, send, wait
 
@@ -34,6 +34,11 @@ class Snapshot:
         self._tree = tree
         self._marks = tuple(marks)
 
+    @property
+    def elements(self) -> int:
+        """How many elements its histograms hold."""
+        return _elements(self._tree)
+
     @classmethod
     def take(cls, values: Mapping[str, Any]) -> Snapshot:
         """Takes the values of nested dicts. For the training's thread.
@@ -55,6 +60,16 @@ class Snapshot:
         return _resolved(self._tree)
 
 
+def _elements(tree: dict[str, Any]) -> int:
+    kinds = set(map(type, tree.values()))
+    if not kinds & {Histogram, dict}:
+        return 0
+    return sum(
+        _elements(value) if type(value) is dict else value.elements if type(value) is Histogram else 0
+        for value in tree.values()
+    )
+
+
 class _Sent:
     """A number that is on its way to the host, in a tensor with others."""
 
@@ -69,12 +84,12 @@ def _taken(values: Mapping[Any, Any], groups: _Groups, above: tuple[int, ...]) -
     tree: dict[str, Any] = {}
     is_nested = has_joined = False
     for key, value in values.items():
-        name = key if type(key) is str else str(plain(key))
+        name = key if type(key) is str and key.isascii() else str(plain(key))
         if name in tree:
             raise ValueError(f"Two values to be logged have the name {name!r}: keys become texts. Rename one of them.")
         has_joined = has_joined or "/" in name
         kind = type(value)
-        if kind in PLAIN:
+        if kind is float or kind is bool:
             tree[name] = value
         elif kind is dict or (kind is not torch.Tensor and isinstance(value, Mapping)):
             is_nested = True
@@ -98,7 +113,7 @@ def _leaf(value: Any, tree: dict[str, Any], name: str, groups: _Groups) -> Any:
     """What stands for a value in the snapshot; that of a number on a device comes with the others of its group."""
     try:
         if not isinstance(value, torch.Tensor):
-            return value.copied() if isinstance(value, Histogram) else plain(value)
+            return value.copied() if isinstance(value, Histogram) else _kept(plain(value))
         if value.numel() != 1:
             return value.detach().clone() if value.numel() <= MOST else LeftOut(_large(value))
         here = value if type(value) is torch.Tensor else local(value)
@@ -108,6 +123,13 @@ def _leaf(value: Any, tree: dict[str, Any], name: str, groups: _Groups) -> Any:
     except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; it is reported, and the training goes on)
         return _unread(value, error)
     return None
+
+
+def _kept(value: Any) -> Any:
+    """An object as it is now: older trackers take lists and arrays."""
+    if type(value) in {list, tuple}:
+        return list(value)
+    return value.copy() if is_array(value) and getattr(value, "size", MOST) < MOST and hasattr(value, "copy") else value
 
 
 def _large(value: torch.Tensor) -> str:

@@ -47,7 +47,8 @@ class Tracker:
 
     One object records one run, and no Accelerator shares it. All methods but the constructor and `unusable` are called in one thread
     of the tracker's own, one after the other: `start`, then any number of records, then `finish`. One that raises is reported once and
-    the tracker is switched off; the training goes on. One that takes minutes is given up, so no method needs a timeout of its own.
+    the tracker is switched off; the training goes on. A record that the service cannot hold is refused by a `RecordRefusedError`, and only that
+    one is left out. A method that takes minutes is given up, so none needs a timeout of its own.
 
     The constructor is the schema of the tracker's options. It neither imports the service nor opens anything: that is for `start`.
 
@@ -114,10 +115,15 @@ class Tracker:
 
     def flush(self) -> None:
         """Makes what was recorded readable by others as far as that takes no network. Called when nothing was logged for seconds, and
-        in `save_state`."""
+        in `save_state`.
+        """
 
     def finish(self, failed: bool) -> None:
-        """Closes the run; `failed`: the process ends because of an exception. Nothing is called after it."""
+        """Closes the run; nothing is called after it.
+
+        Args:
+            failed: whether the process ends because of an exception (`sys.exit` is none), or the tracker was switched off.
+        """
 
 
 class GeneralTracker:

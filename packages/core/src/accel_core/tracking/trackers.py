@@ -12,25 +12,27 @@ Everything after it is handed over to the tracker's own thread.
 from __future__ import annotations
 
 import atexit
+import copy
 import difflib
 import logging
 import operator
 import os
 import re
 import secrets
+import sys
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_core import streams, world
 from accel_core.deprecation import level_of_the_user
 from accel_core.tracking.blank import Blank
+from accel_core.tracking.ending import finish, finish_at_exit, let_go, streams_kept
 from accel_core.tracking.images import as_images
 from accel_core.tracking.readable import readable
 from accel_core.tracking.recorder import Recorder, Values
@@ -49,10 +51,10 @@ if TYPE_CHECKING:
 RUNS = "runs"
 """The folder of local trackers where neither `logging_dir` nor `project_dir` was given."""
 
-_QUIET = 5.0  # seconds of waiting at the end, before it is said what for
-_HURRY = 30.0  # seconds that a program which ends because of an exception waits for its trackers
-_GOES_ON = "The training goes on. Repair the tracker, or leave it out of log_with."
+_GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."
 _NO_OPTIONS: Mapping[str, Any] = {}
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ class Trackers:
         self._run_id = ""
         self._next_step = 0
         self._ended = False
+        self._process = os.getpid()
+        self._starting = threading.RLock()  # a signal handler may log, too
         self._at_exit: Callable[[], None] | None = None
         if chosen.left_out and world.is_main:
             logger.warning(
@@ -122,7 +126,9 @@ class Trackers:
         options = self._options("log(log_kwargs=...)", log_kwargs)
         number = _number("log()", step)
         if self._is_recording("log()"):
-            taken = Values(Snapshot.take(values))
+            taken = self._made(lambda: Values(Snapshot.take(values)))
+            if taken is None:
+                return
             number = self._at(number)
             for each in self._started():
                 each.log(taken, number, options.get(each.name, _NO_OPTIONS))
@@ -136,7 +142,9 @@ class Trackers:
         options = self._options("log_images(log_kwargs=...)", log_kwargs)
         number = _number("log_images()", step)
         if self._is_recording("log_images()"):
-            images = as_images(values, dataformats)
+            images = self._made(lambda: as_images(values, dataformats))
+            if images is None:
+                return
             number = self._at(number, advance=False)
             for each in self._started():
                 each.log_images(images, number, options.get(each.name, _NO_OPTIONS))
@@ -150,10 +158,14 @@ class Trackers:
         log_kwargs: Mapping[str, Any] | None,
     ) -> None:
         """See `Accelerator.log_table`; `content` is columns, data and dataframe."""
+        if not isinstance(name, str):
+            raise TypeError(f"log_table() was given the name {name!r}, a {type(name).__name__}: expected a text.")
         options = self._options("log_table(log_kwargs=...)", log_kwargs)
         number = _number("log_table()", step)
         if self._is_recording("log_table()"):
-            table = as_table(*content)
+            table = self._made(lambda: as_table(*content))
+            if table is None:
+                return
             number = self._at(number, advance=False)
             for each in self._started():
                 each.log_table(name, table, number, options.get(each.name, _NO_OPTIONS))
@@ -170,20 +182,21 @@ class Trackers:
         self._tell()
         if recorder.lane.failure is not None:
             return Blank(name)
-        return recorder.tracker.tracker if unwrap else recorder.tracker
+        return recorder.unwrapped() if unwrap else recorder.tracker
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint says of the run that is recorded here: its id, its next step, and how each tracker goes on."""
-        if self._plan is None or self._ended:
+        if self._plan is None or os.getpid() != self._process or (self._ended and self._recorders is None):
             return dict(self._resumed)
         recorders = self._started()
-        for each in recorders:
-            each.flush()
-        for each in recorders:
-            each.lane.wait(self._rules.stall_timeout)  # of one that is slow, what it said last
-        self._tell()
+        if not self._ended:
+            for each in recorders:
+                each.flush()
+            for each in recorders:
+                each.lane.wait(self._rules.stall_timeout)  # of one that is slow, what it said last
+            self._tell()
         before = self._resumed.get("trackers", {}) if self._goes_on() else {}
-        own = {each.name: dict(each.state) for each in recorders if each.state or each.name not in before}
+        own = {each.name: dict(each.state) for each in recorders if each.was_started}
         return {
             "project": self._plan.project,
             "run_id": self._run_id,
@@ -209,17 +222,19 @@ class Trackers:
 
     def finish(self) -> None:
         """Records what is pending, and closes the run. Returns within `finish_timeout`."""
-        if self._ended:
+        if self._ended or os.getpid() != self._process:
             return
-        if self._plan is not None:
-            recorders = self._started()
+        try:
+            recorders = [] if self._plan is None else self._started()
+        finally:
             self._ended = True
             if self._at_exit is not None:
                 atexit.unregister(self._at_exit)
                 self._at_exit = None
-            _finish(recorders, self._rules.finish_timeout, failed=False)
+            # In a `finally` of the program's there may be an exception on its way.
+            finish(self._recorders or (), self._rules.finish_timeout, failed=sys.exc_info()[0] is not None)
+        if recorders:
             self._tell()
-        self._ended = True
 
     def details(self) -> dict[str, str]:
         """What becomes of each tracker, by name, for `explain()`."""
@@ -240,12 +255,10 @@ class Trackers:
         """Whether this process records; raises where a run is missing."""
         if not self._components:
             return False
-        if self._ended:
-            warnings.warn(
-                f"{call} was called after end_training(), and is not recorded. Call end_training() last.",
-                RuntimeWarning,
-                stacklevel=level_of_the_user(),
-            )
+        if self._ended or os.getpid() != self._process:
+            when = "after end_training()" if self._ended else "in a process that was forked from the one that records"
+            where = "Call end_training() last" if self._ended else "Return what is to be recorded to that one"
+            self._warn(f"{call} was called {when}, and is not recorded. {where}.")
             return False
         if self._plan is None:
             raise RuntimeError(
@@ -257,10 +270,11 @@ class Trackers:
     def _at(self, step: int | None, *, advance: bool = True) -> int:
         """The step of a record: the one given, else the one after the last. Only values count steps."""
         self._started()  # which may resume, and so know the next one
-        if step is None:
-            step = self._next_step if advance else max(self._next_step - 1, 0)
-        if advance:
-            self._next_step = max(self._next_step, step + 1)
+        with self._starting:
+            if step is None:
+                step = self._next_step if advance else max(self._next_step - 1, 0)
+            if advance:
+                self._next_step = max(self._next_step, step + 1)
         return step
 
     def _goes_on(self) -> bool:
@@ -271,29 +285,39 @@ class Trackers:
     def _started(self) -> list[Recorder]:
         """The recorders, all of which have started or are switched off."""
         if self._recorders is None:
-            plan = self._plan
-            assert plan is not None, "whoever calls this has asked"
-            goes_on = self._goes_on()
-            self._run_id = self._resumed["run_id"] if goes_on else _new_id(self._world)
-            self._next_step = self._resumed["step"] if goes_on else 0
-            before = self._resumed["trackers"] if goes_on else {}
-            self._recorders = [Recorder(each, name_of(each), self._rules) for each in self._components]
-            weakref.finalize(self, _let_go, self._recorders).atexit = False
-            with _streams_kept(self._recorders, self._rules):
-                for each in self._recorders:
-                    each.start(self._run_of(each, plan, before.get(each.name)))
-            # After the services', so that it runs before theirs.
-            self._at_exit = partial(_finish_at_exit, self._recorders, self._rules, os.getpid())
-            atexit.register(self._at_exit)
-            self._tell()
+            with self._starting:
+                self._begin()
+        assert self._recorders is not None, "that began it"
         return self._recorders
+
+    def _begin(self) -> None:
+        plan = self._plan
+        assert plan is not None, "whoever calls this has asked"
+        if self._recorders is not None:
+            return  # another thread was first
+        goes_on = self._goes_on()
+        self._run_id = self._resumed["run_id"] if goes_on else _new_id(self._world)
+        self._next_step = self._resumed["step"] if goes_on else 0
+        before = self._resumed["trackers"] if goes_on else {}
+        recorders = [Recorder(each, name_of(each), self._rules) for each in self._components]
+        weakref.finalize(self, let_go, recorders).atexit = False
+        try:
+            with streams_kept(recorders, self._rules):
+                for each in recorders:
+                    each.start(self._run_of(each, plan, before.get(each.name)))
+                self._recorders = recorders  # what another thread logs from now on comes after the start
+        finally:
+            # After the services' own, so that it runs before them.
+            self._at_exit = partial(finish_at_exit, list(map(weakref.ref, recorders)), self._rules, self._process)
+            atexit.register(self._at_exit)
+        self._tell()
 
     def _run_of(self, recorder: Recorder, plan: _Plan, resumed: Mapping[str, Any] | None) -> TrackedRun:
         needs_folder = recorder.tracker.requires_logging_directory
         return TrackedRun(
             project=plan.project,
             run_id=self._run_id,
-            config=plan.config,
+            config=copy.deepcopy(plan.config),  # its own
             directory=self._folder(plan.project) if needs_folder else None,
             options=plan.options.get(recorder.name, _NO_OPTIONS),
             resumed=resumed,
@@ -317,19 +341,31 @@ class Trackers:
         _check_mapping(asked, given)
         for name, options in given.items():
             if name not in self._names and name not in (known := known_names(self._chosen)):
-                raise ValueError(_unknown_tracker(f"{asked} has {name!r}", name, known, "Known are"))
+                raise ValueError(_unknown_tracker(f"{asked} has {name!r}, which", name, known, "Known are"))
             _check_mapping(f"{asked}[{name!r}]", options)
-        return given
+        return {name: dict(options) for name, options in given.items()}  # as they are now
+
+    def _made(self, make: Callable[[], T]) -> T | None:
+        """What is to be recorded; None where the user's values are none that can be, which costs the record and not the run."""
+        try:
+            return make()
+        except (TypeError, ValueError) as error:
+            if self._rules.strict:
+                raise
+            self._warn(f"A record is left out: {str(error).rstrip('.')}. {_GOES_ON}")
+            return None
 
     def _tell(self) -> None:
         """Reports, where the training runs, what happened to trackers."""
-        for each in self._recorders or ():
-            for text in each.lane.untold():
-                if self._rules.strict:
-                    raise TrackerError(
-                        f"{text} TrackingKwargs(strict=True) has the run end with it."
-                    ) from each.lane.cause
-                warnings.warn(f"{text} {_GOES_ON}", RuntimeWarning, stacklevel=level_of_the_user())
+        told = [(each.lane.cause, text) for each in self._recorders or () for text in each.lane.untold()]
+        if told and self._rules.strict:
+            texts = "\n".join(text for _, text in told)
+            raise TrackerError(f"{texts}\nTrackingKwargs(strict=True) has the run end with it.") from told[0][0]
+        for _, text in told:
+            self._warn(f"{text.rstrip('.')}. {_GOES_ON}")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_user())
 
 
 @dataclass(frozen=True)
@@ -342,67 +378,17 @@ class _Plan:
     resume: bool
 
 
-@contextmanager
-def _streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterator[None]:
-    """Waits for what was started inside, and puts the random streams back where they were before.
-
-    The device's is left alone: asking for it would wait for the device, and no service computes there.
-    """
-    states = streams.capture(None)
-    deadline = time.monotonic() + rules.start_timeout
-    yield
-    for each in recorders:
-        if not each.lane.wait(max(deadline - time.monotonic(), 0.0)):
-            each.lane.give_up(f"start() has taken more than {rules.start_timeout:g} s")
-    streams.restore(states, None)
-
-
-def _finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> None:
-    """Has all of them closed, and waits for that."""
-    for each in recorders:
-        each.finish(failed)
-    deadline = time.monotonic() + timeout
-    for each in recorders:
-        if each.lane.wait(min(timeout, _QUIET)):
-            continue
-        logger.warning("Waiting for the tracker %r to record what is pending, for %g s at most.", each.name, timeout)
-        if not each.lane.wait(max(deadline - time.monotonic(), 0.0)):
-            each.lane.give_up(
-                f"at the end {each.lane.pending} records were not done within {timeout:g} s, and may be lost"
-            )
-
-
-def _finish_at_exit(recorders: Sequence[Recorder], rules: TrackingKwargs, process: int) -> None:
-    """At the end of a program that did not call `end_training`."""
-    if os.getpid() != process:
-        return  # forked from the one that records, whose threads are not here
-    failed = world._fatal_error() is not None
-    # The others are parted from first: they would wait for this rank, and no longer than seconds.
-    atexit.unregister(world._end_all)
-    world._end_all()
-    _finish(recorders, min(rules.finish_timeout, _HURRY) if failed else rules.finish_timeout, failed=failed)
-    for each in recorders:
-        for text in each.lane.untold():
-            logger.warning("%s", text)
-
-
-def _let_go(recorders: Sequence[Recorder]) -> None:
-    """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread."""
-    for each in recorders:
-        each.finish(failed=False)
-
-
 def _new_id(world: World) -> str:
     """That of a new run, different also from those of the same second: without the program's random streams."""
     of_rank = "" if world.is_main else f"_rank{world.rank}"
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}{of_rank}"
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}{of_rank}"
 
 
 def _number(asked: str, step: object) -> int | None:
     if step is None:
         return None
     try:
-        number = operator.index(step)  # type: ignore[arg-type]  # a 0-d tensor of integers has it too
+        number = operator.index(None if isinstance(step, bool) else step)  # type: ignore[arg-type]  # a 0-d tensor of integers has it too
     except TypeError:
         raise TypeError(
             f"{asked} was given step={step!r}, a {type(step).__name__}: expected an integer of at least 0, or None."

@@ -51,6 +51,9 @@ class Bins:
     nonfinite: int = 0
 
 
+MOST_BINS = 512
+
+
 class Histogram:
     """How often which values occur, to be logged like a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
 
@@ -60,15 +63,15 @@ class Histogram:
 
     Args:
         values: a tensor, an array, or a sequence of numbers or of tensors, of any shapes and with any number of elements, also none.
-        bins: how many, at least 1.
+        bins: how many, from 1 to 512, which is the most that services hold.
 
     Raises:
         ValueError: for bins that are no such number.
     """
 
     def __init__(self, values: Any, bins: int = 64) -> None:
-        if type(bins) is not int or bins < 1:
-            raise ValueError(f"Histogram(bins={bins!r}): expected an integer of at least 1.")
+        if type(bins) is not int or not 1 <= bins <= MOST_BINS:
+            raise ValueError(f"Histogram(bins={bins!r}): expected an integer from 1 to {MOST_BINS}.")
         self.bins = bins
         self._values: Any = values
         self._mark: Mark = None
@@ -85,6 +88,11 @@ class Histogram:
         copy._mark = None if copy._values.is_cpu else mark(copy._values.device)
         copy._lock = threading.Lock()
         return copy
+
+    @property
+    def elements(self) -> int:
+        """How many there are, in a copy that is not counted yet."""
+        return self._values.numel() if isinstance(self._values, torch.Tensor) else 0
 
     def resolve(self) -> Bins:
         """Counts, in a copy once. Waits for the device, so it is for another thread than the training's."""

@@ -1,0 +1,533 @@
+"""What trackers, and programs that use them strangely, may try: none of it costs the run anything, and nothing is lost (S8)."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trackers_for_tests import Listing, Older, Wrong
+
+from accel_core import Accelerator, Histogram, TrackerError, TrackingKwargs
+from accel_core.testing import run_ranks
+from accel_core.tracking.snapshot import Snapshot
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What trackers wait for; opened at the end, so that their threads end."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("accel tracker"):
+            thread.join(5)
+
+
+def started(*trackers: Any, rules: TrackingKwargs | None = None, config: Any = None, **options: Any) -> Accelerator:
+    accelerator = Accelerator(cpu=True, log_with=list(trackers), kwargs_handlers=None if rules is None else [rules])
+    accelerator.init_trackers("project", config, **options)
+    return accelerator
+
+
+def ready_to_save(*trackers: Any, rules: TrackingKwargs | None = None) -> Accelerator:
+    accelerator = started(*trackers, rules=rules)
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return accelerator
+
+
+def fail() -> None:
+    raise ConnectionError("the server is gone")
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- starting -------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_log_first_at_the_same_time_start_the_run_once() -> None:
+    tracker = Wrong("start", lambda: time.sleep(0.2))
+    accelerator = started(tracker)
+    threads = [threading.Thread(target=accelerator.log, args=({"loss": number},)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    accelerator.end_training()
+    assert [call[0] for call in tracker.calls] == ["start", *["log"] * 4, "finish"]
+
+
+def test_threads_that_log_get_a_step_each() -> None:
+    tracker = Listing()
+    accelerator = started(tracker)
+    accelerator.log({"loss": 0})
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: [accelerator.log({"loss": 1}) for _ in range(2000)]) for _ in range(4)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    accelerator.end_training()
+    assert sorted(step for _, step in tracker.logged()) == list(range(8001))
+
+
+def test_a_run_whose_start_was_interrupted_is_still_recorded_at_the_exit() -> None:
+    script = f"""
+import _thread, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from accel_core import Accelerator
+from trackers_for_tests import Listing
+
+class Slow(Listing):
+    def start(self, run):
+        super().start(run)
+        time.sleep(1)
+    def log(self, values, step, **options):
+        time.sleep(0.1)
+        print("log", flush=True)
+    def finish(self, failed):
+        print("finish", flush=True)
+
+accelerator = Accelerator(cpu=True, log_with=Slow())
+accelerator.init_trackers("project")
+threading.Timer(0.3, _thread.interrupt_main).start()
+try:
+    accelerator.log({{"loss": 0}})
+except KeyboardInterrupt:  # as a notebook does
+    pass
+for _ in range(5):
+    accelerator.log({{"loss": 1}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [*["log"] * 5, "finish"]
+
+
+@pytest.mark.filterwarnings("ignore:The tracker 'wrong' is switched off")
+def test_a_tracker_that_never_started_is_not_resumed(tmp_path: Path) -> None:
+    before = ready_to_save(Wrong("start", fail), Listing())
+    before.log({"loss": 1})
+    before.save_state(tmp_path / "c")
+    before.end_training()
+    tracker, other = Listing("wrong"), Listing()
+    after = ready_to_save(tracker, other)
+    after.load_state(tmp_path / "c")
+    after.log({"loss": 1})
+    after.end_training()
+    assert other.runs[0].resumed is not None
+    assert tracker.runs[0].resumed is None
+
+
+def test_runs_that_begin_in_the_same_second_have_ids_of_their_own() -> None:
+    from accel_core.tracking.trackers import _new_id
+    from accel_core.world import World
+
+    world = World.current(cpu=True)
+    ids = [_new_id(world) for _ in range(3000)]
+    assert len(set(ids)) == len(ids)
+
+
+# --- what is handed over --------------------------------------------------------------------------------------------------
+
+
+def test_options_that_change_after_the_call_do_not_show(gate: threading.Event) -> None:
+    tracker = Wrong("log", lambda: gate.wait(10))
+    accelerator = started(tracker)
+    options = {"wrong": {"walltime": 0}}
+    for number in range(3):
+        options["wrong"]["walltime"] = number
+        accelerator.log({"loss": number}, log_kwargs=options)
+    gate.set()
+    accelerator.end_training()
+    assert [call[2]["walltime"] for call in tracker.logged()] == [0, 1, 2]
+
+
+def test_options_of_the_start_that_change_later_do_not_show() -> None:
+    tracker = Listing()
+    options: dict[str, Any] = {"listing": {"group": "a"}}
+    accelerator = started(tracker, init_kwargs=options)
+    options["listing"]["group"] = "b"
+    accelerator.log({"loss": 1})
+    accelerator.end_training()
+    assert tracker.runs[0].options == {"group": "a"}
+
+
+def test_lists_and_arrays_that_change_after_the_call_do_not_show(gate: threading.Event) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Waiting(Older):
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            gate.wait(10)
+            super().log(values, step)
+
+    tracker = Waiting()
+    accelerator = started(tracker)
+    rows, array = [1, 2], numpy.zeros(2)
+    accelerator.log({"rows": rows, "array": array})
+    rows.append(3)
+    array[:] = 7
+    gate.set()
+    accelerator.end_training()
+    values = tracker.seen[0][1]
+    assert (values["rows"], list(values["array"])) == ([1, 2], [0, 0])
+
+
+def test_what_one_tracker_does_to_its_arguments_no_other_sees() -> None:
+    class Spoiling(Listing):
+        def start(self, run: Any) -> None:
+            super().start(run)
+            run.config["nested"]["lr"] = "spoilt"
+
+        def log_images(self, values: Any, step: int, **options: Any) -> None:
+            for several in values.values():
+                several.clear()
+
+    class Late(Listing):
+        def start(self, run: Any) -> None:
+            time.sleep(0.2)
+            super().start(run)
+
+        def log_images(self, values: Any, step: int, **options: Any) -> None:
+            time.sleep(0.2)
+            super().log_images(values, step, **options)
+
+    late = Late("late")
+    accelerator = started(Spoiling("spoiling"), late, config={"nested": {"lr": 1}})
+    accelerator.log_images({"x": torch.ones(3, 2, 2)})
+    accelerator.end_training()
+    assert late.runs[0].config == {"nested": {"lr": 1}}
+    assert late.calls[1] == ("images", {"x": [(2, 2, 3)]}, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
+@pytest.mark.filterwarnings("ignore:The tracker 'wrong' is switched off")
+def test_histograms_that_wait_for_a_tracker_take_no_memory_without_end(gate: threading.Event) -> None:
+    rules = TrackingKwargs(most_pending=10_000, finish_timeout=0.1)
+    accelerator = started(Wrong("log", lambda: gate.wait(20)), rules=rules)
+    accelerator.log({"loss": 0})
+    weights = torch.ones(1_000_000)
+    before = resident()
+    for _ in range(150):  # of 4 MB each; of images, 10_000 stands for 100 MB
+        accelerator.log({"weights": Histogram(weights)})
+    grown = resident() - before
+    accelerator.end_training()
+    assert grown < 300 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore:The tracker 'wrong' is switched off")
+def test_what_waited_for_a_tracker_is_freed_when_it_is_switched_off(gate: threading.Event) -> None:
+    accelerator = started(Wrong("log", lambda: gate.wait(20)), rules=TrackingKwargs(stall_timeout=0.2))
+    accelerator.log({"loss": 0})
+
+    class Own:
+        """An object of a service, say."""
+
+    own = Own()
+    reference = weakref.ref(own)
+    accelerator.log({"own": own})
+    del own
+    time.sleep(0.3)
+    accelerator.log({"loss": 1})  # which finds that it stalls
+    assert "switched off" in str(accelerator.explain())
+    gc.collect()
+    assert reference() is None
+    accelerator.end_training()
+
+
+def test_images_with_values_out_of_range_cost_no_run() -> None:
+    tracker = Listing()
+    accelerator = started(tracker)
+    accelerator.log({"loss": 0})
+    try:
+        with pytest.warns(RuntimeWarning, match="samples"):
+            accelerator.log_images({"samples": torch.full((3, 4, 4), 1e4)})
+        accelerator.log({"loss": 1})
+    finally:
+        accelerator.end_training()
+    assert [values["loss"] for values, _ in tracker.logged()] == [0, 1]
+
+
+# --- failures -------------------------------------------------------------------------------------------------------------
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail_without_words() -> None:
+    raise Speechless
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_that_cannot_be_printed_is_reported_like_others() -> None:
+    accelerator = started(Wrong("start", fail_without_words), rules=TrackingKwargs(start_timeout=3))
+    began = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"switched off: start\(\) raised Speechless"):
+        accelerator.log({"loss": 1})
+    assert time.monotonic() - began < 2
+    accelerator.end_training()
+
+
+def test_an_interrupt_while_an_older_tracker_records_in_the_main_thread_is_an_interrupt() -> None:
+    class Bound(Older):
+        in_thread = False
+
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            _thread.interrupt_main()
+            time.sleep(1)
+
+    accelerator = started(Bound())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            accelerator.log({"loss": 1})
+    finally:
+        accelerator.end_training()
+
+
+@pytest.mark.filterwarnings("ignore:The tracker 'closing' is switched off")
+def test_a_tracker_that_raised_is_closed_before_the_end() -> None:
+    closed = []
+
+    class Closing(Listing):
+        def log(self, values: Any, step: int, **options: Any) -> None:
+            fail()
+
+        def finish(self, failed: bool) -> None:
+            time.sleep(0.5)  # as services do that write what they have gathered
+            closed.append(failed)
+
+    accelerator = started(Closing("closing"))
+    accelerator.log({"loss": 1})
+    accelerator.end_training()
+    found = list(closed)
+    time.sleep(0.7)
+    assert found == [True]
+
+
+@pytest.mark.filterwarnings("ignore:The tracker 'listing' is switched off")
+def test_a_device_that_takes_long_is_not_the_fault_of_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = Snapshot.resolve
+
+    def late(snapshot: Snapshot) -> dict[str, Any]:
+        time.sleep(0.6)  # as where a collective in the stream waits for another rank
+        return resolve(snapshot)
+
+    monkeypatch.setattr(Snapshot, "resolve", late)
+    tracker = Listing()
+    accelerator = started(tracker, rules=TrackingKwargs(stall_timeout=0.3))
+    for number in range(3):
+        accelerator.log({"loss": number})
+        time.sleep(0.4)
+    accelerator.end_training()
+    assert len(tracker.logged()) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The tracker 'blocked")
+def test_several_trackers_that_block_share_one_timeout(gate: threading.Event) -> None:
+    class Blocked(Listing):
+        def finish(self, failed: bool) -> None:
+            gate.wait(20)
+
+    accelerator = started(*(Blocked(f"blocked{number}") for number in range(5)), rules=TrackingKwargs(finish_timeout=1))
+    accelerator.log({"loss": 1})
+    began = time.monotonic()
+    accelerator.end_training()
+    assert time.monotonic() - began < 3
+
+
+def test_strict_mode_closes_the_other_trackers_when_one_does_not_start() -> None:
+    other = Listing()
+    accelerator = started(Wrong("start", fail), other, rules=TrackingKwargs(strict=True))
+    with pytest.raises(TrackerError, match="start"):
+        accelerator.end_training()
+    assert other.calls[-1][0] == "finish"
+
+
+def test_a_tracker_may_log_and_ask_for_itself_without_end(gate: threading.Event) -> None:
+    held: list[Accelerator] = []
+
+    class Recursive(Listing):
+        def log(self, values: Any, step: int, **options: Any) -> None:
+            super().log(values, step, **options)
+            if len(self.calls) < 50:
+                held[0].log({"again": step})
+
+    tracker = Recursive()
+    accelerator = started(tracker)
+    held.append(accelerator)
+    accelerator.log({"loss": 1})
+    deadline = time.monotonic() + 10
+    while len(tracker.calls) < 50 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    accelerator.end_training()
+    assert len(tracker.calls) == 51
+    held.clear()
+
+
+def test_a_dropped_accelerator_leaves_nothing_behind() -> None:
+    tracker = Listing()
+    reference = weakref.ref(tracker)
+    accelerator = started(tracker)
+    accelerator.log({"loss": 1})
+    del accelerator, tracker
+    deadline = time.monotonic() + 5
+    while reference() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert reference() is None
+
+
+def test_one_object_records_one_run() -> None:
+    tracker = Listing()
+    first = started(tracker)
+    first.log({"loss": 1})
+    second = started(tracker)
+    with pytest.warns(
+        RuntimeWarning, match="this object records another run; give each Accelerator a tracker of its own"
+    ):
+        second.log({"loss": 2})
+    second.end_training()
+    first.end_training()
+    assert [call[0] for call in tracker.calls] == ["start", "log", "finish"]
+
+
+def test_a_run_that_ends_in_finally_because_of_an_exception_has_failed() -> None:
+    tracker = Listing()
+    accelerator = started(tracker)
+    accelerator.log({"loss": 1})
+    with pytest.raises(ZeroDivisionError):
+        try:
+            _ = 1 / 0
+        finally:
+            accelerator.end_training()
+    assert tracker.calls[-1] == ("finish", True)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------------
+
+
+FORKED = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from accel_core import Accelerator
+from trackers_for_tests import Listing
+
+class Shown(Listing):
+    def finish(self, failed):
+        print("finish", flush=True)
+
+accelerator = Accelerator(cpu=True, log_with=Shown())
+accelerator.init_trackers("project")
+accelerator.log({{"loss": 0}})
+child = os.fork()
+if child == 0:
+    {act}
+    sys.exit(7)
+assert os.waitpid(child, 0)[1] >> 8 == 7
+accelerator.log({{"loss": 1}})
+accelerator.end_training()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param("pass", id="just ends"),
+        pytest.param(
+            "accelerator.end_training()",
+            id="ends the training",
+        ),
+        pytest.param(
+            "accelerator.get_tracker('listing')",
+            id="asks for a tracker",
+        ),
+    ],
+)
+def test_a_forked_process_neither_hangs_nor_records(act: str) -> None:
+    script = FORKED.format(tests=str(Path(__file__).parent), act=act)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        raise
+    assert process.returncode == 0
+    assert out.split() == [b"finish"]
+
+
+def saves_with_trackers_on_the_main_process_alone(folder: str) -> str:
+    rank = int(os.environ["RANK"])
+    tracker = Listing()
+    accelerator = Accelerator(cpu=True, log_with=tracker if rank == 0 else None)
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1})
+    try:
+        accelerator.save_state(folder)
+    finally:
+        accelerator.end_training()
+    return "saved"
+
+
+def test_ranks_without_log_with_take_part_in_checkpoints(tmp_path: Path) -> None:
+    assert run_ranks(saves_with_trackers_on_the_main_process_alone, 2, str(tmp_path / "c")) == ["saved", "saved"]
+
+
+FAILING_RANK = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import torch
+from accel_core import Accelerator
+from trackers_for_tests import Listing
+
+class Slow(Listing):
+    def finish(self, failed):
+        time.sleep(3)
+        print("closed", failed, flush=True)
+
+accelerator = Accelerator(cpu=True, log_with=Slow())
+accelerator.init_trackers("project")
+accelerator.log({{"loss": 1}})
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    raise ValueError("the training failed")
+for _ in range(1000):
+    accelerator.reduce(torch.ones(1))
+    time.sleep(0.01)
+"""
+
+
+def test_the_failure_of_the_main_process_is_recorded_under_a_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING_RANK.format(tests=str(Path(__file__).parent)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode != 0
+    assert "closed True" in done.stdout, done.stderr[-2000:]
