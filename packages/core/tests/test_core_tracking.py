@@ -713,8 +713,12 @@ def test_a_run_that_has_begun_is_gone_on_with_and_says_so(tmp_path: Path, caplog
     accelerator.load_state(tmp_path / "c")
     assert "call load_state() before the first log(), get_tracker() or save_state()" in caplog.text
     accelerator.log({"loss": 2})
+    accelerator.save_state(tmp_path / "d")
     accelerator.end_training()
     assert [step for _, step in tracker.logged()] == [0, 1]
+    (saved,) = json.loads((tmp_path / "d" / "manifest.json").read_text())["record"]["tracking"]
+    assert (saved["run_id"], saved["step"]) == (tracker.runs[0].run_id, 2)
+    assert saved["trackers"]["listing"]["run_id"] == tracker.runs[0].run_id
 
 
 def test_a_checkpoint_has_the_state_of_its_moment(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class Trackers:
             for each in recorders:
                 each.lane.wait(self._rules.stall_timeout)  # of one that is slow, what it said last
             self._tell()
-        before = self._resumed.get("trackers", {}) if self._goes_on() else {}
+        before = self._resumed["trackers"] if self._resumed.get("run_id") == self._run_id else {}
         own = {each.name: dict(each.state) for each in recorders if each.was_started}
         return {
             "project": self._plan.project,

@@ -162,7 +162,9 @@ class Catalog:
     def working(self, role: str) -> list[str]:
         """Those of `names` that can be chosen by their name, whether or not they can be used on this machine. Imports them all."""
         mine = [offer for offer in self.offers if offer.group == ROLES[role]]
-        return [offer.name for offer in mine if state(offer, self.offers, load=True) == "ok"]
+        return [
+            offer.name for offer in mine if state(offer, self.offers, load=True).partition(":")[0] in {"ok", "unusable"}
+        ]
 
     def roles(self, name: str) -> list[str]:
         """Those of `ROLES` for which a name can be chosen. Imports nothing."""
