@@ -22,7 +22,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trackers_for_tests import Listing, Older, Wrong, draws, give_nothing_usable, give_what_no_file_holds
+from trackers_for_tests import (
+    Listing,
+    Older,
+    Wrong,
+    draws,
+    give_nothing_usable,
+    give_what_no_file_holds,
+    opened_at_the_end,
+)
 
 from accel_core import (
     Accelerator,
@@ -41,13 +49,8 @@ QUICK = TrackingKwargs(start_timeout=1.0, stall_timeout=0.3, finish_timeout=1.0)
 
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
-    """What trackers wait for that block; they are let go at the end, and their threads end."""
-    event = threading.Event()
-    yield event
-    event.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("accel tracker"):
-            thread.join(5)
+    with opened_at_the_end() as event:
+        yield event
 
 
 def accelerator_with(*trackers: Any, rules: TrackingKwargs | None = None, **options: Any) -> Accelerator:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trackers_for_tests import Listing, Older, Wrong
+from trackers_for_tests import Listing, Older, Wrong, opened_at_the_end
 
 from accel_core import Accelerator, Histogram, TrackerError, TrackingKwargs
 from accel_core.testing import run_ranks
@@ -26,13 +26,8 @@ from accel_core.tracking.snapshot import Snapshot
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What trackers wait for; opened at the end, so that their threads end."""
-    event = threading.Event()
-    yield event
-    event.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("accel tracker"):
-            thread.join(5)
+    with opened_at_the_end() as event:
+        yield event
 
 
 def started(*trackers: Any, rules: TrackingKwargs | None = None, config: Any = None, **options: Any) -> Accelerator:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,3 +130,14 @@ def give_nothing_usable() -> Any:
 
 def give_what_no_file_holds() -> Any:
     return {"run": object()}
+
+
+@contextmanager
+def opened_at_the_end() -> Iterator[threading.Event]:
+    """What trackers wait for that block; it is set at the end, and their threads end."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("accel tracker"):
+            thread.join(5)

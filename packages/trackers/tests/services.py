@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -82,6 +83,26 @@ def forbid_network(patch: pytest.MonkeyPatch, place: Offline) -> None:
         patch.setattr(socket, name, _guarded_look_up(getattr(socket, name), place))
     for name in ("connect", "connect_ex", "sendto"):
         patch.setattr(socket.socket, name, _guarded_send(getattr(socket.socket, name), place))
+
+
+def record(tracker: Any, run: Any, work: Callable[[Any], None] = lambda tracker: None) -> None:
+    """Does the work in a thread of its own, as trackers are called."""
+    raised: list[BaseException] = []
+
+    def whole() -> None:
+        try:
+            tracker.start(run)
+            work(tracker)
+            tracker.finish(False)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=whole)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if raised:
+        raise raised[0]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

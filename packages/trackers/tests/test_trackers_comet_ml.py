@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 
 import pytest
 from comet_server import comet_server
 from read_comet_ml import archives, recorded
-from services import Offline, needs, offline  # noqa: F401 - a fixture of every test in this module
+from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, TrackedRun
 from accel_core.testing import TrackerSuite
@@ -44,26 +43,6 @@ def directory(tmp_path):
 
 def tracked(**given):
     return TrackedRun(**{"project": "a project", "run_id": "run-1_a", "config": {"lr": 0.1}, **given})
-
-
-def record(tracker, run, work=lambda tracker: None):
-    """Does the work in a thread of its own, as trackers are called."""
-    raised = []
-
-    def whole():
-        try:
-            tracker.start(run)
-            work(tracker)
-            tracker.finish(False)
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=whole)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if raised:
-        raise raised[0]
 
 
 def only(directory):

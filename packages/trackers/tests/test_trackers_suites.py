@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
+import pytest
 from pngs import decoded
 
 from accel_core.testing import Recorded, TrackerSuite, Written
@@ -38,3 +41,25 @@ def leaves(config, prefix=""):
             yield from leaves(value, f"{prefix}{name}/")
         else:
             yield prefix + name, value
+
+
+SERVICES = ["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+
+
+@pytest.mark.parametrize("chosen", ["none", "jsonl", "tensorboard"])
+def test_choosing_a_tracker_imports_its_service_and_no_other(chosen, tmp_path):
+    if chosen == "tensorboard":
+        pytest.importorskip("tensorboard")
+    script = f"""
+import sys
+import accel_trackers
+from accel_core import Accelerator
+accelerator = Accelerator(cpu=True, log_with={[] if chosen == "none" else chosen!r}, project_dir={str(tmp_path)!r})
+accelerator.init_trackers("project")
+before = [name for name in {SERVICES!r} if name in sys.modules]
+accelerator.log({{"loss": 1.0}})
+accelerator.end_training()
+print(before, [name for name in {SERVICES!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == f"[] {[chosen] if chosen == 'tensorboard' else []}"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from read_trackio import configuration, recorded, rows, runs
-from services import Offline, needs, offline  # noqa: F401 - a fixture of every test in this module
+from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
 from accel_core.testing import TrackerSuite
@@ -40,26 +40,6 @@ class TestTrackio(TrackerSuite):
 
     def read(self, written):
         return recorded(written.run.project, written.state["name"])
-
-
-def record(tracker, run, work=lambda tracker: None):
-    """Does the work in a thread of its own, as trackers are called."""
-    raised = []
-
-    def whole():
-        try:
-            tracker.start(run)
-            work(tracker)
-            tracker.finish(False)
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=whole)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if raised:
-        raise raised[0]
 
 
 def test_tables_with_rows_come_back(project):

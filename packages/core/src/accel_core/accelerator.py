@@ -1134,7 +1134,8 @@ class Accelerator(ProcessControl):
 
         Raises:
             RuntimeError: before `init_trackers`.
-            TypeError, ValueError: for arguments of another type, and a name that no tracker has.
+            TypeError, ValueError: for arguments of another type, and a name that no tracker has. Values that cannot be recorded, such as
+                two of one name, are left out with a warning; under `TrackingKwargs(strict=True)` they are an error, too.
             TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`; else that is a warning, once.
         """
         if self._trackers is not None:
@@ -1159,7 +1160,7 @@ class Accelerator(ProcessControl):
             dataformats: the order of dimensions where it is another one, such as "NHWC".
 
         Raises:
-            ValueError: for what is no image. Else as `log`.
+            As `log`; what is no image is left out with a warning.
         """
         if self._trackers is not None:
             self._trackers.log_images(values, step, log_kwargs, dataformats)
@@ -1184,13 +1185,13 @@ class Accelerator(ProcessControl):
             log_kwargs: as for `log`.
 
         Raises:
-            ValueError: for rows of other lengths, and for both or neither of data and dataframe. Else as `log`.
+            As `log`; what is no table (rows of other lengths, both or neither of data and dataframe) is left out with a warning.
         """
         if self._trackers is not None:
             self._trackers.log_table(table_name, (columns, data, dataframe), step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, when everything that was handed over to it is recorded. No collective.
+        """A tracker by its name, when all that was handed over to it is recorded, or after `stall_timeout`. No collective.
 
         Args:
             name: such as "tensorboard".

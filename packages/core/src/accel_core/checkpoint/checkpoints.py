@@ -48,9 +48,8 @@ class Checkpoints:
         self._project = project
         self._record = record
         self._trackers = trackers
-        self._recorded: Sequence[
-            Any
-        ] = ()  # what a checkpoint that was loaded said of trackers, where there are none here
+        # What a checkpoint that was loaded said of trackers, for the next one, where there are none here.
+        self._recorded: Sequence[Any] = ()
         self._registered: list[Any] = run.registered  # type: ignore[assignment]
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()

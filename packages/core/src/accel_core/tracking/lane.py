@@ -132,6 +132,10 @@ class Lane:
         if (kind or reason) not in self._left_out and len(self._left_out) < MOST_TOLD:
             self._left_out.add(kind or reason)
             self._untold.append(f"The tracker {self.name!r} leaves out {reason}")
+            if len(self._left_out) == MOST_TOLD:
+                self._untold.append(
+                    f"The tracker {self.name!r} has left out {MOST_TOLD} things; of further ones nothing is said."
+                )
 
     def give_up(self, reason: str, cause: BaseException | None = None, *, stuck: bool = False) -> None:
         """Switches the tracker off, and drops what was waiting for it; `stuck`: its thread may never come back."""

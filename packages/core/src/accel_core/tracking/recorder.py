@@ -83,10 +83,7 @@ class Recorder:
     def log_images(self, images: Mapping[str, list[Any]], step: int, options: Mapping[str, Any]) -> None:
         """Has images recorded, as `Tracker.log_images` takes them."""
         size = sum(image.numel() for several in images.values() for image in several)
-        if isinstance(self.tracker, GeneralTracker):  # which knows arrays
-            images = {name: [image.numpy().copy() for image in several] for name, several in images.items()}
-        else:
-            images = {name: list(several) for name, several in images.items()}
+        images = {name: list(several) for name, several in images.items()}  # its own
         self._extra("images", "log_images", (images, step), options, weight=1 + size // 10_000)
 
     def log_table(self, name: str, table: Table, step: int, options: Mapping[str, Any]) -> None:
@@ -180,6 +177,10 @@ class Recorder:
         self.lane.put(f"{method}()", lambda: self._call(kind, call, *arguments, **options), weight)
 
     def _call(self, kind: str, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        if kind == "images" and isinstance(self.tracker, GeneralTracker):  # which knows arrays
+            images, *others = arguments
+            arrays = {name: [image.numpy().copy() for image in several] for name, several in images.items()}
+            arguments = (arrays, *others)
         try:
             call(*arguments, **options)
         except RecordRefusedError as error:

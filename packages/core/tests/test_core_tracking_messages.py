@@ -1,0 +1,157 @@
+"""What is said of trackers, once each, beside what the other tests of tracking meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from trackers_for_tests import Listing, Older, opened_at_the_end
+
+from accel_core import Accelerator, TrackingKwargs
+
+
+def begun(tracker: Any, rules: TrackingKwargs | None = None, **options: Any) -> Accelerator:
+    accelerator = Accelerator(cpu=True, log_with=tracker, kwargs_handlers=None if rules is None else [rules])
+    accelerator.init_trackers("project", **options)
+    return accelerator
+
+
+def said(work: Callable[[], Any]) -> str:
+    with pytest.warns(RuntimeWarning) as warned:
+        work()
+    return "\n".join(str(each.message) for each in warned)
+
+
+def whole(accelerator: Accelerator, values: dict[str, Any]) -> None:
+    accelerator.log(values)
+    accelerator.end_training()
+
+
+class Failing(Listing):
+    def log(self, values: Any, step: int, **options: Any) -> None:
+        raise ConnectionError("gone")
+
+    def finish(self, failed: bool) -> None:
+        raise OSError("and no disk")
+
+
+def test_a_tracker_that_cannot_be_closed_either() -> None:
+    accelerator = begun(Failing())
+    text = said(lambda: whole(accelerator, {"loss": 1}))
+    assert "could not be closed either: OSError: and no disk. What it has recorded may be incomplete." in text
+
+
+def test_waiting_at_the_end(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_core.tracking.ending._QUIET", 0.05)
+    with opened_at_the_end() as event:
+
+        class Slow(Listing):
+            def log(self, values: Any, step: int, **options: Any) -> None:
+                event.wait(30)
+
+        accelerator = begun(Slow(), TrackingKwargs(finish_timeout=0.3))
+        with caplog.at_level(logging.WARNING, "accel_core"):
+            text = said(lambda: whole(accelerator, {"loss": 1}))
+    assert "Waiting for the tracker 'listing' to record what is pending, for 0.3 s at most." in caplog.text
+    assert "at the end 2 records were not done within 0.3 s, and may be lost" in text
+
+
+def test_a_service_without_an_object_of_its_own() -> None:
+    class Bare(Listing):
+        @property
+        def tracker(self) -> Any:
+            raise KeyError("none")
+
+    accelerator = begun(Bare())
+    assert not accelerator.get_tracker("listing", unwrap=True)
+    assert "leaves out its own object: KeyError: 'none'" in said(accelerator.end_training)
+
+
+def test_an_option_that_the_service_does_not_know() -> None:
+    class Strange(Listing):
+        def start(self, run: Any) -> None:
+            self.open(**run.options)
+
+        def open(self, group: str = "") -> None:
+            pass
+
+    accelerator = begun(Strange(), init_kwargs={"listing": {"gruop": "x"}})
+    text = said(lambda: whole(accelerator, {"loss": 1}))
+    assert "unexpected keyword argument 'gruop' (given were init_kwargs={'listing': ...} with gruop)" in text
+
+
+def test_a_process_that_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Listing()
+    accelerator = begun(tracker)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        text = said(lambda: accelerator.log({"loss": 1}))
+    assert (
+        "log() was called in a process that was forked from the one that records, and is not recorded. Return what"
+        in text
+    )
+    accelerator.end_training()
+    assert tracker.logged() == []
+
+
+def test_a_tensor_that_is_too_large() -> None:
+    accelerator = begun(Listing())
+    text = said(lambda: whole(accelerator, {"weights": torch.zeros(20_000)}))
+    assert (
+        "a tensor of 20000 elements; Histogram(tensor) says how they are distributed, log_images() shows pictures"
+        in text
+    )
+
+
+def test_a_tracker_without_a_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"Listing has no name, by which it could be asked for. Give its class the attribute"
+    ):
+        begun(Listing(""))
+
+
+def test_of_very_many_things_that_are_left_out_some_are_named() -> None:
+    accelerator = begun(Listing())
+    lines = said(lambda: whole(accelerator, {f"nothing {number}": None for number in range(50)})).splitlines()
+    assert len(lines) == 21
+    assert "has left out 20 things; of further ones nothing is said" in lines[-1]
+
+
+def test_older_trackers_get_images_as_arrays_and_tables_as_lists() -> None:
+    pytest.importorskip("numpy")
+
+    class Pictures(Older):
+        def log_images(self, values: Any, step: int) -> None:
+            self.seen.append({name: [image.shape for image in several] for name, several in values.items()})
+
+        def log_table(self, name: str, columns: Any, data: Any, dataframe: Any, step: int) -> None:
+            self.seen.append((name, columns, data, dataframe, step))
+
+    tracker = Pictures()
+    accelerator = begun(tracker)
+    accelerator.log_images({"x": torch.zeros(3, 4, 5)})
+    accelerator.log_table("t", ["a"], [[1]])
+    accelerator.end_training()
+    assert tracker.seen[:2] == [{"x": [(4, 5, 3)]}, ("t", ["a"], [[1]], None, 0)]
+
+
+def test_what_is_recorded_is_flushed_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_core.tracking.lane.REST", 0.05)
+
+    class Flushed(Listing):
+        def flush(self) -> None:
+            self._note("flush")
+
+    tracker = Flushed()
+    accelerator = begun(tracker)
+    accelerator.log({"loss": 1})
+    deadline = time.monotonic() + 10
+    while ("flush",) not in tracker.calls and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert tracker.calls[-1] == ("flush",)
+    accelerator.end_training()
