@@ -95,8 +95,9 @@ class Lane:
         elif self._handed - self._done >= self._rules.most_pending:
             self.give_up(f"it is {self._rules.most_pending} records behind", stuck=True)
         else:
-            self._handed += weight
-            self._jobs.put((doing, job, weight))
+            with self._changed:  # several threads may log
+                self._handed += weight
+                self._jobs.put((doing, job, weight))
 
     def wait(self, timeout: float) -> bool:
         """Whether everything that was handed over is done, which is waited for; or the tracker was switched off."""
@@ -143,10 +144,11 @@ class Lane:
             if self.failure is not None:
                 return
             self.failure, self.cause, self._is_stuck = reason, cause, stuck
+            self._untold.append(f"The tracker {self.name!r} is switched off: {reason}.")  # before anybody is woken
+            dropped, self._jobs = self._jobs, SimpleQueue()
+            for each in (dropped, self._jobs):
+                each.put(None)  # for a thread that waits for the next job, in whichever of the two
             self._changed.notify_all()
-        self._untold.append(f"The tracker {self.name!r} is switched off: {reason}.")
-        dropped, self._jobs = self._jobs, SimpleQueue()
-        dropped.put(None)  # for a thread that waits for the next one
 
     def untold(self) -> list[str]:
         """What happened since this was called last."""
