@@ -264,6 +264,9 @@ class Recorder(Tracker):
     def log_histograms(self, values, step):
         self.told.append({name: bins.counts for name, bins in values.items()})
 
+    def log_table(self, name, table, step):
+        self.told.append(table.rows)
+
 
 def test_values_on_the_device_are_recorded_as_they_were_without_waiting_for_each(monkeypatch):
     recorder = Recorder()
@@ -280,7 +283,9 @@ def test_values_on_the_device_are_recorded_as_they_were_without_waiting_for_each
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "item", guarded)
         accelerator.log({**losses, "weights": Histogram(weights, bins=2)})
+        accelerator.log_table("losses", ["name", "loss"], list(losses.items()))
     for tensor in (*losses.values(), weights):
         tensor.fill_(-1)  # as a loop uses its buffers again
     accelerator.end_training()
-    assert recorder.told == [{name: float(name[-1]) for name in losses}, {"weights": (2, 2)}]
+    expected = {name: float(name[-1]) for name in losses}
+    assert recorder.told == [expected, {"weights": (2, 2)}, tuple(expected.items())]

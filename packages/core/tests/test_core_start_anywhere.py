@@ -53,6 +53,14 @@ line = json.dumps({
 os.write(1, f"{line}\\n".encode())  # whole, for torchrun gives all ranks one pipe
 """
 
+REFUSABLE = """
+try:
+    accelerator = Accelerator(cpu=True)
+except Exception:
+    refused.touch()
+    raise
+"""
+
 jobs = itertools.count(os.getpid() % 10000 * 100)
 
 
@@ -245,6 +253,12 @@ def test_rank_that_contradicts_its_launcher_ends_at_once(script: Path) -> None:
 def test_two_nodes_that_claim_one_rank_are_an_error_at_once(script: Path) -> None:
     """S3: long before the timeout, which is half an hour; `failed` waits for a fraction of that."""
     first, second = slurm(1, 1)
+    noted = script.with_name("refused")
+    script.write_text(
+        f"import pathlib, time\nrefused = pathlib.Path({str(noted)!r})\n"
+        + SCRIPT.replace("accelerator = Accelerator(cpu=True)", REFUSABLE)
+        + "while not refused.exists(): time.sleep(0.1)"  # or the job may be over, and the store gone, before the third has come
+    )
     reports = failed(script, first, second, second)
     text = "".join(report.traceback for report in reports[1:])
     assert "another process has claimed rank 1 at tcp://127.0.0.1:" in text

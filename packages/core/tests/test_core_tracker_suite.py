@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -40,6 +43,9 @@ NUMBERS = "test_numbers_come_back"
 NONFINITE = "test_numbers_that_are_not_finite_come_back"
 TEXTS = "test_texts_come_back"
 NAMES = "test_names_come_back"
+ODD_NAMES = "test_odd_names_are_kept_or_told"
+LARGE = "test_large_numbers_come_back"
+ODD_CONFIG = "test_an_odd_configuration_comes_back"
 STEPS = "test_no_step_is_lost"
 MANY = "test_a_thousand_records_come_back"
 ELSE = "test_nothing_else_comes_back"
@@ -76,13 +82,25 @@ CAUGHT_BY = {
     wrong.RaisesOnWhatIsNotFinite: {NONFINITE},
     wrong.KeepsTheFirstLine: {TEXTS},
     wrong.DropsNumbersBesideTexts: {TEXTS},
-    wrong.PutsDashesForBlanks: {NAMES},
+    wrong.PutsDashesForBlanks: {NAMES, ODD_NAMES},
+    wrong.DropsWhatHasNoName: {ODD_NAMES},
+    wrong.TrimsNames: {ODD_NAMES},
+    wrong.CutsNamesOff: {ODD_NAMES},
+    wrong.RaisesOnTabs: {ODD_NAMES},
+    wrong.LosesWhatStandsBesideARefusal: {ODD_NAMES},
+    wrong.RenamesInSilence: {ODD_NAMES},
+    wrong.RenamesWithAWarning: set(),
+    wrong.RefusesWhatHasNoName: set(),
+    wrong.CutsNumbersOff: {LARGE},
+    wrong.ConfiguresWithoutUnderscores: {ODD_CONFIG},
+    wrong.RenamesTheConfigurationWithAWarning: set(),
+    wrong.RefusesAnOddConfiguration: {ODD_NAMES, LARGE, ODD_CONFIG},
     wrong.KnowsNoWayBack: {STEPS},
     wrong.KeepsOneValueForAStep: {STEPS, FLUSHED},  # a value that was flushed is gone in the end
     wrong.KeepsHundredValuesOfAName: {MANY},
     wrong.RecordsTheLoadToo: {ELSE},
     wrong.MakesASecondRun: {ELSE, RESUMED},
-    wrong.ConfiguresTheTopLevelAlone: {CONFIG},
+    wrong.ConfiguresTheTopLevelAlone: {CONFIG, ODD_CONFIG},
     wrong.ConfiguresWithoutNone: {CONFIG},
     wrong.SwapsColours: {IMAGES},
     wrong.KeepsOneImageOfEach: {IMAGES},
@@ -104,6 +122,13 @@ CAUGHT_BY = {
     wrong.DrawsNames: {STREAMS},
     wrong.SetsAVariable: {PROCESS},
     wrong.HooksExceptions: {PROCESS},
+    wrong.ReplacesExit: {PROCESS},
+    wrong.PatchesImports: {PROCESS},
+    wrong.SettlesHowProcessesStart: {PROCESS},
+    wrong.SilencesAnotherLogger: {PROCESS},
+    wrong.LeavesAThread: {PROCESS},
+    wrong.LeavesAProcess: {PROCESS},
+    wrong.HasAThreadOfItsOwn: set(),
     wrong.Prints: {PRINTED},
     wrong.WritesIntoTheWorkingDirectory: {FILES},
     wrong.TakesAnyOptionOfARun: {OPTION},
@@ -130,11 +155,17 @@ def suites(imported):
 
 @pytest.fixture
 def process_put_back():
-    environment, hook = dict(os.environ), sys.excepthook
+    environment, hooks = dict(os.environ), (sys.excepthook, sys.exit, builtins.__import__)
     yield
     os.environ.clear()
     os.environ.update(environment)
-    sys.excepthook = hook
+    sys.excepthook, sys.exit, builtins.__import__ = hooks
+    logging.getLogger("asyncio").setLevel(logging.NOTSET)
+    multiprocessing.set_start_method(None, force=True)
+    while wrong.LeavesAThread.left:
+        wrong.LeavesAThread.left.pop().set()
+    while wrong.LeavesAProcess.left:
+        wrong.LeavesAProcess.left.pop().communicate(b"\n")
 
 
 def suite_of(kind, imported, **attributes):
@@ -191,6 +222,23 @@ def test_every_wrong_tracker_stands_in_the_table_and_every_test_catches_somebody
             IMAGES,
             "NotImplementedError\n\nDeclare what it cannot do: lacks = {'test_…': 'the reason'}.",
         ),
+        (
+            wrong.DropsWhatHasNoName,
+            ODD_NAMES,
+            "10.0 was logged under the name '' at step 0, and it is nowhere, of which nothing was said. Warn of the other name, with",
+        ),
+        (
+            wrong.TrimsNames,
+            ODD_NAMES,
+            "under the name ' x' at step 0, and it is recorded as ['x'], of which nothing was",
+        ),
+        (wrong.RaisesOnTabs, ODD_NAMES, "odd names at step 0: the tracker raised\nTraceback"),
+        (wrong.LosesWhatStandsBesideARefusal, ODD_NAMES, "Beside odd names and after them: of 'before' 2 records did"),
+        (wrong.CutsNumbersOff, LARGE, "large: of 'beyond' 1 records did not come back"),
+        (wrong.ConfiguresWithoutUnderscores, ODD_CONFIG, "The configuration has '_target_': 'package.Class', and {"),
+        (wrong.SettlesHowProcessesStart, PROCESS, "the start method of multiprocessing (None → 'spawn')"),
+        (wrong.SilencesAnotherLogger, PROCESS, "the level of the logger 'asyncio' (0 → 50)"),
+        (wrong.LeavesAThread, PROCESS, "the end of all runs: the tracker changed thread 'left'"),
         (wrong.FlushesNothing, FLUSHED, "there were of 'loss' 0 of 4, 'samples' 0 of 4"),
         (wrong.SaysThatItFinished, END, "after finish(True) the runs are shown as finished and finished"),
         (wrong.HasNoStateAtAll, STATE, "state() returned None. Return a dict of texts"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import logging
@@ -36,6 +37,7 @@ from accel_core import (
     Accelerator,
     GeneralTracker,
     Histogram,
+    PluginError,
     ProjectConfiguration,
     RecordRefusedError,
     Tracker,
@@ -220,7 +222,7 @@ def test_objects_of_several_trackers_are_told_the_same() -> None:
     accelerator = accelerator_with(*trackers)
     accelerator.init_trackers("project", init_kwargs={"a": {"x": 1}, "wandb": {"mode": "offline"}})
     accelerator.log({"loss": 1})
-    assert accelerator.trackers == trackers
+    assert [each.name for each in accelerator.trackers] == [each.name for each in trackers]
     assert accelerator.log_with == ["a", "b", "older"]
     accelerator.end_training()
     assert trackers[0].logged() == trackers[1].logged() == [({"loss": 1}, 0)]
@@ -241,14 +243,12 @@ def test_objects_of_several_trackers_are_told_the_same() -> None:
         ([Listing("")], TypeError, r"Listing has no name"),
         ([Listing(), Listing()], ValueError, r"Listing and Listing, which go by the name 'listing'"),
         (Path("runs"), TypeError, r"Folders belong to project_dir"),
-        ("tensorbord", ImportError, r"|tensorboard"),
+        ("tensorbord", PluginError, r"tensorbord"),
     ],
 )
 def test_what_is_no_tracker_is_refused(log_with: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises((error, Exception), match=message) as raised:
+    with pytest.raises(error, match=message):
         Accelerator(cpu=True, log_with=log_with)
-    if log_with != "tensorbord":
-        assert isinstance(raised.value, error)
 
 
 def test_an_unusable_tracker_says_what_to_type() -> None:
@@ -261,6 +261,37 @@ def test_an_unusable_tracker_says_what_to_type() -> None:
         ImportError, match="Absent was passed, and cannot be used here: absent is not installed. Type: pip install"
     ):
         accelerator_with(Absent())
+
+
+def test_one_tracker_in_hand_records_as_all_do() -> None:
+    first, second = Listing("first"), Listing("second")
+    accelerator = accelerator_with(first, second)
+    in_hand = accelerator.trackers[0]
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": torch.tensor(1.0)})
+    in_hand.log({"own": {"a": torch.tensor(2)}}, commit=False)
+    in_hand.log_images({"x": torch.zeros(2, 3, 5, 4)}, step=7)
+    in_hand.log_table("t", ["a"], [[1]])
+    assert in_hand.tracker is first.calls
+    again = accelerator.get_tracker("first")
+    assert (again.name, again.logged()) == ("first", [({"loss": 1.0}, 0), ({"own/a": 2}, 1, {"commit": False})])
+    assert first.calls[-2:] == [("images", {"x": [(5, 4, 3)] * 2}, 7), ("table", "t", first.calls[-1][2], 1)]
+    assert len(first.threads) == 1
+    accelerator.end_training()
+    assert second.logged() == [({"loss": 1.0}, 0)]
+
+
+def test_one_tracker_in_hand_says_what_it_does_not_have_and_fails_alone() -> None:
+    accelerator = accelerator_with(Wrong("log", fail), Listing())
+    accelerator.init_trackers("project")
+    in_hand = accelerator.get_tracker("wrong")
+    with pytest.raises(AttributeError, match="Neither TrackerHandle nor Wrong has an attribute 'writer'"):
+        in_hand.writer
+    assert (copy.copy(in_hand).name, repr(in_hand)) == ("wrong", "<the tracker 'wrong'>")
+    in_hand.log({"loss": 1})
+    with pytest.warns(RuntimeWarning, match="The tracker 'wrong' is switched off"):
+        assert not in_hand.logged()
+    accelerator.end_training()
 
 
 def test_without_trackers_everything_is_harmless() -> None:
@@ -300,8 +331,9 @@ def test_explain_says_what_becomes_of_trackers() -> None:
         (
             lambda a: a.log({"x": 1}, step=-1),
             ValueError,
-            r"log\(\) was given step=-1: expected an integer of at least 0, or None",
+            r"log\(\) was given step=-1: expected an integer from 0 to 2\*\*63 - 1, or None",
         ),
+        (lambda a: a.log({"x": 1}, step=2**63), ValueError, r"step=9223372036854775808: expected an integer from 0"),
         (lambda a: a.log({"x": 1}, step=1.5), TypeError, r"step=1.5, a float: expected an integer"),
         (
             lambda a: a.log({"x": 1}, log_kwargs={"listin": {}}),
@@ -408,12 +440,35 @@ def test_a_record_before_init_trackers_is_an_error_and_one_after_the_end_a_warni
         accelerator.log({"loss": 1.0})
     accelerator.init_trackers("project")
     accelerator.log({"loss": 1.0})
-    with pytest.raises(RuntimeError, match=r"init_trackers\('again'\) was called, but the run '20.*' has begun"):
-        accelerator.init_trackers("again")
+    with pytest.raises(
+        RuntimeError, match=r"init_trackers\('project'\) was called a second time, after that for 'project'"
+    ):
+        accelerator.init_trackers("project")
     accelerator.end_training()
     with pytest.warns(RuntimeWarning, match=r"log\(\) was called after end_training\(\), and is not recorded"):
         accelerator.log({"loss": 2.0})
     assert tracker.logged() == [({"loss": 1.0}, 0)]
+
+
+def test_init_trackers_may_be_repeated_before_the_first_record_but_not_with_something_else() -> None:
+    tracker = Listing()
+    accelerator = accelerator_with(tracker)
+    accelerator.init_trackers("project", {"lr": 1})
+    accelerator.init_trackers("project", {"lr": 1})  # a cell of a notebook that is run again
+    for project, config in (("other", {"lr": 1}), ("project", {"lr": 2})):
+        with pytest.raises(
+            RuntimeError, match=r"Call it once, before the first log\(\); a second run has an Accelerator"
+        ):
+            accelerator.init_trackers(project, config)
+    log_all(accelerator, {"loss": 1.0})
+    assert [(run.project, run.config) for run in tracker.runs] == [("project", {"lr": 1})]
+
+
+def test_a_run_cannot_begin_after_the_end() -> None:
+    accelerator = accelerator_with(Listing())
+    accelerator.end_training()
+    with pytest.raises(RuntimeError, match=r"init_trackers\('late'\) was called after end_training\(\)"):
+        accelerator.init_trackers("late")
 
 
 # --- S8: what trackers do wrong ---------------------------------------------------------------------------------------------
@@ -614,7 +669,7 @@ def test_local_trackers_write_below_the_project(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     local, other = Local("local"), Listing()
-    accelerator = accelerator_with(local, other, **options)
+    accelerator = accelerator_with(local, other, Local("another"), **options)
     accelerator.init_trackers("my project/v2")
     with caplog.at_level(logging.WARNING, "accel_core"):
         accelerator.log({"loss": 1})
@@ -801,6 +856,30 @@ def test_the_main_process_records_unless_a_tracker_says_otherwise(tmp_path: Path
     assert first["ids"][0] != second["ids"][0]
 
 
+def mistaken_on_ranks() -> list[str]:
+    accelerator = accelerator_with(Listing())
+    said = []
+    for call in (
+        lambda: accelerator.log({"loss": 1}),
+        lambda: accelerator.init_trackers("project"),
+        lambda: accelerator.log({"loss": 1}),
+        lambda: accelerator.init_trackers("project"),
+        accelerator.end_training,
+        lambda: accelerator.init_trackers("other"),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_mistakes_are_errors_on_every_rank() -> None:
+    first, second = run_ranks(mistaken_on_ranks, 2)
+    assert first == second
+    assert len(first) == 3
+
+
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {tests!r})
@@ -838,10 +917,7 @@ def test_nothing_is_lost_by_a_program_that_does_not_call_end_training(end: str, 
     assert done.returncode == code, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:-1] == [f"log {step}" for step in range(20)]
-    # One that went out of scope before the program failed had its run closed by then.
-    assert lines[-1].startswith("finish")
-    if not failed:
-        assert lines[-1] == "finish False"
+    assert lines[-1] == f"finish {failed}"
 
 
 def test_trackers_die_with_their_accelerator() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import _thread
 import gc
+import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,65 @@ def alive(shape: torch.Size) -> int:
 
 
 # --- starting -------------------------------------------------------------------------------------------------------------
+
+
+class Logs(Listing):
+    """A service that says something while it starts, which the program forwards to its trackers."""
+
+    accelerator: Accelerator
+
+    def start(self, run: Any) -> None:
+        self.accelerator.log({"connecting": 1})
+        super().start(run)
+
+
+class LogsHere(Logs):
+    in_thread = False
+
+
+@pytest.mark.parametrize("kind", [Logs, LogsHere])
+def test_what_is_logged_while_a_tracker_starts_comes_after_that_and_blocks_nobody(kind: type[Logs]) -> None:
+    tracker = kind()
+    accelerator = tracker.accelerator = started(tracker, rules=TrackingKwargs(start_timeout=20))
+    began = time.monotonic()
+    accelerator.log({"loss": 1})
+    assert time.monotonic() - began < 10
+    accelerator.end_training()
+    assert sorted(tracker.logged(), key=str) == [({"connecting": 1}, 0), ({"loss": 1}, 1)]
+    assert tracker.calls[-1] == ("finish", False)
+
+
+def test_a_signal_handler_that_logs_while_the_run_begins_is_told_that_it_does() -> None:
+    tracker = Listing()
+    accelerator = started(tracker)
+    before = signal.signal(signal.SIGALRM, lambda *_: accelerator.log({"alarm": 1}))
+
+    class Interrupting(Listing):
+        @property
+        def requires_logging_directory(self) -> bool:
+            signal.raise_signal(signal.SIGALRM)
+            return False
+
+    accelerator = started(tracker, Interrupting("interrupting"))
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"log\(\) was called while the trackers are being started, and is not recorded"
+        ):
+            accelerator.log({"loss": 1})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    accelerator.end_training()
+    assert tracker.logged() == [({"loss": 1}, 0)]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_run_begins_under_any_default_device(device: str) -> None:
+    tracker = Listing()
+    accelerator = started(tracker)
+    with torch.device(device):
+        accelerator.log({"loss": 1})
+    accelerator.end_training()
+    assert tracker.logged() == [({"loss": 1}, 0)]
 
 
 def test_threads_that_log_first_at_the_same_time_start_the_run_once() -> None:
@@ -134,11 +195,11 @@ def test_a_tracker_that_never_started_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_in_the_same_second_have_ids_of_their_own() -> None:
-    from accel_core.tracking.trackers import _new_id
+    from accel_core.tracking.plan import new_id
     from accel_core.world import World
 
     world = World.current(cpu=True)
-    ids = [_new_id(world) for _ in range(3000)]
+    ids = [new_id(world) for _ in range(3000)]
     assert len(set(ids)) == len(ids)
 
 
@@ -227,6 +288,93 @@ def test_histograms_that_wait_for_a_tracker_take_no_memory_without_end(gate: thr
         accelerator.log({"weights": Histogram(weights)})
     assert alive(weights.shape) == 1
     assert "switched off: it is 1000 records behind" in str(accelerator.explain())
+    accelerator.end_training()
+
+
+class Unreadable(dict[str, Any]):
+    def items(self) -> Any:
+        raise LookupError("the store is closed")
+
+
+class NoArray:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("it is on another machine")
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        (lambda a: a.log(Unreadable(loss=1)), "LookupError: the store is closed"),
+        (lambda a: a.log_images({"x": NoArray()}), "it is on another machine"),
+        (lambda a: a.log_images({"x": torch.zeros(3, 4, 4, device="meta")}), "meta"),
+        (lambda a: a.log_images({"x": torch.zeros(4, 4).to_sparse()}), "[Ss]parse"),
+    ],
+    ids=["values", "array", "meta", "sparse"],
+)
+def test_values_that_cannot_be_read_cost_the_record_and_not_the_run(
+    record: Callable[[Accelerator], None], reason: str
+) -> None:
+    tracker = Listing()
+    accelerator = started(tracker)
+    with pytest.warns(RuntimeWarning, match=f"A record is left out: .*{reason}"):
+        record(accelerator)
+    accelerator.log({"loss": 1})
+    accelerator.end_training()
+    assert ({"loss": 1}, 0) in tracker.logged()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_save_state_waits_for_all_trackers_together_and_says_who_is_behind(count: int, tmp_path: Path) -> None:
+    slow = [Wrong("log", lambda: time.sleep(0.05)) for _ in range(count)]
+    for number, tracker in enumerate(slow):
+        tracker.name = f"slow{number}"
+    accelerator = ready_to_save(*slow, rules=TrackingKwargs(stall_timeout=1.0))
+    for step in range(100):
+        accelerator.log({"step": step})
+    began = time.monotonic()
+    with pytest.warns(RuntimeWarning) as said:
+        accelerator.save_state(tmp_path / "checkpoint")
+    assert time.monotonic() - began < 3.5  # each of them needs 5 s
+    texts = [str(each.message) for each in said]
+    assert len(texts) == count
+    assert "The tracker 'slow0' has not recorded within 1 s what was logged before save_state()" in texts[0]
+    accelerator.end_training()
+    assert [step for _, step in slow[-1].logged()] == list(range(100))
+
+
+def test_options_for_trackers_that_are_not_chosen_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = started(Listing())
+    accelerator.log({"loss": 0}, log_kwargs={"wandb": {"commit": False}})
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: pytest.fail("looked for what is installed"))
+    for step in range(3):
+        accelerator.log({"loss": step}, log_kwargs={"wandb": {"commit": False}})
+    monkeypatch.undo()
+    accelerator.end_training()
+
+
+def test_a_long_name_of_a_project_is_cut_in_that_of_its_folder(tmp_path: Path) -> None:
+    class Local(Listing):
+        requires_logging_directory = True
+
+    folders = []
+    for name in ("ä" * 300 + "1", "ä" * 300 + "2"):
+        tracker = Local()
+        accelerator = Accelerator(cpu=True, log_with=tracker, project_dir=tmp_path)
+        accelerator.init_trackers(name)
+        accelerator.log({"loss": 1})
+        accelerator.end_training()
+        folders.append(tracker.runs[0].directory.parent)
+        folders[-1].mkdir(parents=True)
+        assert tracker.runs[0].project == name
+    assert folders[0] != folders[1]
+
+
+def test_what_stands_for_a_tracker_can_be_measured_and_printed() -> None:
+    accelerator = started(Wrong("start", fail))
+    with pytest.warns(RuntimeWarning, match="switched off"):
+        blank = accelerator.get_tracker("wrong", unwrap=True)
+    assert (len(blank.items), f"{blank.loss:.3f}") == (0, "<nothing in place of the tracker 'loss'>")
+    assert math.isnan(float(blank.loss))
     accelerator.end_training()
 
 

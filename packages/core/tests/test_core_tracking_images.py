@@ -79,9 +79,14 @@ def test_a_name_without_any_image_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_floats_go_from_0_to_1_and_what_is_outside_is_cut_off(dtype: torch.dtype) -> None:
-    values = torch.tensor([[0.0, 0.5, 1.0, -3.0, 2.5, math.nan, math.inf, -math.inf]], dtype=dtype)
+def test_floats_go_from_0_to_1_but_for_rounding(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0.0, 0.5, 1.0, -0.004, 1.0079, math.nan, math.inf, -math.inf]], dtype=dtype)
     assert only(values)[0, :, 0].tolist() == [0, 128, 255, 0, 255, 0, 255, 0]
+
+
+def test_a_batch_without_images_and_one_without_finite_values_have_no_range() -> None:
+    assert as_images({"none": torch.zeros(0, 3, 2, 2)}) == {}
+    assert only(torch.full((1, 2), math.nan)).flatten().tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, np.longdouble, ">f4"])
@@ -147,6 +152,15 @@ def test_a_palette_with_a_transparent_colour_keeps_it() -> None:
     assert only(picture).tolist() == [[[1, 2, 3, 0]]]
 
 
+class Lost:
+    """What numpy could make an array of, if its device were still there."""
+
+    shape = (2, 2, 3)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("device lost")
+
+
 @pytest.mark.parametrize(
     ("value", "dataformats", "message"),
     [
@@ -164,6 +178,13 @@ def test_a_palette_with_a_transparent_colour_keeps_it() -> None:
         (np.zeros((2, 2), dtype="complex64"), None, "'x' has the dtype complex64: expected floats"),
         (torch.zeros(2, 2, dtype=torch.complex64), None, "'x' has the dtype torch.complex64: expected floats"),
         (torch.tensor([[-1.0, math.nan, 255.0, math.inf]]), None, "'x' has floats from -1 to 255: floats are read as 0…1. Divide them by 255"),
+        (torch.linspace(-1, 1, 12).reshape(1, 3, 4), None, r"'x' has floats from -1 to 1: floats are read as 0…1. Give \(value \+ 1\) / 2 if they go from"),
+        (np.array([[-2.1, 2.6]]), None, r"from -2.1 to 2.6: .*and value.clamp\(0, 1\) if what lies outside may be cut off.$"),
+        (torch.tensor([[0.0, 1.5]]), None, r"from 0 to 1.5: .*Give value.clamp\(0, 1\) if what lies above may be cut off, and value / value.max\(\) if it may not.$"),
+        (torch.tensor([[-0.02, 1.0]]), None, r"from -0.02 to 1: .*value.clamp\(0, 1\)"),
+        (torch.empty(3, 4, 4, device="meta"), None, r"'x' is a tensor of shape \(3, 4, 4\) on the device meta: it has no values.$"),
+        (torch.ones(3, 4, 4).to_sparse(), None, r"of torch.float32 with the layout torch.sparse_coo: take value.to_dense\(\).$"),
+        (Lost(), None, r"'x' is a Lost of .*, of shape \(2, 2, 3\) that cannot be read: RuntimeError: device lost.$"),
         ("x.png", None, r"log_images\(\): 'x' is a str: expected a tensor, an array, an image of PIL, or a list of these. What a service"),
         ([[0.5, 0.5]], None, "'x' is a float: expected a tensor"),
         (None, None, "'x' is None: expected a tensor"),

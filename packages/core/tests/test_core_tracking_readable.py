@@ -220,6 +220,33 @@ def test_numbers_that_neither_json_nor_a_float_can_hold_are_texts() -> None:
     assert inside(Fraction(10**400)).startswith("Fraction(1000")
 
 
+class Seed(int):
+    """A number of a class of its own."""
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64 - 1, 2**127 + 1])
+def test_integers_that_do_not_fit_into_64_bits_are_texts(number: int) -> None:
+    for value in (number, Seed(number), Enum("Seeds", {"FIRST": number}).FIRST):
+        assert inside(value) == str(number)
+    assert inside([{"entropy": (number,)}]) == [{"entropy": [str(number)]}]
+
+
+def test_integers_of_numpy_and_torch_that_do_not_fit_into_64_bits_are_texts() -> None:
+    number = 2**64 - 1
+    expected = [str(number)]
+    assert inside(np.uint64(number)) == str(number)
+    assert inside(np.array([number], dtype=np.uint64)) == expected
+    assert inside(torch.tensor([number], dtype=torch.uint64)) == expected
+    assert inside(np.random.SeedSequence(2**100).entropy) == str(2**100)
+
+
+def test_the_largest_integers_that_fit_stay_numbers() -> None:
+    for number in (2**63 - 1, -(2**63), Seed(7), np.int64(-(2**63))):
+        assert inside(number) == number
+        assert type(inside(number)) is int
+    assert inside(True) is True
+
+
 def test_a_long_text_of_the_user_is_kept_and_that_of_an_object_is_cut() -> None:
     assert inside("x" * 10_000) == "x" * 10_000
     found = inside(torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100))))
@@ -346,7 +373,7 @@ def test_a_dataclass_whose_field_raises_keeps_the_others() -> None:
 
 # Of any structure
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
 ODD = st.sampled_from([
     Colour.MIXED, Path("a"), torch.bfloat16, torch.ones(3), np.ones((2, 2)), b"\xff", int, function, Locked(a=1), object(), 1j, math.nan,
     Decimal("sNaN"), Fraction(10**400),

@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 from trackers_for_tests import Listing, Older
 
-from accel_core import Accelerator, LoggerType, NotInstalledError, PluginError, Tracker, TrackingKwargs
+from accel_core import (
+    Accelerator,
+    LoggerType,
+    NotInstalledError,
+    PluginError,
+    ProjectConfiguration,
+    Tracker,
+    TrackingKwargs,
+    World,
+)
 from accel_core.plugins import Offer
 from accel_core.sections import Sections
 from accel_core.tracking.selection import Chosen, choose
+from accel_core.tracking.trackers import Trackers
 
 
 class First(Listing):
@@ -98,6 +108,17 @@ def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:
     assert chosen([mine, "all"]).names == ["older", "first"]
     assert chosen(["all", mine]).selected[0].component is mine
     assert chosen(["namesake", "all"]).names == ["first", "older"]
+
+
+def test_what_all_leaves_out_is_listed_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    trackers = Trackers(chosen("all"), TrackingKwargs(), World.current(cpu=True), ProjectConfiguration())
+    lines = caplog.text.splitlines()
+    assert lines[0].endswith("log_with='all' records with first, older. Left out:")
+    assert "  absent: absent is not installed. Type: pip install absent" in lines
+    assert "  broken: RuntimeError: it was built on sand" in lines
+    details = trackers.details()
+    assert details["namesake"] == "left out of 'all': another tracker goes by the name 'first'"
+    assert (details["first"], details["older"]) == ("has not begun", "has not begun")
 
 
 @pytest.mark.parametrize(

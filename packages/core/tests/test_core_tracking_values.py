@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core.tracking import snapshot, waiting
-from accel_core.tracking.leaves import LeftOut, plain
+from accel_core.tracking.leaves import LeftOut, UnreadableError, plain
 from accel_core.tracking.snapshot import Snapshot
 from accel_core.tracking.values import Bins, Flat, Histogram, Table, as_table, describe, flatten
 
@@ -38,6 +38,16 @@ class Level(IntEnum):
 
 class Figure:
     """An object that is no number."""
+
+
+class Text(str):
+    """A text of a class of its own."""
+
+    __slots__ = ()
+
+
+class Count(int):
+    """A number of a class of its own."""
 
 
 def taken(**values: Any) -> dict[str, Any]:
@@ -74,6 +84,10 @@ def taken(**values: Any) -> dict[str, Any]:
         (date(2024, 2, 29), "2024-02-29"),
         (datetime(2024, 2, 29, 12, 30), "2024-02-29T12:30:00"),
         (timedelta(minutes=1.5), 90.0),
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), -(2**63)),
+        (Text("text"), "text"),
+        (Count(7), 7),
     ],
 )
 def test_a_number_or_text_in_any_guise_becomes_a_plain_one(value: object, expected: object) -> None:
@@ -86,6 +100,26 @@ def test_a_number_or_text_in_any_guise_becomes_a_plain_one(value: object, expect
 @pytest.mark.parametrize("make", [float, torch.tensor, np.float32, np.array])
 def test_what_is_no_finite_number_stays_what_it_is(make: Any, value: float) -> None:
     assert repr(taken(value=make(value))["value"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**63, 2**70, -(2**63) - 1, Count(2**70), np.uint64(2**64 - 1), np.array(2**64 - 1, dtype=np.uint64), torch.tensor(2**63, dtype=torch.uint64)],
+    ids=lambda each: type(each).__name__,
+)  # fmt: skip
+def test_an_integer_that_does_not_fit_into_64_bits_becomes_a_float(value: Any) -> None:
+    for found in (taken(value=value)["value"], as_table(["a"], [[value]]).rows[0][0]):
+        assert type(found) is float
+        assert found == float(value.item() if isinstance(value, torch.Tensor) else int(value))
+
+
+@pytest.mark.parametrize(
+    "value", ["\udcff", Text("\udcff"), np.str_("\udcff"), Path("\udcff")], ids=lambda each: type(each).__name__
+)
+def test_texts_that_no_file_can_hold_are_spelled_out(value: Any) -> None:
+    for found in (taken(value=value)["value"], as_table(["a"], [[value]]).rows[0][0]):
+        assert found == "\\udcff"
+        assert type(found) is str
 
 
 def test_other_objects_are_kept() -> None:
@@ -101,6 +135,110 @@ def test_a_large_tensor_is_kept_without_its_graph() -> None:
     found = taken(large=torch.ones(3, requires_grad=True) * 2)["large"]
     assert found.tolist() == [2, 2, 2]
     assert not found.requires_grad
+
+
+def test_where_nobody_takes_objects_none_is_kept() -> None:
+    values = {"figure": Figure(), "rows": [1], "tensor": torch.ones(2), "array": np.ones(3), "none": None, "loss": 1.0}
+    shot = Snapshot.take(values, objects=False)
+    descriptions = [describe(each) for each in values.values()]
+    assert shot.resolve() == {
+        **{name: LeftOut(each) for name, each in zip(values, descriptions, strict=True)},
+        "loss": 1.0,
+    }
+    assert shot.elements == 0
+
+
+def test_what_lists_hold_is_taken_as_it_is_then() -> None:
+    model, row = torch.nn.Linear(1, 2), [1, np.float32(0.5), torch.tensor(2)]
+    values = {
+        "rows": (row, {"deep": [model.weight]}),
+        "parameters": [*model.parameters()],
+        "figures": [figure := Figure()],
+    }
+    shot = Snapshot.take(values)
+    expected = [each.detach().clone() for each in model.parameters()]
+    row.append(9)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(99)
+    found = shot.resolve()
+    assert found["rows"][0] == [1, 0.5, 2]
+    assert [type(each) for each in found["rows"][0]] == [int, float, int]
+    assert torch.equal(found["rows"][1]["deep"][0], expected[0])
+    for each, before in zip(found["parameters"], expected, strict=True):
+        assert type(each) is torch.Tensor
+        assert torch.equal(each, before)
+    assert found["figures"] == [figure]
+
+
+def itself() -> list[Any]:
+    values: list[Any] = []
+    values.append(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([1, torch.zeros(20_000)], "a list with a tensor of 20000 elements; Histogram(tensor) says"),
+        ([{"deep": torch.ones(2, device="meta")}], "a list with a tensor of shape (2,) on the device meta: it has no values"),
+        ([Histogram([1])], "a list with a Histogram, which belongs into a dict"),
+        (itself(), "a list with a list that contains itself"),
+        ([0] * 20_000, "a list of 20000; of up to 10000 values some trackers take one"),
+        (np.zeros(20_000), "an array of 20000 elements; Histogram(array) says how they are distributed"),
+        (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "an Own of shape (2,): it is of a class of its own"),
+        (torch.eye(3).to_sparse(), "a tensor of shape (3, 3) of torch.float32 with the layout torch.sparse_coo: take value.to_dense()"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_is_left_out_with_the_reason(value: Any, reason: str) -> None:
+    found = taken(value=value)["value"]
+    assert isinstance(found, LeftOut)
+    assert found.reason.startswith(reason)
+
+
+class Unreadable(dict[str, Any]):
+    def items(self) -> Any:
+        raise KeyError("no")
+
+
+class Speechless:
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (Unreadable(a=1), "an Unreadable of test_core_tracking_values whose items cannot be read: KeyError: 'no'"),
+        (
+            {Speechless(): 1},
+            "a dict with a Speechless of test_core_tracking_values as a key, which no text can be made of: OSError: no words",
+        ),
+    ],
+)
+def test_dicts_that_cannot_be_read_are_refused_and_left_out_inside_of_others(values: Any, reason: str) -> None:
+    with pytest.raises(UnreadableError) as raised:
+        Snapshot.take(values)
+    assert str(raised.value) == reason
+    assert taken(inner=values, loss=1) == {"inner": LeftOut(reason), "loss": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "elements"),
+    [
+        ("x" * 300, 300),
+        (torch.ones(7), 7),
+        (torch.tensor(1.0), 0),
+        (2.5, 0),
+        (np.ones((2, 3)), 6),
+        ([1, "abc", torch.ones(4)], 3 + 3 + 4),
+        (Histogram(torch.ones(5)), 5),
+        ({"deep": {"text": "abcd"}}, 4),
+        (np.str_("abc"), 3),
+    ],
+)
+def test_a_snapshot_knows_how_much_it_holds(value: Any, elements: int) -> None:
+    assert Snapshot.take({"value": value, "loss": torch.tensor(1.0)}).elements == elements
 
 
 def test_what_becomes_of_values_after_they_were_taken_does_not_show() -> None:
@@ -280,6 +418,40 @@ def test_resolving_waits_until_the_device_is_there(device: Device) -> None:
     assert found == [{"loss": 2.0}]
 
 
+def test_small_tensors_on_a_device_are_on_the_host_when_the_mark_is_reached(device: Device) -> None:
+    values = torch.tensor([1.0, 2.0])
+    device.copies.clear()
+    shot = Snapshot.take({"pair": values, "rows": [values, torch.tensor(3.0)]})
+    assert device.copies == [
+        (1, torch.float32, "cpu", ("non_blocking", True)),
+        *[(2, torch.float32, "cpu", ("non_blocking", True))] * 2,
+    ]
+    assert [event.asked for event in device.events] == [0]
+    device.unplug()
+    device.done.set()
+    found = shot.resolve()
+    assert found["pair"].tolist() == found["rows"][0].tolist() == [1.0, 2.0]
+    assert found["rows"][1] == 3.0
+    assert device.events[0].asked > 0
+
+
+def test_where_nobody_takes_tensors_none_leaves_its_device(device: Device) -> None:
+    values = {"pair": torch.ones(2)}
+    device.copies.clear()
+    assert Snapshot.take(values, objects=False).resolve() == {"pair": LeftOut("a tensor of shape (2,)")}
+    assert (device.copies, device.events) == ([], [])
+
+
+def test_a_dtype_without_numbers_costs_no_other_value(device: Device) -> None:
+    bits = torch.empty((), dtype=torch.bits8)
+    shot = Snapshot.take({"bits": bits, "loss": torch.tensor(2.0)})
+    device.unplug()
+    device.done.set()
+    found = shot.resolve()
+    assert found["loss"] == 2.0
+    assert "a tensor of shape () that cannot be read: NotImplementedError: " in found["bits"].reason
+
+
 def test_numbers_that_do_not_leave_their_device_are_left_out_and_the_others_are_not(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,8 +494,14 @@ def test_a_distributed_number_is_read_where_it_is_whole_and_left_out_where_it_ta
     mesh = DeviceMesh("cpu", [0])
     whole = DTensor.from_local(torch.tensor(2.0, requires_grad=True), mesh, [Replicate()])
     part = DTensor.from_local(torch.tensor(2.0), mesh, [Partial()])
-    found = taken(whole=whole, part=part)
+    several = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
+    parts = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    found = taken(whole=whole, part=part, several=several, parts=parts)
     assert found["whole"] == 2.0
+    assert found["several"].tolist() == [1, 1, 1]
+    assert found["parts"].reason.startswith(
+        "a DTensor of shape (3,) with the placements (Partial(sum),): its value lies"
+    )
     reason = found["part"].reason
     assert "a DTensor of shape () with the placements (Partial(sum),): its value lies on several ranks" in reason
     assert "Take value.full_tensor() on every rank, or value.to_local()" in reason
@@ -527,10 +705,10 @@ def test_bins_that_are_no_number_of_bins_are_refused(bins: Any) -> None:
         ([1, None], "a list of 2"),
         ([10**400], "a list of 1"),
         (np.array(["a"]), "an array of shape (1,): expected a tensor, an array, or a list of real numbers. Found: the dtype <U1."),
-        (torch.tensor([1j]), "a tensor of shape (1,): expected a tensor, an array, or a list of real numbers. Found: torch.complex64 with"),
-        (torch.empty(1, device="meta"), "a tensor of shape (1,): expected a tensor, an array, or a list of real numbers. Found: torch.float32"),
-        (torch.eye(2).to_sparse(), "a tensor of shape (2, 2): expected a tensor, an array, or a list of real numbers. Found: torch.float32"),
-        ([torch.eye(2).to_sparse()], "a list of 1: expected a tensor, an array, or a list of real numbers. Found: torch.float32 with the"),
+        (torch.tensor([1j]), "a tensor of shape (1,): expected a tensor, an array, or a list of real numbers. Found: a tensor of shape (1,) of torch.complex64: take value.abs()."),
+        (torch.empty(1, device="meta"), "a tensor of shape (1,): expected a tensor, an array, or a list of real numbers. Found: a tensor of shape (1,) on the device meta: it has no values."),
+        (torch.eye(2).to_sparse(), "a tensor of shape (2, 2): expected a tensor, an array, or a list of real numbers. Found: a tensor of shape (2, 2) of torch.float32 with the layout torch.sparse_coo: take value.to_dense()."),
+        ([torch.eye(2).to_sparse()], "a list of 1: expected a tensor, an array, or a list of real numbers. Found: a tensor of shape (2, 2) of torch.float32 with the"),
         ([[1, 2], [3]], "a list of 2: expected a tensor"),
     ],
     ids=lambda each: type(each).__name__,
@@ -546,10 +724,24 @@ def test_what_cannot_be_counted_is_left_out_with_the_reason(values: Any, found: 
 
 
 def test_cells_become_plain() -> None:
-    row = [None, True, 1, 2.5, "text", torch.tensor([3.0]), np.float32(0.5), Colour.RED, [1, 2], torch.zeros(2)]
-    columns = list("abcdefghij")
+    row = [
+        None,
+        True,
+        1,
+        2.5,
+        "text",
+        torch.tensor([3.0]),
+        np.float32(0.5),
+        Colour.RED,
+        [1, 2],
+        torch.zeros(2),
+        10**400,
+        10**5000,
+    ]
+    columns = list("abcdefghijkl")
     assert as_table(columns, [row]) == Table(
-        tuple(columns), ((None, True, 1, 2.5, "text", 3.0, 0.5, "red", "[1, 2]", "tensor([0., 0.])"),)
+        tuple(columns),
+        ((None, True, 1, 2.5, "text", 3.0, 0.5, "red", "[1, 2]", "tensor([0., 0.])", str(10**400), hex(10**5000)),),
     )
 
 
@@ -612,6 +804,18 @@ def test_a_dataframe_of_pandas_is_a_table() -> None:
         (
             {"columns": ["a"], "data": [{"a": 1}]},
             "was given a dict of 1 as row 0 of data: expected a list with one cell per column",
+        ),
+        (
+            {"columns": ["a"], "data": [[1], [torch.empty((), device="meta")]]},
+            r"was given in row 1 under 'a' a tensor of shape \(\) on the device meta: it has no values.$",
+        ),
+        (
+            {"columns": ["a"], "data": [[Speechless()]]},
+            r"was given a Speechless of .* in row 0 under 'a', which cannot be read: OSError: no words.$",
+        ),
+        (
+            {"columns": ["a"], "data": torch.ones(2, 1).to_sparse()},
+            r"was given as data a tensor of shape \(2, 1\) of torch.float32 with the layout torch.sparse_coo: take value.to_dense\(\).$",
         ),
         (
             {"dataframe": [[1]]},

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
+import logging
+import math
+import multiprocessing
 import os
 import random
+import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from accel_core import Table, Tracker
+from accel_core import RecordRefusedError, Table, Tracker
 from accel_core.testing import Recorded
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -168,6 +176,82 @@ class DropsNumbersBesideTexts(Right):
 class PutsDashesForBlanks(Right):
     def record(self, kind, name, step, value):
         super().record(kind, name.replace(" ", "_"), step, value)
+
+
+class DropsWhatHasNoName(Right):
+    def record(self, kind, name, step, value):
+        if name:
+            super().record(kind, name, step, value)
+
+
+class TrimsNames(Right):
+    def record(self, kind, name, step, value):
+        super().record(kind, name.strip(), step, value)
+
+
+class CutsNamesOff(Right):
+    def record(self, kind, name, step, value):
+        super().record(kind, name[:255], step, value)
+
+
+class RaisesOnTabs(Right):
+    def record(self, kind, name, step, value):
+        if "\t" in name:
+            raise ValueError(f"{name!r} has a tab")
+        super().record(kind, name, step, value)
+
+
+class LosesWhatStandsBesideARefusal(Right):
+    def log(self, values, step, **options):
+        if "" in values:
+            names = ", ".join(map(repr, values))
+            raise RecordRefusedError(f"{names} cannot be recorded")
+        super().log(values, step, **options)
+
+
+class RenamesInSilence(Right):
+    def record(self, kind, name, step, value):
+        super().record(kind, name or "unnamed", step, value)
+
+
+class RenamesWithAWarning(Right):
+    def record(self, kind, name, step, value):
+        if not name:
+            log.warning("%r is recorded as %r", name, "unnamed")
+        super().record(kind, name or "unnamed", step, value)
+
+
+class RefusesWhatHasNoName(Right):
+    def log(self, values, step, **options):
+        super().log({name: value for name, value in values.items() if name}, step, **options)
+        if "" in values:
+            raise RecordRefusedError("'' is no name")
+
+
+class CutsNumbersOff(Right):
+    def record(self, kind, name, step, value):
+        super().record(kind, name, step, 2.0**63 if kind == "numbers" and 2.0**63 < value < math.inf else value)
+
+
+class ConfiguresWithoutUnderscores(Right):
+    def start(self, run):
+        super().start(run)
+        self.run.config = {name: value for name, value in run.config.items() if not name.startswith("_")}
+
+
+class RenamesTheConfigurationWithAWarning(Right):
+    def start(self, run):
+        super().start(run)
+        if "_target_" in run.config:
+            log.warning("%r is configured as %r", "_target_", "target")
+        self.run.config = {"target" if name == "_target_" else name: value for name, value in run.config.items()}
+
+
+class RefusesAnOddConfiguration(Right):
+    def start(self, run):
+        if "" in run.config:
+            raise ValueError("'' is no name")
+        super().start(run)
 
 
 class KnowsNoWayBack(Right):
@@ -356,6 +440,59 @@ class HooksExceptions(Right):
     def start(self, run):
         super().start(run)
         sys.excepthook = lambda *exception: None
+
+
+class ReplacesExit(Right):
+    def start(self, run):
+        super().start(run)
+        sys.exit = lambda code=None: None
+
+
+class PatchesImports(Right):
+    def start(self, run):
+        super().start(run)
+        before = builtins.__import__
+        builtins.__import__ = lambda *arguments, **options: before(*arguments, **options)
+
+
+class SettlesHowProcessesStart(Right):
+    def start(self, run):
+        super().start(run)
+        multiprocessing.set_start_method("spawn", force=True)
+
+
+class SilencesAnotherLogger(Right):
+    def start(self, run):
+        super().start(run)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+class LeavesAThread(Right):
+    left: list = []
+
+    def finish(self, failed):
+        super().finish(failed)
+        self.left.append(threading.Event())
+        threading.Thread(target=self.left[-1].wait, args=(60,), daemon=True, name="left").start()
+
+
+class LeavesAProcess(Right):
+    left: list = []
+
+    def finish(self, failed):
+        super().finish(failed)
+        self.left.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+
+class HasAThreadOfItsOwn(Right):
+    def start(self, run):
+        super().start(run)
+        self.ended = threading.Event()
+        threading.Thread(target=self.ended.wait, args=(60,)).start()
+
+    def finish(self, failed):
+        super().finish(failed)
+        self.ended.set()
 
 
 class Prints(Right):

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         wait_for_everyone,
     )
     from accel_core.profiling import ProfileKwargs
+    from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.rules import RecordRefusedError, TrackerError, TrackingKwargs
     from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
     from accel_core.tracking.values import Bins, Histogram, Table
@@ -104,6 +105,7 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "TrackerError",
+    "TrackerHandle",
     "TrackingKwargs",
     "World",
     "WorldError",
@@ -147,6 +149,7 @@ _MODULES = {
     "TrackedRun": "tracking.tracker",
     "Tracker": "tracking.tracker",
     "TrackerError": "tracking.rules",
+    "TrackerHandle": "tracking.handle",
     "TrackingKwargs": "tracking.rules",
     "broadcast": "operations",
     "broadcast_object_list": "operations",

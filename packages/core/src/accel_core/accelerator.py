@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from accel_core.profiling import ProfileKwargs
     from accel_core.project import ProjectConfiguration
     from accel_core.strategies.strategy import Strategy
+    from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.selection import Chosen
     from accel_core.tracking.tracker import GeneralTracker, Tracker
     from accel_core.tracking.trackers import Trackers
@@ -1198,8 +1199,9 @@ class Accelerator(ProcessControl):
             unwrap: whether to return the service's own object instead.
 
         Returns:
-            The tracker. Where it does not record, on other processes than the main one and once it is switched off, an object that
-            takes every call and does nothing.
+            A `TrackerHandle`, which records with this tracker alone by `log`, `log_images` and `log_table`, and has the tracker's own
+            attributes; of a `GeneralTracker` itself. Where it does not record, on other processes than the main one and once it is
+            switched off, an object that takes every call and does nothing.
 
         Raises:
             ValueError: if `log_with` has no tracker of that name.
@@ -1211,20 +1213,27 @@ class Accelerator(ProcessControl):
         return self._trackers.get(name, unwrap)
 
     @property
-    def trackers(self) -> list[Tracker | GeneralTracker]:
-        """The trackers that record in this process: those of `log_with` on the main process, else none, unless one says otherwise."""
-        return [] if self._trackers is None else self._trackers.components
+    def trackers(self) -> list[TrackerHandle | GeneralTracker]:
+        """The trackers that record in this process: those of `log_with` on the main process, else none, unless one says otherwise.
+
+        As `get_tracker` gives them, but nothing is begun, or waited for, until they are used.
+        """
+        return [] if self._trackers is None else self._trackers.in_hand
 
     @property
     def log_with(self) -> list[str]:
         """The names of the trackers, the same on every process."""
         return [] if self._parts.trackers is None else self._parts.trackers.names
 
-    def end_training(self) -> None:
+    def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
 
         An asynchronous save is waited for, and signals do again what they did before. Collective. Call it last; it may be
         repeated. A script that does not call it ends cleanly too.
+
+        Args:
+            failed: whether trackers record the run as failed. None: if an exception is on its way, as in a `finally`; it cannot be
+                told from one that is being handled, so an `except` that ends a run well says False.
 
         Raises:
             CheckpointError, OSError: on every rank, at the end of all that, if an asynchronous save failed.
@@ -1234,7 +1243,7 @@ class Accelerator(ProcessControl):
             self._ended = True
             with ExitStack() as last_to_first:
                 if self._trackers is not None:  # last, for other ranks do not wait long for this one
-                    last_to_first.callback(self._trackers.finish)
+                    last_to_first.callback(self._trackers.finish, failed)
                 last_to_first.callback(self._world.leave, self)
                 last_to_first.callback(self._relay.finish)
                 if self._preemption is not None:

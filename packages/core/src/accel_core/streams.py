@@ -27,7 +27,7 @@ def capture(device: torch.device | None) -> dict[str, Any]:
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
-        PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss},
         TORCH: torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")

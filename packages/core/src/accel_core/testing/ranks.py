@@ -12,11 +12,13 @@ Every call starts fresh processes, so nothing survives from one test to the next
 imported torch once and lives as long as the test process, which makes the start of a rank cheap. A rank finds the
 environment that torchrun would give it, and it leaves through the interpreter's own shutdown: threads are waited for,
 `atexit` callbacks run, objects are finalized. A rank that fails or aborts on its way out has failed, whatever its function
-returned.
+returned. What the server had loaded is not taken down in every rank, which would cost more than most tests do: who tests the
+very end of a process, the destructors of C++ libraries included, starts a script.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -48,6 +50,9 @@ GRACE = 5.0
 """Seconds that the other ranks have to end by themselves once one rank has failed."""
 
 _STACKS_SIGNAL = signal.SIGUSR1
+
+_OF_A_RANK = ("accel", "torch.distributed", "__main__")
+"""How the names of modules begin that hold what one rank has made."""
 
 
 def preload(*modules: str) -> None:
@@ -330,8 +335,9 @@ def _run_rank(
     task: bytes, results: Connection, environment: dict[str, str], output: str, stacks: str, limit: float
 ) -> NoReturn:
     """Runs the function in a forked process and leaves it for good."""
-    # Shutdown then leaves alone what the server imported, three quarters of its cost, and still collects what is new.
+    # The collector then leaves alone what the server imported, and still collects what is new.
     gc.freeze()
+    atexit.register(_keep_loaded, frozenset(sys.modules))
     os.setpgid(0, 0)
     # A worker that outlives its rank would keep the line open, and the test waiting for a message that nobody sends.
     os.register_at_fork(after_in_child=lambda: None if results.closed else results.close())
@@ -386,3 +392,19 @@ def _leave(exit_code: int) -> NoReturn:
     """
     ctypes.pythonapi.Py_Exit(exit_code)
     raise AssertionError("Py_Exit does not return")
+
+
+def _keep_loaded(inherited: frozenset[str]) -> None:
+    """Keeps from finalization what the server had loaded. The last callback of `atexit`: the others may still import.
+
+    Finalization takes every module apart, and C's `exit` every library, and by that they copy most of the memory that a rank shares with
+    the server. Kept are modules that hold nothing of one rank: neither process groups, nor what is ours. Only glibc can pass the exit code
+    over what libraries have registered; elsewhere that runs.
+    """
+    for name in inherited & sys.modules.keys():
+        if name.partition(".")[0] not in sys.stdlib_module_names and not name.startswith(_OF_A_RANK):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.fflush(None)
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

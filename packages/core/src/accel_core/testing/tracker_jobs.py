@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import io
 import json
+import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +24,7 @@ from typing import Any
 
 from accel_core.testing import tracker_facts as given
 from accel_core.testing.bundle import Raised
-from accel_core.testing.leaks import _same, _settings, _shown
+from accel_core.testing.leaks import _running, _same, _settings, _shown
 from accel_core.testing.tracker_facts import Facts, Recorded, Written
 from accel_core.tracking.tracker import TrackedRun, Tracker
 
@@ -46,7 +50,7 @@ class Session:
             self.facts.changed.setdefault(moment, []).extend(
                 f"{name} ({_shown(before, name)} → {_shown(after, name)})"
                 for name in {**before, **after}
-                if not _same(before.get(name), after.get(name))
+                if not _same(before.get(name), after.get(name)) and (name in before or not name.startswith(_LEVEL))
             )
 
     def attempt(self, moment: str, *calls: Callable[[Tracker], Any]) -> Any:
@@ -80,7 +84,8 @@ class Scene:
     facts: Facts = field(default_factory=Facts)
 
     def observe(self) -> Facts:
-        """Records the three runs. Raises what the first `start` raises."""
+        """Records the runs. Raises what the first `start` raises."""
+        running = _running()
         with _stage() as (root, printed):
             run = TrackedRun("suite", "first-run", given.CONFIG)
             self._record_all(first := self._begin("start", root, run))
@@ -97,6 +102,8 @@ class Scene:
                 self._end("resumed", resumed, failed=True)
             if beside is not None:
                 self._end("beside", beside, failed=False)
+            self._record_odd(root)
+            self.facts.changed["the end of all runs"] = _left(running)
             self.facts.printed, self.facts.strays = printed.getvalue(), _strays(root)
         return self.facts
 
@@ -143,6 +150,20 @@ class Scene:
         session.attempt("unknown option", unknown)
         self._end("ended", session, failed=False)
 
+    def _record_odd(self, root: Path) -> None:
+        """The run whose names are odd. What is refused is left out, as the core does it."""
+        with _heard(self.facts.said):
+            run = TrackedRun("suite", "odd-run", given.ODD_CONFIG)
+            if (session := self._begin_or_note("start (odd)", root, run)) is None:
+                return
+            for moment, call in given.ODD_CALLS.items():
+                session.attempt(moment, call)
+                if (raised := self.facts.raised.get(moment)) is not None:
+                    self.facts.said.append(raised.message)
+            for part in ("large", "after"):
+                session.attempt(part, *given.CALLS[part])
+            self._end("odd", session, failed=False)
+
     def _end(self, moment: str, session: Session, *, failed: bool) -> None:
         session.finish(moment, failed)
         self._read(moment, session, is_open=False)
@@ -168,21 +189,54 @@ def _stage() -> Iterator[tuple[Path, io.StringIO]]:
             os.chdir(before)
 
 
+_LEVEL = "the level of the logger "
+_OTHERS = ("asyncio", "concurrent.futures", "requests", "urllib3")  # loggers that no service has for itself
+
+
 def _process_state() -> dict[str, Any]:
     """What can be compared of the process, by a name for messages."""
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy")  # its stream has to be there before a service brings it along
-    return _settings(rng=True) | {
-        "sys.excepthook": sys.excepthook,
-        "sys.stdout": sys.stdout,
-        "sys.stderr": sys.stderr,
-        "warnings.filters": list(warnings.filters),
-    }
+    loggers = {name: logging.getLogger(name) for name in _OTHERS} | logging.root.manager.loggerDict
+    levels = {f"{_LEVEL}{name!r}": each.level for name, each in loggers.items() if isinstance(each, logging.Logger)}
+    return (
+        _settings(rng=True)
+        | levels
+        | {
+            "builtins.__import__": builtins.__import__,
+            "the start method of multiprocessing": multiprocessing.get_start_method(allow_none=True),
+            "sys.excepthook": sys.excepthook,
+            "sys.exit": sys.exit,
+            "sys.stdout": sys.stdout,
+            "sys.stderr": sys.stderr,
+            "warnings.filters": list(warnings.filters),
+        }
+    )
+
+
+def _left(before: set[str], grace: float = 2.0) -> list[str]:
+    """Threads and child processes that have come, and do not end within seconds."""
+    deadline = time.monotonic() + grace
+    while (left := _running() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sorted(left)
+
+
+@contextlib.contextmanager
+def _heard(said: list[str]) -> Iterator[None]:
+    """Notes the warnings that are logged meanwhile."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.root.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(handler)
 
 
 def _strays(root: Path) -> list[str]:
     """Files outside of the folders of the runs, and of those that options may name."""
-    own = [root / "runs" / "first-run", root / "runs" / "second-run", root / "given"]
+    own = [root / "given", *(root / "runs" / run for run in ("first-run", "second-run", "odd-run"))]
     files = (path for path in root.rglob("*") if path.is_file())
     return sorted(str(path.relative_to(root)) for path in files if not any(each in path.parents for each in own))
 

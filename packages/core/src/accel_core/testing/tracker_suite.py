@@ -10,9 +10,9 @@
             run = my_service.open(written.run.directory)
             return Recorded(numbers=..., texts=..., config=...)
 
-Each test proves one sentence of the contract in `accel_core.tracking.tracker`. Three runs are recorded, in threads of their own as the
-core does it: one with everything in it, the same one resumed, and another beside that. What was recorded is compared, all of it,
-with what `read` finds by means of the service itself. It needs pytest and no plugin of it, and runs in pytest's own process, so
+Each test proves one sentence of the contract in `accel_core.tracking.tracker`. Four runs are recorded, in threads of their own as the
+core does it: one with everything in it, the same one resumed, another beside that, and one of odd names. What was recorded is compared,
+all of it, with what `read` finds by means of the service itself. It needs pytest and no plugin of it, and runs in pytest's own process, so
 fixtures that keep a service offline hold.
 
 What cannot be done is declared, with the reason, and then has to fail:
@@ -50,6 +50,7 @@ from accel_core.testing.tracker_comparison import (
 )
 from accel_core.testing.tracker_facts import Declarations, Facts, Recorded
 from accel_core.testing.tracker_jobs import Scene, imports
+from accel_core.tracking.rules import RecordRefusedError
 from accel_core.tracking.tracker import Tracker
 
 TWO_RUNS = "test_two_runs_do_not_mix"
@@ -180,6 +181,40 @@ class TrackerSuite(Declarations):
                 f"The configuration has {name!r}: {value!r:.200}, and {came!r:.200} came back. Store it where it is shown.",
             )
 
+    def test_odd_names_are_kept_or_told(self) -> None:
+        """Empty, of dots, with a tab, with blanks around, long: a value is recorded under its name, or under another one in a warning
+        that names both, or it is refused. What is logged beside it and after it is there.
+        """
+        self._reject("start (odd)", "after")
+        for moment in given.ODD_CALLS:
+            raised = self._facts().raised.get(moment)
+            if raised is not None and raised.kind != RecordRefusedError.__name__:
+                self._reject(moment)
+        found = self._read("odd").numbers
+        for step, values in given.ODD_LOGGED:
+            for name in given.ODD_NAMES:
+                self._require_told(found, name, step, values[name])
+        beside = [(step, {"before": values["before"]}) for step, values in given.ODD_LOGGED]
+        compare(found, beside + given.AFTER, self._number, "Beside odd names and after them")
+
+    def test_large_numbers_come_back(self) -> None:
+        """Integers of 64 bits, and floats beyond them, as near as the service has them."""
+        self._reject("start (odd)")
+        self._compare("large", "numbers", "odd")
+
+    def test_an_odd_configuration_comes_back(self) -> None:
+        """Names that are empty or begin with "_", at the top and below. Those that have to change are told in a warning."""
+        self._reject("start (odd)")
+        found, said = self._read("odd").config, "\n".join(self._facts().said)
+        for name, value in flat(given.ODD_CONFIG):
+            there = [other for other, came in found.items() if alike(value, came)]
+            told = [other for other in there if other.rpartition("/")[2] and other.rpartition("/")[2] in said]
+            require(
+                name in there or bool(told),
+                f"The configuration has {name!r}: {value!r}, and {found!r:.400} came back. Store it, under a name that a warning tells if "
+                f"it is another one.",
+            )
+
     def test_images_come_back(self) -> None:
         """With 1, 3 and 4 channels, and several under one name."""
         self._compare("images", "images")
@@ -269,7 +304,9 @@ class TrackerSuite(Declarations):
         )
 
     def test_the_process_stays_as_it_was(self) -> None:
-        """Its environment, working directory, signals, hooks, output, log, warnings and dtype."""
+        """Its environment, working directory, signals, hooks, output, log, warnings, dtype and way to start processes; and no thread or
+        process is left at the end.
+        """
         advice = "Switch it off, or declare what cannot be helped: leaves_behind = {'sys.excepthook': 'the reason'}."
         self._require_unchanged(self._facts().changed, lambda name: not name.startswith("the state of"), advice)
 
@@ -336,6 +373,20 @@ class TrackerSuite(Declarations):
                 raised is None,
                 f"{moment}: the tracker raised\n{getattr(raised, 'text', '')}\nDeclare what it cannot do: lacks = {{'test_…': 'the reason'}}.",
             )
+
+    def _require_told(self, found: Mapping[str, Sequence[tuple[int, Any]]], name: str, step: int, value: float) -> None:
+        places = [other for other, records in found.items() for at, came in records if at == step and came == value]
+        said = [text for text in self._facts().said if repr(name) in text]
+        if not places and not said:
+            problem = "it is nowhere, of which nothing was said"
+        elif len(places) > 1 or (places and places != [name] and not any(repr(places[0]) in text for text in said)):
+            problem = f"it is recorded as {places!r:.400}, of which nothing was said"
+        else:
+            return
+        raise AssertionError(
+            f"{value} was logged under the name {name!r:.400} at step {step}, and {problem}. Warn of the other name, with the repr of both, "
+            f"or raise RecordRefusedError with that of the name."
+        )
 
     def _read(self, moment: str) -> Recorded:
         found = self._facts().read[moment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from accel_core.tracking.tracker import GeneralTracker
@@ -10,7 +11,7 @@ from accel_core.tracking.tracker import GeneralTracker
 class Blank(GeneralTracker):
     """Stands for a tracker, or for a service's own object, on processes that do not record, and when it is switched off.
 
-    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a context manager.
+    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a context manager. As a number it is nan.
     """
 
     name = "blank"
@@ -44,6 +45,15 @@ class Blank(GeneralTracker):
 
     def __bool__(self) -> bool:
         return False
+
+    def __len__(self) -> int:
+        return 0
+
+    def __float__(self) -> float:
+        return math.nan
+
+    def __format__(self, _: str) -> str:
+        return repr(self)
 
     def __iter__(self) -> Any:
         return iter(())

@@ -6,10 +6,12 @@ import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -60,34 +62,62 @@ def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> No
 
 
 def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, process: int) -> None:
-    """At the end of a program that did not call `end_training`. A recorder lives as long as its thread works."""
+    """At the end of a program that did not call `end_training`."""
     if os.getpid() != process:
         return  # forked from the one that records, whose threads are not here
     recorders = [each for each in (reference() for reference in references) if each is not None]
     failed = world._fatal_error() is not None
-    with _terminated_later():
-        # The others are parted from first: they would wait for this rank, and no longer than seconds.
-        atexit.unregister(world._end_all)
-        world._end_all()
-        finish(recorders, min(rules.finish_timeout, _HURRY) if failed else rules.finish_timeout, failed=failed)
-    for each in recorders:
-        for text in each.lane.untold():
-            logger.warning("%s", text)
+    with _ends_already():
+        try:
+            # The others are parted from first: they would wait for this rank, and no longer than seconds.
+            atexit.unregister(world._end_all)
+            world._end_all()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            finish(recorders, min(rules.finish_timeout, _HURRY) if failed else rules.finish_timeout, failed=failed)
+            for text in (text for each in recorders for text in each.lane.untold()):
+                logger.warning("%s", text)
 
 
-def let_go(recorders: Sequence[Recorder]) -> None:
-    """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread."""
+def let_go(recorders: Sequence[Recorder], process: int) -> None:
+    """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread, in the middle of anything.
+
+    So a tracker without a thread is closed at the end of the program. Until then, and until what happened to them is told, they are kept.
+    """
+    if os.getpid() != process:
+        return
     for each in recorders:
-        each.finish(failed=False)
+        if each.lane.is_over:
+            continue
+        _gone.add(each)
+        each.lane.when_over = partial(_gone.discard, each)
+        if each.lane.has_thread:
+            each.finish(failed=False)
+
+
+_gone: set[Recorder] = set()
+"""Those of Accelerators that are gone, of which something is yet to be done, or told."""
+
+
+def is_failing() -> bool:
+    """Whether an exception is on its way: this may be called in a `finally`. `sys.exit()` and the end of a generator are no failure."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.code is not None and error.code != 0
+    return error is not None and not isinstance(error, GeneratorExit)
 
 
 @contextmanager
-def _terminated_later() -> Iterator[None]:
-    """Holds SIGTERM back: launchers send it to the ranks that are left when one fails, and this one is ending already."""
+def _ends_already() -> Iterator[None]:
+    """SIGTERM has nothing to ask for: launchers send it to the ranks that are left when one fails, and this one is ending."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: None
+    )  # not SIG_IGN, which processes that are started now would inherit
     try:
         yield
     finally:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import as_array, describe, is_array, local
+from accel_core.tracking.leaves import UnreadableError, as_array, describe, is_array, readable_here, said
 
 FORMATS = ("HW", "CHW", "HWC", "NHW", "NCHW", "NHWC")
 """How the dimensions of images are ordered: number, height, width, channels."""
 
 _CHANNELS = (1, 3, 4)  # grey; red, green and blue; the same with opacity
-_BRIGHTEST = 16.0  # of floats that are taken for 0…1: far above what overshoots or was standardised, far below 255
+_ROUNDING = 0.01  # by which floats may overstep 0…1: more than bfloat16 does, less than one sees
+_BRIGHTEST = 16.0  # of floats that overshoot or were standardised; those above may go up to 255
 _NAMES = {"N": "number", "H": "height", "W": "width", "C": "channels"}
 
 
@@ -25,12 +26,13 @@ def as_images(values: Mapping[str, Any], dataformats: str | None = None) -> dict
 
     Args:
         values: name → an image, a batch, or a list of these. Tensors are (C, H, W), (N, C, H, W) or (H, W); arrays (H, W, C),
-            (N, H, W, C) or (H, W); images of PIL are what they are. Floats go from 0 to 1: what lies outside is cut off, nan is
-            0. uint8 goes from 0 to 255; False is black and True white.
+            (N, H, W, C) or (H, W); images of PIL are what they are. Floats go from 0 to 1, but for rounding; nan and -inf are 0,
+            inf is 1. uint8 goes from 0 to 255; False is black and True white.
         dataformats: the order of the dimensions of tensors and arrays, one of `FORMATS`; the N may stand there or not. None: as above.
 
     Raises:
-        ValueError: for another format, for shapes and dtypes that no image has, and for floats from 0 to 255; each with the name.
+        ValueError: for another format, for shapes and dtypes that no image has, for floats in another range, such as -1…1 or 0…255, and for
+            what has no pixels that can be read; each with the name.
     """
     layout = None
     if dataformats is not None:
@@ -47,14 +49,14 @@ def _images(name: str, value: Any, layout: str | None) -> Iterator[torch.Tensor]
             yield from _images(name, each, layout)
     elif isinstance(value, torch.Tensor):
         try:
-            tensor = local(value)
-        except ValueError as error:
+            tensor = readable_here(value)
+        except UnreadableError as error:
             raise ValueError(f"log_images(): {name!r} is {error}.") from None
         yield from _of_tensor(name, tensor, layout, "CHW", describe(value))
     elif _is_picture(value):
         yield _of_picture(name, value)
     elif is_array(value):
-        array = as_array(value)
+        array = _array(name, value)
         _check_dtype(name, array.dtype.kind in "bf" or array.dtype.name == "uint8", array.dtype)
         if array.dtype.kind == "f":
             array = array.astype("float32")  # torch lacks some of the others
@@ -97,12 +99,33 @@ def _as_bytes(name: str, images: torch.Tensor) -> torch.Tensor:
         return images
     exact = images.to(torch.float32)
     finite = exact.nan_to_num(0.0, 0.0, 0.0)
-    if finite.numel() and finite.max().item() > _BRIGHTEST:
-        raise ValueError(
-            f"log_images(): {name!r} has floats from {finite.min().item():g} to {finite.max().item():g}: floats are read as 0…1. Divide them "
-            f"by 255, or make them uint8."
-        )
+    if finite.numel():
+        _check_range(name, finite)
     return (exact.nan_to_num(0.0, 1.0, 0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
+
+
+def _check_range(name: str, values: torch.Tensor) -> None:
+    least, greatest = torch.stack(torch.aminmax(values)).tolist()
+    if least >= -_ROUNDING and greatest <= 1 + _ROUNDING:
+        return
+    if greatest > _BRIGHTEST:
+        hint = "Divide them by 255, or make them uint8."
+    elif least < -_ROUNDING:
+        hint = (
+            "Give (value + 1) / 2 if they go from -1 to 1, and value.clamp(0, 1) if what lies outside may be cut off."
+        )
+    else:
+        hint = "Give value.clamp(0, 1) if what lies above may be cut off, and value / value.max() if it may not."
+    raise ValueError(
+        f"log_images(): {name!r} has floats from {least:g} to {greatest:g}: floats are read as 0…1. {hint}"
+    )
+
+
+def _array(name: str, value: Any) -> Any:
+    try:
+        return as_array(value)
+    except Exception as error:
+        raise ValueError(f"log_images(): {name!r} is {describe(value)} that cannot be read: {said(error)}.") from error
 
 
 def _check_dtype(name: str, has_fitting: bool, dtype: object) -> None:

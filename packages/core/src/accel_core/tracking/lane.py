@@ -53,14 +53,16 @@ class Lane:
         self.name = name
         self.failure: str | None = None
         self.cause: BaseException | None = None
+        self.when_over: Job | None = None  # called in the thread, at its end, if there is nothing to be told
         self._rules = rules
         self._close = close
         self._rest = rest
         self._untold: deque[str] = deque()
         self._left_out: set[str] = set()
         self._jobs: SimpleQueue[tuple[str, Job, int] | None] = SimpleQueue()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # re-entrant: a signal handler may log
         self._handed = self._done = 0  # by weight
+        self._is_ending = False
         self._rested = True
         self._active_since = 0.0
         self._doing = ""
@@ -76,38 +78,44 @@ class Lane:
         """How much was handed over and is not done."""
         return self._handed - self._done
 
-    def put(self, doing: str, job: Job, weight: int = 1) -> None:
+    def put(self, doing: str, job: Job, weight: int = 1, *, last: bool = False) -> None:
         """Hands a job over, unless the tracker is switched off.
 
         Args:
             doing: what it does, as it stands in messages.
             job: called without arguments.
             weight: how many records it counts as, where they wait.
+            last: whether the tracker ends with it; what is put after it is left out.
         """
-        if self.failure is not None:
-            return
-        if self._thread is None:
-            self._do(doing, job)
-            return
-        since = self._since
-        if since is not None and time.monotonic() - since > self._rules.stall_timeout:
-            self.give_up(f"{self._doing} has taken more than {self._rules.stall_timeout:g} s", stuck=True)
-        elif self._handed - self._done >= self._rules.most_pending:
-            self.give_up(f"it is {self._rules.most_pending} records behind", stuck=True)
-        else:
-            with self._changed:  # several threads may log
-                self._handed += weight
-                self._jobs.put((doing, job, weight))
+        with self._changed:  # several threads may log
+            is_late, self._is_ending = self._is_ending, self._is_ending or last
+            if self.failure is not None:
+                return
+            if is_late:
+                self.leave_out("what is logged while the run ends, or later.", kind="late")
+                return
+            if self.has_thread:
+                self._hand_over(doing, job, weight)
+                if last:
+                    self._jobs.put(None)
+                return
+        self._do(doing, job)
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether jobs run in a thread of the tracker's own."""
+        return self._thread is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more happens here, and nothing is left to be told."""
+        return self._is_ending and not self._untold and (self.failure is not None or self.pending == 0)
 
     def wait(self, timeout: float) -> bool:
         """Whether everything that was handed over is done, which is waited for; or the tracker was switched off."""
         target = self._handed
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= target or self.failure is not None, timeout)
-
-    def end(self) -> None:
-        """Lets the thread end when it has done what was handed over."""
-        self._jobs.put(None)
 
     def join(self, timeout: float) -> None:
         """Waits for the end of the thread, in which a tracker that failed is closed; not of one that is stuck."""
@@ -157,6 +165,22 @@ class Lane:
             found.append(self._untold.popleft())
         return found
 
+    def give_up_if_stalled(self) -> bool:
+        """Switches the tracker off if a job has taken too long; whether it is switched off."""
+        since = self._since
+        if since is not None and time.monotonic() - since > self._rules.stall_timeout:
+            self.give_up(f"{self._doing} has taken more than {self._rules.stall_timeout:g} s", stuck=True)
+        return self.failure is not None
+
+    def _hand_over(self, doing: str, job: Job, weight: int) -> None:
+        if self.give_up_if_stalled():
+            return
+        if self._handed - self._done >= self._rules.most_pending:
+            self.give_up(f"it is {self._rules.most_pending} records behind", stuck=True)
+        else:
+            self._handed += weight
+            self._jobs.put((doing, job, weight))
+
     def _work(self) -> None:
         while self.failure is None:
             item = self._next()
@@ -172,6 +196,8 @@ class Lane:
                 self._changed.notify_all()
         if self.failure is not None:
             self._close_after_failure()
+        if self.is_over and self.when_over is not None:
+            self.when_over()
 
     def _next(self) -> tuple[str, Job, int] | None:
         """The next job, for which it waits; before it waits long, it rests."""

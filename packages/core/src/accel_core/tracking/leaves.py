@@ -20,7 +20,7 @@ import torch
 LARGEST = 2**63 - 1
 """The largest integer that services hold."""
 
-_SAFE = frozenset({float, bool})
+_MOST_BITS = 10_000  # of an integer that Python writes in decimal (4300 digits, see `sys.set_int_max_str_digits`)
 
 PLAIN = frozenset({int, float, bool, str})
 """The types that are kept as they are."""
@@ -37,25 +37,32 @@ class LeftOut:
     reason: str
 
 
+class UnreadableError(ValueError):
+    """What is raised for a value that cannot be read; the message follows "which is"."""
+
+
 def plain(value: Any) -> Any:
     """The number or text that a value is, or the value itself if it is neither.
 
     Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element; texts are also paths, and dates in ISO 8601. A
-    `timedelta` becomes seconds, a member of an `Enum` its value. Tensors are not looked into: those are on devices.
+    `timedelta` becomes seconds, a member of an `Enum` its value, an integer that does not fit into 64 bits a float. Tensors are not looked
+    into: those are on devices.
 
     Raises:
         OverflowError, ValueError: for a number that no float can hold.
     """
-    if type(value) in PLAIN:
-        return value if type(value) in _SAFE else _held(value)
+    kind = type(value)
+    if kind is float or kind is bool or (kind is int and fits(value)):
+        return value
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, str):
-        return str.__str__(value)
+        return clean(str.__str__(value))
     if isinstance(value, float):
         return float(value)
     if isinstance(value, numbers.Integral):
-        return int(value)
+        number = int(value)
+        return number if fits(number) else float(number)
     if isinstance(value, (numbers.Real, Decimal)):
         return float(value)
     if isinstance(value, os.PathLike):
@@ -74,11 +81,14 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _held(value: int | str) -> int | float | str:
-    """An integer or a text as services hold it; an integer that does not fit into 64 bits as a float."""
-    if isinstance(value, str):
-        return clean(value)
-    return value if -LARGEST - 1 <= value <= LARGEST else float(value)
+def fits(number: int) -> bool:
+    """Whether an integer fits into 64 bits, which is what services have for one."""
+    return -LARGEST - 1 <= number <= LARGEST
+
+
+def written(number: int) -> str:
+    """An integer as a text: in decimal as far as Python goes, else in hexadecimal."""
+    return str(number) if number.bit_length() <= _MOST_BITS else hex(number)
 
 
 def is_array(value: Any) -> bool:
@@ -95,18 +105,41 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is here as a whole, detached: the one given, or the copy of it that this rank holds. No collective.
 
     Raises:
-        ValueError: if it lies on several ranks; the message follows "which is".
+        UnreadableError: if it lies on several ranks.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "to_local"):
         return tensor.detach()
     if not all(each.is_replicate() for each in placements):
-        raise ValueError(
+        raise UnreadableError(
             f"{describe(tensor)} with the placements {tuple(placements)}: its value lies on several ranks, and bringing it together is a "
             f"collective. Take value.full_tensor() on every rank, or value.to_local() for this rank's part"
         )
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]  # a DTensor, whose module is not imported for this
+
+
+def readable_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose elements can be read without a collective, as a plain one, detached. No copy, and waits for no device.
+
+    Raises:
+        UnreadableError: if it lies on several ranks, is not laid out as usual, or has no values.
+    """
+    here = local(tensor)
+    if here.is_meta:
+        raise UnreadableError(f"{describe(tensor)} on the device meta: it has no values")
+    if here.layout != torch.strided or here.is_nested or here.is_quantized:
+        way = "dequantize" if here.is_quantized else "to_dense"
+        raise UnreadableError(f"{describe(tensor)} of {here.dtype} with the layout {here.layout}: take value.{way}()")
+    return here
+
+
+def said(error: BaseException) -> str:
+    """What an error is, whatever it is like."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  (one that cannot even say what it is)
+        return type(error).__name__
 
 
 def describe(value: Any) -> str:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import partial
-from numbers import Number
+from numbers import Integral, Number
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import as_array, clean, is_array, plain
+from accel_core.tracking.leaves import as_array, clean, fits, is_array, plain, said, written
 
 DEEPEST = 50
 """How many containers may stand in each other; what lies deeper is "…"."""
@@ -30,7 +30,6 @@ DEEPEST = 50
 _MOST_ELEMENTS = 64  # of a tensor or an array that is written out
 _MOST_ITEMS = 1000  # of a sequence that is no list, and may compute its items
 _MOST_CHARACTERS = 2000  # of the text for an object
-_MOST_BITS = 10_000  # of an integer that Python writes in decimal (4300 digits, see `sys.set_int_max_str_digits`)
 _MORE = "…"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -49,8 +48,9 @@ def readable(config: object) -> dict[str, Any]:
 
     Inside of it, whatever has fields becomes a dict; lists, tuples and sets become lists; members of an `Enum` their value, or their name
     where that is no number or text; small tensors and arrays lists, larger ones a text with their shape; classes and functions their
-    qualified name; a `timedelta` seconds; other objects what `repr` says, without addresses. What JSON has already is not changed. Data
-    that contain themselves are cut by "…". A key that reads as another one does gets a number behind it.
+    qualified name; a `timedelta` seconds; other objects what `repr` says, without addresses. What JSON has already is not changed, but for
+    integers that do not fit into 64 bits, which no service holds: they become texts. Data that contain themselves are cut by "…". A key
+    that reads as another one does gets a number behind it.
 
     Never raises: what cannot be read is a text that says so.
     """
@@ -97,9 +97,12 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, Enum):
         is_plain = value.value is None or isinstance(value.value, (bool, str, int, float, Enum))
         return _scalar(value.value) if is_plain else value.name
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return hex(value)
-    return value if value is None or type(value) is int else plain(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        number = int(value)
+        return number if fits(number) else written(number)
+    return plain(value)
 
 
 def _fields(value: Any) -> _Pairs | None:
@@ -146,7 +149,7 @@ def _dict(pairs: _Pairs, within: tuple[int, ...]) -> dict[str, Any]:
         try:
             data[name] = _data(read(), within)
         except Exception as error:  # noqa: BLE001  (see `readable`)
-            data[name] = f"<cannot be read: {_said(error)}>"
+            data[name] = f"<cannot be read: {said(error)}>"
     return data
 
 
@@ -208,7 +211,7 @@ def _single(value: Any) -> Any:
         return repr(value)
     if isinstance(value, (Number, os.PathLike, date, time, timedelta)):
         try:
-            return _scalar(plain(value))
+            return _scalar(value if isinstance(value, Integral) else plain(value))
         except (OverflowError, ValueError):  # a fraction beyond all floats
             return _cut(repr(value))
     return _OPAQUE
@@ -219,11 +222,4 @@ def _cut(text: str) -> str:
 
 
 def _unreadable(value: Any, error: Exception) -> str:
-    return f"<{type(value).__qualname__} that cannot be read: {_said(error)}>"
-
-
-def _said(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  (an error that cannot even say what it is)
-        return type(error).__name__
+    return f"<{type(value).__qualname__} that cannot be read: {said(error)}>"

@@ -26,8 +26,8 @@ class TrackingKwargs(KwargsHandler):
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
         stall_timeout: seconds that it may take for one record. Nobody waits for that: the training goes on meanwhile.
         finish_timeout: seconds that `end_training`, or the end of the program, waits until everything is recorded.
-        most_pending: how many records may wait for one tracker, at least 1. Every 10,000 values of histograms and images, and every 100 cells
-            of a table, count as one more.
+        most_pending: how many records may wait for one tracker, at least 1. Large ones count as several: every 10,000 values of
+            histograms, images, tensors, arrays and lists, every 10,000 characters of texts, and every 100 cells of a table are one more.
 
     Raises:
         ValueError: for a number that is not positive.

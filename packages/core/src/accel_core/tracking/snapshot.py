@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import LeftOut, describe, is_array, local, plain
+from accel_core.tracking.leaves import (
+    LeftOut,
+    UnreadableError,
+    clean,
+    describe,
+    is_array,
+    local,
+    plain,
+    readable_here,
+    said,
+    written,
+)
 from accel_core.tracking.values import Histogram, flatten
 from accel_core.tracking.waiting import Mark, send, wait
 
@@ -15,59 +27,55 @@ DEEPEST = 20
 """How many dicts may stand in each other."""
 
 MOST = 10_000
-"""Of how many elements a tensor is copied, as some trackers record such."""
+"""Of how many elements a tensor, an array or a list is copied, as some trackers record such."""
 
-_Group = list[tuple[dict[str, Any], str, torch.Tensor]]
-"""Tensors of one device and dtype, each with the dict and the key at which it stands."""
+_Place = tuple[Any, Any]
+"""A dict or a list, and the key or the index at which something stands in it."""
 
-_Groups = dict[tuple[torch.device, torch.dtype], _Group]
+_Group = list[tuple[_Place, torch.Tensor]]
+"""Tensors of one device, each with its place."""
 
 
 class Snapshot:
-    """Values as they were when it was taken; what becomes of the caller's dicts and tensors later does not show.
+    """Values as they were when it was taken; what becomes of the caller's dicts, lists and tensors later does not show.
 
     Numbers on the host are copied at once. Those on a device are put into one tensor per dtype, which the device copies to the host in its
     own time: taking a snapshot waits for no device, however many values there are, and is no collective.
+
+    Attributes:
+        elements: how much it holds: values of histograms, tensors, arrays and lists, and characters of texts.
     """
 
-    def __init__(self, tree: dict[str, Any], marks: Iterable[Mark]) -> None:
+    def __init__(self, tree: dict[str, Any], marks: Iterable[Mark], elements: int) -> None:
+        self.elements = elements
         self._tree = tree
         self._marks = tuple(marks)
 
-    @property
-    def elements(self) -> int:
-        """How many elements its histograms hold."""
-        return _elements(self._tree)
-
     @classmethod
-    def take(cls, values: Mapping[str, Any]) -> Snapshot:
+    def take(cls, values: Mapping[str, Any], *, objects: bool = True) -> Snapshot:
         """Takes the values of nested dicts. For the training's thread.
 
-        Numbers and texts become plain (see `plain`), tensors of one element too, and a `Histogram` is copied. Other objects are kept as they
-        are. What cannot be read without a collective, or at all, or lies more than 20 dicts deep, becomes a `LeftOut`.
+        Numbers and texts become plain (see `plain`), tensors of one element too, and a `Histogram` is copied. Small tensors and arrays are
+        copied, and so are lists and tuples, with what is in them, as lists. Objects of other types are kept as they are. What cannot be read
+        without a collective, or at all, or lies more than 20 dicts deep, becomes a `LeftOut`.
+
+        Args:
+            values: what was logged.
+            objects: False: what is neither a number, a text nor a histogram becomes a `LeftOut` too, for there is nobody who would take it.
 
         Raises:
+            UnreadableError: for a mapping whose items, or keys, cannot be read.
             ValueError: if two values get one name, of themselves or joined by "/".
         """
-        groups: _Groups = {}
-        tree = _taken(values, groups, ())
-        return cls(tree, _sent(groups) if groups else ())
+        taking = _Taking(objects)
+        tree = taking.tree(values, ())
+        return cls(tree, taking.send(), taking.elements)
 
     def resolve(self) -> dict[str, Any]:
         """The values with the same nesting, all of them plain but what `take` kept as it is. Waits for the device; for any thread."""
         for each in self._marks:
             wait(each)
-        return _resolved(self._tree)
-
-
-def _elements(tree: dict[str, Any]) -> int:
-    kinds = set(map(type, tree.values()))
-    if not kinds & {Histogram, dict}:
-        return 0
-    return sum(
-        _elements(value) if type(value) is dict else value.elements if type(value) is Histogram else 0
-        for value in tree.values()
-    )
+        return {name: _resolved(value) for name, value in self._tree.items()}
 
 
 class _Sent:
@@ -80,92 +88,205 @@ class _Sent:
         self.index = index
 
 
-def _taken(values: Mapping[Any, Any], groups: _Groups, above: tuple[int, ...]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    is_nested = has_joined = False
-    for key, value in values.items():
-        name = key if type(key) is str and key.isascii() else str(plain(key))
-        if name in tree:
-            raise ValueError(f"Two values to be logged have the name {name!r}: keys become texts. Rename one of them.")
-        has_joined = has_joined or "/" in name
-        kind = type(value)
-        if kind is float or kind is bool:
-            tree[name] = value
-        elif kind is dict or (kind is not torch.Tensor and isinstance(value, Mapping)):
-            is_nested = True
-            tree[name] = _below(value, groups, (*above, id(values)))
-        else:
-            tree[name] = _leaf(value, tree, name, groups)
-    if is_nested and has_joined:  # only then can two names become one
-        flatten(tree)  # raises here, where the user can see what was given, and not in the thread of a tracker
-    return tree
+class _Taking:
+    """What becomes of values while they are taken; those on devices come last, all at once."""
 
+    def __init__(self, objects: bool) -> None:
+        self.elements = 0
+        self._objects = objects
+        self._numbers: dict[tuple[torch.device, torch.dtype], _Group] = {}
+        self._tensors: dict[torch.device, _Group] = {}
 
-def _below(values: Mapping[Any, Any], groups: _Groups, above: tuple[int, ...]) -> dict[str, Any] | LeftOut:
-    if id(values) in above:
-        return LeftOut(f"a {type(values).__name__} that contains itself")
-    if len(above) >= DEEPEST:
-        return LeftOut(f"a {type(values).__name__} inside {DEEPEST} others, which is the most")
-    return _taken(values, groups, above)
+    def tree(self, values: Mapping[Any, Any], above: tuple[int, ...]) -> dict[str, Any]:
+        """A dict of what stands for the values of a mapping, which stands in those of the ids `above`."""
+        tree: dict[str, Any] = {}
+        is_nested = has_joined = False
+        for key, value in values.items() if type(values) is dict else _items(values):
+            name = key if type(key) is str and key.isascii() else _name(key)
+            if name in tree:
+                raise ValueError(
+                    f"Two values to be logged have the name {name!r}: keys become texts. Rename one of them."
+                )
+            has_joined = has_joined or "/" in name
+            kind = type(value)
+            if kind is float or kind is bool:
+                tree[name] = value
+            elif kind is dict or (kind is not torch.Tensor and isinstance(value, Mapping)):
+                is_nested = True
+                tree[name] = self._below(value, (*above, id(values)))
+            else:
+                tree[name] = self._leaf(value, (tree, name), above)
+        if is_nested and has_joined:  # only then can two names become one
+            flatten(tree)  # raises here, where the user can see what was given, and not in the thread of a tracker
+        return tree
 
+    def send(self) -> list[Mark]:
+        """Sends what lies on devices to the host, and puts what stands for it into its places."""
+        devices = dict.fromkeys([*(device for device, _ in self._numbers), *self._tensors])
+        return [mark for device in devices for mark in self._sent(device)]
 
-def _leaf(value: Any, tree: dict[str, Any], name: str, groups: _Groups) -> Any:
-    """What stands for a value in the snapshot; that of a number on a device comes with the others of its group."""
-    try:
-        if not isinstance(value, torch.Tensor):
-            return value.copied() if isinstance(value, Histogram) else _kept(plain(value))
-        if value.numel() != 1:
-            return value.detach().clone() if value.numel() <= MOST else LeftOut(_large(value))
-        here = value if type(value) is torch.Tensor else local(value)
+    def _below(self, values: Any, above: tuple[int, ...]) -> Any:
+        if id(values) in above:
+            return LeftOut(f"a {type(values).__name__} that contains itself")
+        if len(above) >= DEEPEST:
+            return LeftOut(f"a {type(values).__name__} inside {DEEPEST} others, which is the most")
+        try:
+            return self._list(values, above) if isinstance(values, (list, tuple)) else self.tree(values, above)
+        except UnreadableError as error:
+            return LeftOut(str(error))
+
+    def _leaf(self, value: Any, place: _Place, above: tuple[int, ...]) -> Any:
+        """What stands for a value in the snapshot; that of a tensor on a device is put into its place later."""
+        try:
+            if isinstance(value, torch.Tensor):
+                return self._tensor(value, place)
+            if isinstance(value, Histogram):
+                copy = value.copied()
+                self.elements += copy.elements
+                return copy
+            found = plain(value)
+            if isinstance(found, (str, int, float)):
+                self.elements += len(found) if isinstance(found, str) else 0
+                return found
+            return self._object(found, above)
+        except UnreadableError as error:
+            return LeftOut(str(error))
+        except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; it is reported, and the training goes on)
+            return _unread(value, error)
+
+    def _tensor(self, value: torch.Tensor, place: _Place) -> Any:
+        if value.numel() == 1:
+            here = value if type(value) is torch.Tensor else local(value)
+            if here.is_cpu:
+                return plain(here.item())
+            self._numbers.setdefault((here.device, here.dtype), []).append((place, here))
+            return None
+        if value.numel() > MOST:
+            return LeftOut(_large("tensor", value.numel()))
+        if not self._objects:
+            return LeftOut(describe(value))
+        here = readable_here(value)
+        if type(here) is not torch.Tensor:
+            return LeftOut(f"{describe(value)}: it is of a class of its own")
+        self.elements += here.numel()
         if here.is_cpu:
-            return here.item()
-        groups.setdefault((here.device, here.dtype), []).append((tree, name, here))
-    except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; it is reported, and the training goes on)
-        return _unread(value, error)
-    return None
+            return here.clone(memory_format=torch.contiguous_format)
+        self._tensors.setdefault(here.device, []).append((place, here))
+        return None
+
+    def _object(self, value: Any, above: tuple[int, ...]) -> Any:
+        if not self._objects:
+            return LeftOut(describe(value))
+        if isinstance(value, (list, tuple)):
+            return self._below(value, above)
+        if not is_array(value):
+            return value
+        size = getattr(value, "size", MOST)
+        if isinstance(value, sys.modules["numpy"].ndarray) and size > MOST:
+            return LeftOut(_large("array", size))
+        if isinstance(size, int) and size <= MOST and hasattr(value, "copy"):
+            self.elements += size
+            return value.copy()
+        return value
+
+    def _list(self, values: Any, above: tuple[int, ...]) -> Any:
+        """A list of what stands for the values of one. Dicts and lists in it are taken as well; histograms stand in dicts only."""
+        if len(values) > MOST:
+            return LeftOut(f"a {type(values).__name__} of {len(values)}; of up to {MOST} values some trackers take one")
+        self.elements += len(values)
+        above = (*above, id(values))
+        found: list[Any] = [None] * len(values)
+        for index, value in enumerate(values):
+            if isinstance(value, Histogram):
+                found[index] = LeftOut("a Histogram, which belongs into a dict")
+            elif isinstance(value, Mapping):
+                found[index] = self._below(value, above)
+            else:
+                found[index] = self._leaf(value, (found, index), above)
+        return found
+
+    def _sent(self, device: torch.device) -> list[Mark]:
+        numbers = [group for (where, _), group in self._numbers.items() if where == device]
+        tensors = self._tensors.get(device, [])
+        with torch.no_grad():
+            stacks = [(group, stack) for group in numbers if (stack := _stacked(group)) is not None]
+            if not stacks and not tensors:
+                return []
+            try:
+                hosts, there = send([*(stack for _, stack in stacks), *(tensor for _, tensor in tensors)], device)
+            except Exception as error:  # noqa: BLE001  (no memory left, say: reported, and the training goes on)
+                for group in (*(group for group, _ in stacks), tensors):
+                    _give_up(group, error)
+                return []
+        for (group, _), host in zip(stacks, hosts, strict=False):
+            for index, ((where, key), _) in enumerate(group):
+                where[key] = _Sent(host, index)
+        for ((where, key), _), host in zip(tensors, hosts[len(stacks) :], strict=True):
+            where[key] = host
+        return [there]
 
 
-def _kept(value: Any) -> Any:
-    """An object as it is now: older trackers take lists and arrays."""
-    if type(value) in {list, tuple}:
-        return list(value)
-    return value.copy() if is_array(value) and getattr(value, "size", MOST) < MOST and hasattr(value, "copy") else value
+def _items(values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    try:
+        return list(values.items())
+    except Exception as error:
+        raise UnreadableError(f"{describe(values)} whose items cannot be read: {said(error)}") from error
 
 
-def _large(value: torch.Tensor) -> str:
-    return f"a tensor of {value.numel()} elements; Histogram(tensor) says how they are distributed, log_images() shows pictures"
+def _name(key: Any) -> str:
+    try:
+        return written(key) if type(key) is int else clean(str(plain(key)))
+    except Exception as error:
+        raise UnreadableError(
+            f"a dict with {describe(key)} as a key, which no text can be made of: {said(error)}"
+        ) from error
+
+
+def _large(kind: str, count: int) -> str:
+    return f"{'an' if kind == 'array' else 'a'} {kind} of {count} elements; Histogram({kind}) says how they are distributed, log_images() shows pictures"
 
 
 def _unread(value: Any, error: Exception) -> LeftOut:
-    return LeftOut(f"{describe(value)} that cannot be read: {type(error).__name__}: {error}")
+    return LeftOut(f"{describe(value)} that cannot be read: {said(error)}")
 
 
-def _sent(groups: _Groups) -> list[Mark]:
-    """Sends all numbers to the host, and puts what stands for them into their places."""
-    marks: list[Mark] = []
-    for device in dict.fromkeys(device for device, _ in groups):
-        mine = [group for (where, _), group in groups.items() if where == device]
-        try:
-            with torch.no_grad():
-                stacks = [torch.stack([tensor.reshape(()) for _, _, tensor in group]) for group in mine]
-                hosts, there = send(stacks, device)
-        except Exception as error:  # noqa: BLE001  (a tensor without data, or no memory left: reported, and the training goes on)
-            for tree, name, tensor in (place for group in mine for place in group):
-                tree[name] = _unread(tensor, error)
-            continue
-        marks.append(there)
-        for group, host in zip(mine, hosts, strict=True):
-            for index, (tree, name, _) in enumerate(group):
-                tree[name] = _Sent(host, index)
-    return marks
+def _stacked(group: _Group) -> torch.Tensor | None:
+    """Numbers of one dtype in one tensor; None for a dtype that knows no such thing."""
+    try:
+        return torch.stack([tensor.reshape(()) for _, tensor in group])
+    except Exception as error:  # noqa: BLE001  (a tensor without data, or no memory left: reported, and the training goes on)
+        _give_up(group, error)
+        return None
 
 
-def _resolved(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _resolved(value)
-        if type(value) is dict
-        else value.host[value.index].item()
-        if type(value) is _Sent
-        else value
-        for name, value in tree.items()
-    }
+def _give_up(group: _Group, error: Exception) -> None:
+    for (where, key), tensor in group:
+        where[key] = _unread(tensor, error)
+
+
+def _resolved(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {name: _resolved(each) for name, each in value.items()}
+    if kind is list:
+        return _resolved_list(value)
+    if kind is not _Sent:
+        return value
+    number = value.host[value.index]
+    try:
+        return plain(number.item())
+    except Exception as error:  # noqa: BLE001  (a dtype that has no numbers)
+        return _unread(number, error)
+
+
+def _resolved_list(values: list[Any]) -> Any:
+    """A list with something that is left out is so itself: what is left out has no place in it."""
+    found = [_resolved(each) for each in values]
+    missing = next(filter(None, map(_missing, found)), None)
+    return found if missing is None else LeftOut(f"a list with {missing.reason}")
+
+
+def _missing(value: Any) -> LeftOut | None:
+    if isinstance(value, LeftOut):
+        return value
+    return next(filter(None, map(_missing, value.values())), None) if type(value) is dict else None

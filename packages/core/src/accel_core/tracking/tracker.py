@@ -1,7 +1,8 @@
 """What a tracker is: something that records a run where people look at it, in a file or with a service.
 
 Two spellings serve. `Tracker` is the one that new trackers are written in. `GeneralTracker` is an older one, for classes that exist
-already. Both are handed plain Python values; neither ever sees a tensor of a model.
+already. Both are handed plain Python values in dicts and lists of their own, and no tensor that the training goes on with. An object of
+another type is handed, as it is, to those that take it.
 """
 
 from __future__ import annotations
@@ -54,12 +55,18 @@ class Tracker:
 
     Attributes:
         name: by which it is asked for: `get_tracker(name)`, `init_kwargs={name: ...}`.
-        requires_logging_directory: whether it is given a folder.
+        requires_logging_directory: whether it is given a folder; an attribute, or a property if its options decide.
         main_process_only: whether the main process alone records; else every process does, each for itself.
     """
 
     name: ClassVar[str] = ""
-    requires_logging_directory: ClassVar[bool] = False
+    if TYPE_CHECKING:  # what attributes and properties may take the place of
+
+        @property
+        def requires_logging_directory(self) -> bool: ...  # noqa: D102
+
+    else:
+        requires_logging_directory = False
     main_process_only: ClassVar[bool] = True
 
     @classmethod
@@ -90,12 +97,16 @@ class Tracker:
             values: name → int, float (also nan and inf), text, or an object of which `records` says that it is recorded. Names of
                 nested dicts are joined by "/".
             step: at least 0. It may be one that was recorded before, or an earlier one.
-            options: `log_kwargs[name]` of the user's call.
+            options: `log_kwargs[name]` of the user's call. If the record has histograms too, `log_histograms` is given the same ones:
+                pass over those that only the other method has, and raise a TypeError that names what neither has.
         """
         raise NotImplementedError
 
     def records(self, value: object) -> bool:  # noqa: ARG002
-        """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types."""
+        """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types.
+
+        Tensors on devices are brought to the host before, and lists and small tensors are copies.
+        """
         return False
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
@@ -110,7 +121,10 @@ class Tracker:
         raise NotImplementedError
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """Records histograms by name. Not overridden: the tracker has none, which is said once where there is one."""
+        """Records histograms by name; for the options see `log`. A record of histograms alone reaches this method only.
+
+        Not overridden: the tracker has none, which is said once where there is one.
+        """
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -165,7 +179,7 @@ class GeneralTracker:
         """Stores the configuration of the run, as JSON has it."""
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Records values, nested as the user gave them."""
+        """Records values, nested as the user gave them, with lists in place of small tensors."""
 
     def finish(self) -> None:
         """Closes the run."""

@@ -12,47 +12,42 @@ Everything after it is handed over to the tracker's own thread.
 from __future__ import annotations
 
 import atexit
-import copy
-import difflib
 import logging
-import operator
 import os
-import re
-import secrets
-import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_core.deprecation import level_of_the_user
+from accel_core.tracking.arguments import as_step, check_mapping, unknown_tracker
 from accel_core.tracking.blank import Blank
-from accel_core.tracking.ending import finish, finish_at_exit, let_go, streams_kept
+from accel_core.tracking.ending import finish, finish_at_exit, is_failing, let_go, streams_kept
+from accel_core.tracking.handle import TrackerHandle
 from accel_core.tracking.images import as_images
+from accel_core.tracking.logged import Values
+from accel_core.tracking.older import takes_objects
+from accel_core.tracking.plan import NO_OPTIONS, Plan, new_id
 from accel_core.tracking.readable import readable
-from accel_core.tracking.recorder import Recorder, Values
+from accel_core.tracking.recorder import Recorder
 from accel_core.tracking.rules import TrackerError
 from accel_core.tracking.selection import known_names, name_of
 from accel_core.tracking.snapshot import Snapshot
-from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
+from accel_core.tracking.tracker import GeneralTracker
 from accel_core.tracking.values import as_table
 
 if TYPE_CHECKING:
     from accel_core.project import ProjectConfiguration
     from accel_core.tracking.rules import TrackingKwargs
     from accel_core.tracking.selection import Chosen
+    from accel_core.tracking.tracker import TrackedRun, Tracker
     from accel_core.world import World
 
-RUNS = "runs"
-"""The folder of local trackers where neither `logging_dir` nor `project_dir` was given."""
-
+_MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
 _GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."
-_NO_OPTIONS: Mapping[str, Any] = {}
 
 T = TypeVar("T")
 
@@ -84,7 +79,8 @@ class Trackers:
         components = [each.component for each in chosen.selected]
         self.on_every_rank = any(not each.main_process_only for each in components)
         self._components = [each for each in components if world.is_main or not each.main_process_only]
-        self._plan: _Plan | None = None
+        self._takes_objects = any(map(takes_objects, self._components))
+        self._plan: Plan | None = None
         self._recorders: list[Recorder] | None = None
         self._resumed: Mapping[str, Any] = {}
         self._run_id = ""
@@ -92,6 +88,8 @@ class Trackers:
         self._ended = False
         self._process = os.getpid()
         self._starting = threading.RLock()  # a signal handler may log, too
+        self._is_starting = self._was_used = False
+        self._counting = threading.RLock()
         self._at_exit: Callable[[], None] | None = None
         if chosen.left_out and world.is_main:
             logger.warning(
@@ -101,9 +99,9 @@ class Trackers:
             )
 
     @property
-    def components(self) -> list[Tracker | GeneralTracker]:
+    def in_hand(self) -> list[TrackerHandle | GeneralTracker]:
         """The trackers that record in this process."""
-        return list(self._components)
+        return list(map(self._in_hand, self._components))
 
     def init(
         self, project_name: object, config: object, init_kwargs: Mapping[str, Any] | None, *, resume: bool
@@ -111,44 +109,55 @@ class Trackers:
         """See `Accelerator.init_trackers`."""
         if not isinstance(project_name, str) or not project_name.strip():
             raise TypeError(f"init_trackers({project_name!r}): expected the name of the project, such as 'my-project'.")
-        options = self._options("init_trackers(init_kwargs=...)", init_kwargs)
-        if self._recorders is not None or self._ended:
-            raise RuntimeError(
-                f"init_trackers({project_name!r}) was called, but the run {self._run_id!r} has begun. Call it once, before the first "
-                f"log(); a second run has an Accelerator of its own."
+        plan = Plan(
+            project_name,
+            readable(config) if self._components else {},
+            self._options("init_trackers(init_kwargs=...)", init_kwargs),
+            resume,
+        )
+        if self._names and (self._ended or (self._plan is not None and (self._was_used or plan != self._plan))):
+            before = (
+                "after end_training()"
+                if self._plan is None
+                else f"a second time, after that for {self._plan.project!r}"
             )
-        if self._components:
-            self._plan = _Plan(project_name, readable(config), options, resume)
+            raise RuntimeError(
+                f"init_trackers({project_name!r}) was called {before}. Call it once, before the first log(); a second run has an "
+                f"Accelerator of its own."
+            )
+        self._plan = plan
 
-    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any] | None) -> None:
-        """See `Accelerator.log`."""
-        _check_mapping("log()", values)
-        options = self._options("log(log_kwargs=...)", log_kwargs)
-        number = _number("log()", step)
-        if self._is_recording("log()"):
-            taken = self._made(lambda: Values(Snapshot.take(values)))
-            if taken is None:
-                return
-            number = self._at(number)
-            for each in self._started():
-                each.log(taken, number, options.get(each.name, _NO_OPTIONS))
-            self._tell()
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None,
+        log_kwargs: Mapping[str, Any] | None,
+        *,
+        only: str | None = None,
+    ) -> None:
+        """See `Accelerator.log`; `only` is the name of the one tracker that records."""
+        check_mapping("log()", values)
+        self._record(
+            "log",
+            step,
+            log_kwargs,
+            lambda: (Values(Snapshot.take(values, objects=self._takes_objects)),),
+            only,
+            advance=True,
+        )
 
     def log_images(
-        self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any] | None, dataformats: str | None
+        self,
+        values: Mapping[str, Any],
+        step: int | None,
+        log_kwargs: Mapping[str, Any] | None,
+        dataformats: str | None,
+        *,
+        only: str | None = None,
     ) -> None:
         """See `Accelerator.log_images`."""
-        _check_mapping("log_images()", values)
-        options = self._options("log_images(log_kwargs=...)", log_kwargs)
-        number = _number("log_images()", step)
-        if self._is_recording("log_images()"):
-            images = self._made(lambda: as_images(values, dataformats))
-            if images is None:
-                return
-            number = self._at(number, advance=False)
-            for each in self._started():
-                each.log_images(images, number, options.get(each.name, _NO_OPTIONS))
-            self._tell()
+        check_mapping("log_images()", values)
+        self._record("log_images", step, log_kwargs, lambda: (as_images(values, dataformats),), only)
 
     def log_table(
         self,
@@ -156,45 +165,80 @@ class Trackers:
         content: tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any],
         step: int | None,
         log_kwargs: Mapping[str, Any] | None,
+        *,
+        only: str | None = None,
     ) -> None:
         """See `Accelerator.log_table`; `content` is columns, data and dataframe."""
         if not isinstance(name, str):
             raise TypeError(f"log_table() was given the name {name!r}, a {type(name).__name__}: expected a text.")
-        options = self._options("log_table(log_kwargs=...)", log_kwargs)
-        number = _number("log_table()", step)
-        if self._is_recording("log_table()"):
-            table = self._made(lambda: as_table(*content))
-            if table is None:
-                return
-            number = self._at(number, advance=False)
-            for each in self._started():
-                each.log_table(name, table, number, options.get(each.name, _NO_OPTIONS))
-            self._tell()
+        self._record("log_table", step, log_kwargs, lambda: (name, as_table(*content)), only)
+
+    def _record(
+        self,
+        method: str,
+        step: int | None,
+        log_kwargs: Mapping[str, Any] | None,
+        make: Callable[[], tuple[Any, ...]],
+        only: str | None,
+        *,
+        advance: bool = False,
+    ) -> None:
+        """Hands what `make` takes of the user's values to this method of every recorder."""
+        options = self._options(f"{method}(log_kwargs=...)", log_kwargs)
+        number = as_step(f"{method}()", step)
+        if not self._is_recording(f"{method}()"):
+            return
+        content = self._made(make)
+        if content is None:
+            return
+        recorders = self._started()
+        if not recorders:
+            self._warn(f"{method}() was called while the trackers are being started, and is not recorded.")
+            return
+        number = self._at(number, advance=advance)
+        for each in recorders:
+            if only is None or each.name == only:
+                getattr(each, method)(*content, number, options.get(each.name, NO_OPTIONS))
+        self._tell()
 
     def get(self, name: str, unwrap: bool) -> Any:
         """See `Accelerator.get_tracker`."""
         if name not in self._names:
-            raise ValueError(_unknown_tracker(f"get_tracker({name!r})", name, self._names, "log_with has"))
+            raise ValueError(unknown_tracker(f"get_tracker({name!r})", name, self._names, "log_with has"))
+        tracker = self.caught_up(name)
+        if isinstance(tracker, Blank):
+            return tracker
+        if unwrap:
+            return next(each for each in self._started() if each.name == name).unwrapped()
+        return self._in_hand(tracker)
+
+    def caught_up(self, name: str) -> Any:
+        """The tracker, when it has recorded what was logged so far; a blank where it does not record."""
         if not any(name_of(each) == name for each in self._components) or not self._is_recording("get_tracker()"):
             return Blank(name)
-        recorder = next(each for each in self._started() if each.name == name)
+        recorder = next((each for each in self._started() if each.name == name), None)
+        if recorder is None:  # they are being started
+            return Blank(name)
         recorder.lane.wait(self._rules.stall_timeout)
         self._tell()
-        if recorder.lane.failure is not None:
-            return Blank(name)
-        return recorder.unwrapped() if unwrap else recorder.tracker
+        return recorder.tracker if recorder.lane.failure is None else Blank(name)
+
+    def _in_hand(self, tracker: Tracker | GeneralTracker) -> TrackerHandle | GeneralTracker:
+        """As the user gets it: older ones have all the methods themselves."""
+        return tracker if isinstance(tracker, GeneralTracker) else TrackerHandle(self, tracker)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint says of the run that is recorded here: its id, its next step, and how each tracker goes on."""
-        if self._plan is None or os.getpid() != self._process or (self._ended and self._recorders is None):
+        if (
+            self._plan is None
+            or not self._components
+            or os.getpid() != self._process
+            or (self._ended and self._recorders is None)
+        ):
             return dict(self._resumed)
         recorders = self._started()
         if not self._ended:
-            for each in recorders:
-                each.flush()
-            for each in recorders:
-                each.lane.wait(self._rules.stall_timeout)  # of one that is slow, what it said last
-            self._tell()
+            self._catch_up(recorders)
         before = self._resumed["trackers"] if self._resumed.get("run_id") == self._run_id else {}
         own = {each.name: dict(each.state) for each in recorders if each.was_started}
         return {
@@ -203,6 +247,19 @@ class Trackers:
             "step": self._next_step,
             "trackers": {**before, **own},
         }
+
+    def _catch_up(self, recorders: Sequence[Recorder]) -> None:
+        """Has everything recorded that was logged, as far as that takes no longer than one record may."""
+        for each in recorders:
+            each.flush()
+        deadline = time.monotonic() + self._rules.stall_timeout + _MOMENT
+        for each in recorders:
+            if not each.lane.wait(max(deadline - time.monotonic(), 0.0)) and not each.lane.give_up_if_stalled():
+                self._warn(
+                    f"The tracker {each.name!r} has not recorded within {self._rules.stall_timeout:g} s what was logged before "
+                    f"save_state(): the checkpoint holds of it what it said last, so a run that resumes from it may miss, or repeat, some."
+                )
+        self._tell()
 
     def resume(self, state: Mapping[str, Any] | None) -> None:
         """Goes on with the run of a checkpoint, if `state` names one."""
@@ -220,19 +277,18 @@ class Trackers:
                 state["run_id"], self._run_id,
             )  # fmt: skip
 
-    def finish(self) -> None:
-        """Records what is pending, and closes the run. Returns within `finish_timeout`."""
+    def finish(self, failed: bool | None = None) -> None:
+        """See `Accelerator.end_training`: records what is pending, and closes the run. Returns within `finish_timeout`."""
         if self._ended or os.getpid() != self._process:
             return
         try:
-            recorders = [] if self._plan is None else self._started()
+            recorders = self._started() if self._plan is not None and self._components else []
         finally:
             self._ended = True
             if self._at_exit is not None:
                 atexit.unregister(self._at_exit)
                 self._at_exit = None
-            # In a `finally` of the program's there may be an exception on its way.
-            finish(self._recorders or (), self._rules.finish_timeout, failed=sys.exc_info()[0] is not None)
+            finish(self._recorders or (), self._rules.finish_timeout, failed=is_failing() if failed is None else failed)
         if recorders:
             self._tell()
 
@@ -248,11 +304,23 @@ class Trackers:
             elif recorder.lane.failure is not None:
                 found[name] = f"switched off: {recorder.lane.failure}"
             else:
-                found[name] = f"records the run {self._run_id}"
+                found[name] = f"{'has recorded' if self._ended else 'records'} the run {self._run_id}"
         return found
 
+    @cached_property
+    def _known(self) -> list[str]:
+        return known_names(self._chosen)
+
     def _is_recording(self, call: str) -> bool:
-        """Whether this process records; raises where a run is missing."""
+        """Whether this process records; raises, on every rank, where a run is missing."""
+        if not self._names:
+            return False
+        if self._plan is None and not self._ended:
+            raise RuntimeError(
+                f"{call} was called before init_trackers(), so {', '.join(self._names)} cannot know what is recorded. Call "
+                f"accelerator.init_trackers('my-project') first."
+            )
+        self._was_used = True
         if not self._components:
             return False
         if self._ended or os.getpid() != self._process:
@@ -260,17 +328,11 @@ class Trackers:
             where = "Call end_training() last" if self._ended else "Return what is to be recorded to that one"
             self._warn(f"{call} was called {when}, and is not recorded. {where}.")
             return False
-        if self._plan is None:
-            raise RuntimeError(
-                f"{call} was called before init_trackers(), so {', '.join(self._names)} cannot know what is recorded. Call "
-                f"accelerator.init_trackers('my-project') first."
-            )
         return True
 
     def _at(self, step: int | None, *, advance: bool = True) -> int:
         """The step of a record: the one given, else the one after the last. Only values count steps."""
-        self._started()  # which may resume, and so know the next one
-        with self._starting:
+        with self._counting:
             if step is None:
                 step = self._next_step if advance else max(self._next_step - 1, 0)
             if advance:
@@ -283,76 +345,81 @@ class Trackers:
         return bool(self._resumed) and plan is not None and plan.resume and self._resumed["project"] == plan.project
 
     def _started(self) -> list[Recorder]:
-        """The recorders, all of which have started or are switched off."""
+        """The recorders, all of which have been told to start; none while they are being made, for what interrupts that."""
         if self._recorders is None:
             with self._starting:
-                self._begin()
-        assert self._recorders is not None, "that began it"
-        return self._recorders
+                if not self._is_starting:  # else another thread was first, or this one is at it
+                    self._is_starting = True
+                    try:
+                        self._begin()
+                    finally:
+                        self._is_starting = self._recorders is not None
+        return self._recorders or []
 
     def _begin(self) -> None:
         plan = self._plan
         assert plan is not None, "whoever calls this has asked"
-        if self._recorders is not None:
-            return  # another thread was first
         goes_on = self._goes_on()
-        self._run_id = self._resumed["run_id"] if goes_on else _new_id(self._world)
+        self._run_id = self._resumed["run_id"] if goes_on else new_id(self._world)
         self._next_step = self._resumed["step"] if goes_on else 0
         before = self._resumed["trackers"] if goes_on else {}
         recorders = [Recorder(each, name_of(each), self._rules) for each in self._components]
-        weakref.finalize(self, let_go, recorders).atexit = False
+        weakref.finalize(self, let_go, recorders, self._process).atexit = False
+        needs_folder = [each.tracker.requires_logging_directory for each in recorders]
+        folder = plan.folder(self._project, self._run_id) if any(needs_folder) else None
+        runs = [
+            plan.run(each.name, self._run_id, self._next_step, folder if needs else None, before.get(each.name))
+            for each, needs in zip(recorders, needs_folder, strict=True)
+        ]
         try:
             with streams_kept(recorders, self._rules):
-                for each in recorders:
-                    each.start(self._run_of(each, plan, before.get(each.name)))
-                self._recorders = recorders  # what another thread logs from now on comes after the start
+                self._start(recorders, runs)
         finally:
             # After the services' own, so that it runs before them.
             self._at_exit = partial(finish_at_exit, list(map(weakref.ref, recorders)), self._rules, self._process)
             atexit.register(self._at_exit)
         self._tell()
 
-    def _run_of(self, recorder: Recorder, plan: _Plan, resumed: Mapping[str, Any] | None) -> TrackedRun:
-        needs_folder = recorder.tracker.requires_logging_directory
-        return TrackedRun(
-            project=plan.project,
-            run_id=self._run_id,
-            config=copy.deepcopy(plan.config),  # its own
-            directory=self._folder(plan.project) if needs_folder else None,
-            options=plan.options.get(recorder.name, _NO_OPTIONS),
-            resumed=resumed,
-            step=self._next_step,
-        )
+    def _start(self, recorders: list[Recorder], runs: list[TrackedRun]) -> None:
+        """Has them start, and then be found, so that whatever anybody logs meanwhile, `start` itself too, comes after it."""
+        may_begin = threading.Event()
 
-    def _folder(self, project: str) -> Path:
-        given = self._project.logging_dir or self._project.project_dir
-        folder = Path(given or RUNS) / (re.sub(r"[^\w. -]", "_", project).strip(". ") or "_")
-        if given is None and not self._told_folder:
-            self._told_folder = True
-            logger.warning("Runs are recorded in %s, because neither logging_dir nor project_dir was given.", folder)
-        return folder / self._run_id
+        def hold() -> None:
+            may_begin.wait()
 
-    _told_folder = False
+        pairs = list(zip(recorders, runs, strict=True))
+        try:
+            for each, run in pairs:
+                if each.lane.has_thread:
+                    each.lane.put("start()", hold)
+                    each.start(run)
+            self._recorders = recorders
+        finally:
+            may_begin.set()
+        for each, run in pairs:
+            if not each.lane.has_thread:
+                each.start(run)
 
     def _options(self, asked: str, given: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]]:
         """Options by the names of trackers, also of those that are not active: scripts are written for several."""
         if not given:
-            return _NO_OPTIONS
-        _check_mapping(asked, given)
+            return NO_OPTIONS
+        check_mapping(asked, given)
         for name, options in given.items():
-            if name not in self._names and name not in (known := known_names(self._chosen)):
-                raise ValueError(_unknown_tracker(f"{asked} has {name!r}, which", name, known, "Known are"))
-            _check_mapping(f"{asked}[{name!r}]", options)
+            if name not in self._names and name not in self._known:
+                raise ValueError(unknown_tracker(f"{asked} has {name!r}, which", name, self._known, "Known are"))
+            check_mapping(f"{asked}[{name!r}]", options)
         return {name: dict(options) for name, options in given.items()}  # as they are now
 
     def _made(self, make: Callable[[], T]) -> T | None:
         """What is to be recorded; None where the user's values are none that can be, which costs the record and not the run."""
         try:
             return make()
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever methods of the user's objects raise
             if self._rules.strict:
                 raise
-            self._warn(f"A record is left out: {str(error).rstrip('.')}. {_GOES_ON}")
+            kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+            self._warn(f"A record is left out: {kind}{str(error).rstrip('.')}. {_GOES_ON}")
             return None
 
     def _tell(self) -> None:
@@ -366,44 +433,3 @@ class Trackers:
 
     def _warn(self, text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_user())
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What `init_trackers` was given."""
-
-    project: str
-    config: Mapping[str, Any]
-    options: Mapping[str, Mapping[str, Any]]
-    resume: bool
-
-
-def _new_id(world: World) -> str:
-    """That of a new run, different also from those of the same second: without the program's random streams."""
-    of_rank = "" if world.is_main else f"_rank{world.rank}"
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}{of_rank}"
-
-
-def _number(asked: str, step: object) -> int | None:
-    if step is None:
-        return None
-    try:
-        number = operator.index(None if isinstance(step, bool) else step)  # type: ignore[arg-type]  # a 0-d tensor of integers has it too
-    except TypeError:
-        raise TypeError(
-            f"{asked} was given step={step!r}, a {type(step).__name__}: expected an integer of at least 0, or None."
-        ) from None
-    if number < 0:
-        raise ValueError(f"{asked} was given step={number}: expected an integer of at least 0, or None.")
-    return number
-
-
-def _check_mapping(asked: str, value: object) -> None:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"{asked} was given {type(value).__name__} {value!r:.100}: expected a dict with names as keys.")
-
-
-def _unknown_tracker(asked: str, name: object, names: Collection[str], those: str) -> str:
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"Type {near[0]!r} if that was meant." if near else f"{those}: {', '.join(names) or 'none'}."
-    return f"{asked} names no tracker. {hint}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import PLAIN, as_array, describe, is_array, local, plain
-from accel_core.tracking.waiting import Mark, copied_to_host, mark
+from accel_core.tracking.countable import as_tensor
+from accel_core.tracking.leaves import PLAIN, UnreadableError, clean, describe, plain, readable_here, said, written
+from accel_core.tracking.waiting import Mark, copied_to_host, fetched, mark
 
 __all__ = ["Bins", "Flat", "Histogram", "Table", "as_table", "describe", "flatten"]
 
@@ -82,9 +83,9 @@ class Histogram:
         """The same of the values as they are now, whatever becomes of them. Waits for no device.
 
         Raises:
-            TypeError, ValueError: if they cannot be counted.
+            TypeError: if they cannot be counted.
         """
-        copy = Histogram(_copied(self._values), self.bins)
+        copy = Histogram(as_tensor(self._values), self.bins)
         copy._mark = None if copy._values.is_cpu else mark(copy._values.device)
         copy._lock = threading.Lock()
         return copy
@@ -153,7 +154,7 @@ def _leaves(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = None, dataframe: Any = None) -> Table:
-    """A table of plain values, taken now. Waits for devices where cells are tensors.
+    """A table of plain values, taken now. Waits for a device where cells are tensors on it, once for all of one dtype.
 
     Args:
         columns: names of the columns.
@@ -162,7 +163,7 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
         dataframe: instead of both, one of pandas or polars, or what else has `columns`, and `itertuples` or `rows`.
 
     Raises:
-        TypeError: if the columns or the rows are none, or the dataframe is not.
+        TypeError: if the columns or the rows are none, or the dataframe is not, or a cell cannot be read.
         ValueError: if neither or both were given, for two columns of one name, and for a row with too many or too few cells.
     """
     given = (columns is not None, data is not None, dataframe is not None)
@@ -190,7 +191,8 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
                 f"log_table() was given {len(names)} columns ({', '.join(names)}), but row {index} of data has {len(row)} cells. Give "
                 f"each row one cell per column, None where there is nothing."
             )
-    return Table(tuple(names), tuple(tuple(_cell(cell) for cell in row) for row in rows))
+    cells = (tuple(map(_cell, row, names, itertools.repeat(index))) for index, row in enumerate(fetched(rows)))
+    return Table(tuple(names), tuple(cells))
 
 
 def _content(dataframe: Any) -> tuple[Iterable[Any], Iterable[Any]]:
@@ -207,58 +209,32 @@ def _content(dataframe: Any) -> tuple[Iterable[Any], Iterable[Any]]:
 
 def _listed(value: Any, what: str, expected: str) -> list[Any]:
     if isinstance(value, torch.Tensor) and value.dim() > 0:
-        return local(value).tolist()
+        try:
+            return readable_here(value).tolist()
+        except UnreadableError as error:
+            raise TypeError(f"log_table() was given as {what} {error}.") from None
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise TypeError(f"log_table() was given {describe(value)} as {what}: expected {expected}.")
     return list(value)
 
 
-def _cell(value: Any) -> Any:
-    if value is None or type(value) in PLAIN:
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = local(value).item()
-    value = plain(value)
-    return value if type(value) in PLAIN else str(value)
-
-
-def _copied(values: Any) -> torch.Tensor:
-    """Values as one tensor of its own memory."""
+def _cell(value: Any, column: str, row: int) -> Any:
+    if value is None:
+        return None
     try:
-        if isinstance(values, torch.Tensor):
-            return _real(local(values)).clone(memory_format=torch.contiguous_format)
-        if is_array(values):
-            return _from_array(as_array(values))
-        if isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
-            return _from_sequence(values)
-        raise TypeError("neither a tensor nor a sequence")
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = readable_here(value).item()
+        try:
+            found = plain(value)
+        except OverflowError:  # of a number that no float can hold
+            found = written(value) if isinstance(value, int) else str(value)
+        return found if type(found) in PLAIN else clean(str(found))
+    except UnreadableError as error:
+        raise TypeError(f"log_table() was given in row {row} under {column!r} {error}.") from None
+    except Exception as error:
         raise TypeError(
-            f"Histogram(values) was given {describe(values)}: expected a tensor, an array, or a list of real numbers. Found: {error}."
-        ) from None
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_meta:
-        raise TypeError(
-            f"{tensor.dtype} with the layout {tensor.layout} on {tensor.device}; take value.abs(), or value.to_dense()"
-        )
-    return tensor
-
-
-def _from_array(array: Any) -> torch.Tensor:
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"the dtype {array.dtype}")
-    # float64 is also what the values are counted in; so it is no loss for the dtypes that torch lacks.
-    return torch.from_numpy(array.astype("float64", order="C"))
-
-
-def _from_sequence(values: Sequence[Any]) -> torch.Tensor:
-    if values and isinstance(values[0], torch.Tensor):
-        return torch.cat([_real(local(each)).reshape(-1) for each in values])
-    if any(isinstance(each, (str, bytes)) for each in values):
-        raise TypeError("texts")
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+            f"log_table() was given {describe(value)} in row {row} under {column!r}, which cannot be read: {said(error)}."
+        ) from error
 
 
 def _counted(values: torch.Tensor, bins: int) -> Bins:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -61,3 +63,22 @@ def copied_to_host(tensor: torch.Tensor, there: Mark) -> torch.Tensor:
     # In a stream of its own: in that of the training the copy would be queued behind steps to come, and they behind it.
     with torch.Stream(device=tensor.device):
         return tensor.to("cpu")
+
+
+def fetched(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The cells of a table, where numbers on a device have become numbers of Python: one copy, and one wait, per device and dtype.
+
+    Others are left as they are, also those that cannot be copied.
+    """
+    table = [list(row) for row in rows]
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[list[Any], int]]] = {}
+    for row in table:
+        for column, cell in enumerate(row):
+            if type(cell) is torch.Tensor and cell.numel() == 1 and not cell.is_cpu:
+                groups.setdefault((cell.device, cell.dtype), []).append((row, column))
+    for places in groups.values():
+        with torch.no_grad(), suppress(RuntimeError):  # whoever reads the cell says why that cannot be done, and where
+            numbers = torch.stack([row[column].reshape(()) for row, column in places]).to("cpu").tolist()
+            for (row, column), number in zip(places, numbers, strict=True):
+                row[column] = number
+    return table

@@ -1,0 +1,56 @@
+"""Classes of the older spelling, dressed as the newer one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_core.tracking.tracker import GeneralTracker, Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core.tracking.tracker import TrackedRun
+    from accel_core.tracking.values import Table
+
+
+class OlderAsTracker(Tracker):
+    """A `GeneralTracker` as a `Tracker`: it has no state, no options at its start, and no histograms.
+
+    Its `log` takes values nested as the user gave them.
+
+    Args:
+        older: the user's object.
+    """
+
+    def __init__(self, older: GeneralTracker) -> None:
+        self._older = older
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker.start`."""
+        self._older.start()
+        if run.config:
+            self._older.store_init_configuration(dict(run.config))
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """See `GeneralTracker.log`."""
+        self._older.log(dict(values), step=step, **options)
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        """As arrays."""
+        arrays = {name: [image.numpy().copy() for image in several] for name, several in values.items()}
+        self._older.log_images(arrays, step, **options)  # type: ignore[attr-defined]  # some classes have it
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        """As lists; where a dataframe could stand there is none."""
+        rows = [list(row) for row in table.rows]
+        self._older.log_table(name, list(table.columns), rows, None, step, **options)  # type: ignore[attr-defined]  # see above
+
+    def finish(self, failed: bool) -> None:  # noqa: ARG002
+        """See `GeneralTracker.finish`."""
+        self._older.finish()
+
+
+def takes_objects(tracker: Tracker | GeneralTracker) -> bool:
+    """Whether a tracker may take what is neither a number, a text, nor a histogram."""
+    return isinstance(tracker, GeneralTracker) or type(tracker).records is not Tracker.records
