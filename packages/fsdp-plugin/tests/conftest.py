@@ -8,7 +8,7 @@ import pytest
 
 from accel_core.testing import no_leaks, preload
 
-preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "accel_fsdp.strategy")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Every test of accel-precision leaves its process as it was."""
+"""Every test of accel-precision leaves its process as it was, and its ranks find the package imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel_core.testing import no_leaks
+from accel_core.testing import no_leaks, preload
+
+preload("accel_precision.amp")
 
 
 @pytest.fixture(autouse=True)

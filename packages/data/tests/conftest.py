@@ -1,0 +1,7 @@
+"""The ranks of these tests find the package imported."""
+
+from __future__ import annotations
+
+from accel_core.testing import preload
+
+preload("accel_data.preparing")
