@@ -35,6 +35,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
 COMMON_SERVICES = ("tensorboard", "comet_ml", "wandb", "mlflow")
 HEAVY_SERVICES = ("aim", "clearml", "dvclive", "swanlab", "trackio")
+ACROSS_SERVICES = ("extras", "names", "options", "whole", "browser")
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 """Two processes take one file after the other, in the order that tests/conftest.py gives them: tests of a file share launches."""
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
@@ -69,7 +70,7 @@ def services(session: nox.Session) -> None:
     """The trackers whose services are too heavy for `tests`, all trackers together, and their pages in a browser."""
     clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
     install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
-    tests = [f"packages/trackers/tests/test_trackers_{name}.py" for name in (*HEAVY_SERVICES, "whole", "browser")]
+    tests = [f"packages/trackers/tests/test_trackers_{name}.py" for name in (*HEAVY_SERVICES, *ACROSS_SERVICES)]
     session.run("pytest", *tests, *session.posargs, env=required([*COMMON_SERVICES, *HEAVY_SERVICES, "playwright"]))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,9 +33,10 @@ class CometServer:
         known: keys of experiments that are there.
         taken: keys with which none can be opened, although it does not say so when it is asked whether they are there.
         metrics: (name, step, value) as they came.
-        parameters: by name, those that the tracker sent.
+        parameters: by name.
         files: the query of each upload, and its body.
         paths: all that were asked for.
+        stop: has it go away; it may be called twice.
     """
 
     url: str = ""
@@ -45,6 +46,7 @@ class CometServer:
     parameters: dict[str, Any] = field(default_factory=dict)
     files: list[tuple[dict[str, list[str]], bytes]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    stop: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
         """Everything but its address."""
@@ -64,7 +66,7 @@ class CometServer:
             values = json.loads(body)["values"]
             self.metrics += [(each["metricName"], each["step"], each["metricValue"]) for each in values]
         elif path == f"{BATCH}parameter":
-            sent = [each for each in json.loads(body)["values"] if each["source"] == "manual"]
+            sent = json.loads(body)["values"]
             self.parameters |= {each["parameterName"]: each["parameterValue"] for each in sent}
         elif path == "/clientlib/asset/upload":
             self.files.append((query, body))
@@ -97,9 +99,15 @@ def comet_server() -> Iterator[CometServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        known.stop = stop
         known.url = f"http://127.0.0.1:{server.server_port}/clientlib/"
         try:
             yield known
         finally:
-            server.shutdown()
-            thread.join()
+            stop()

@@ -31,7 +31,7 @@ def read_run(sessions: Path, task_id: str, *, is_open: bool) -> Recorded:
         if event["type"] == "training_stats_scalar":
             numbers[name].append((step, event["value"]))
         elif event["type"] == "training_debug_image":
-            images[re.sub(r" \d+$", "", name)].append((step, pixels(Path(event["url"]))))
+            images[re.sub(r" ⟨image \d+⟩$", "", name)].append((step, pixels(Path(event["url"]))))
         else:
             plot = json.loads(event["plot_str"])["data"][0]
             place, value = (tables, table(plot)) if plot["type"] == "table" else (histograms, bins(plot))

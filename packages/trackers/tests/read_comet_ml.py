@@ -56,8 +56,7 @@ def take(found: Archive, kind: str, payload: dict[str, Any], file: ZipFile) -> N
         found.metrics.append((metric["metricName"], metric["step"], metric["metricValue"]))
     elif kind == "parameter_msg":
         parameter = payload.get("param") or payload["params"]
-        if parameter["source"] == "manual":  # Comet adds the step that was logged last
-            found.parameters[parameter["paramName"]] = parameter["paramValue"]
+        found.parameters[parameter["paramName"]] = parameter["paramValue"]
     elif kind == "log_other":
         found.others[payload["key"]] = payload["value"]
     elif kind == "file_upload":
@@ -79,7 +78,7 @@ def recorded(directory: Path, key: str) -> Recorded:
         **kinds,
         config=flat(configs[-1]),
         ended="failed" if parts[-1].others.get("failed") else "finished",
-        runs=len({part.key for part in parts}),
+        runs=len({part.key for part in everything}),
     )
 
 

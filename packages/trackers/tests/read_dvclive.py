@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def read_run(folder: Path) -> Recorded:
             value = number(row[file.stem])
             (texts if isinstance(value, str) else numbers)[name].append((int(row["step"]), value))
     for file in sorted((plots / "images").rglob("*.png")):
-        name = file.parent if not file.parent.name.isdigit() else file.parent.parent
-        images[name.relative_to(plots / "images").as_posix()].append((int(file.stem), pixels(file)))
+        name = re.sub(r" ⟨image \d+⟩$", "", file.parent.relative_to(plots / "images").as_posix())
+        images[name].append((int(file.stem), pixels(file)))
     for file in (plots / "custom").rglob("*.json"):
         rows = parse_json(file)
         name, step = file.parent.relative_to(plots / "custom").as_posix(), int(file.stem)

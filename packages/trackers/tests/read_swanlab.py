@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def chart(options: dict[str, Any]) -> tuple[str, Any]:
 
 def plain(name: str) -> str:
     """Without the mark of a further series."""
-    return name.rpartition(" (")[0] if name.endswith((" (2)", " (3)")) else name
+    return re.sub(r" ⟨\d+⟩$", "", name)
 
 
 def config(folder: Path) -> Iterator[tuple[str, Any]]:

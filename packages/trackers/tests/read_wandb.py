@@ -53,7 +53,7 @@ def recorded(directory: Path, run_id: str) -> Recorded:
                 for kind, found in readable(run, value):
                     kinds.setdefault(kind, {}).setdefault(name, []).append((step, found))
     end = {None: None, 0: "finished"}.get(parts[-1].exit_code, "failed")
-    return Recorded(**kinds, config=flat(parts[-1].config), ended=end, runs=len({run.run_id for run in parts}))
+    return Recorded(**kinds, config=flat(parts[-1].config), ended=end, runs=len({run.run_id for run in everything}))
 
 
 def readable(run: RunOnDisk, value: Any) -> list[tuple[str, Any]]:

@@ -63,6 +63,27 @@ def test_context_and_epoch_go_to_aim(started):
     assert started.tracker.get_distribution_sequence("shape", aim.sdk.run.Context({})) is not None
 
 
+def test_a_histogram_has_the_context_of_its_record(started):
+    bins = Bins((1, 2), (0.0, 1.0, 2.0), 0.0, 0.0)
+    for subset in ("train", "validation"):
+        started.log_histograms({"weights": bins}, 0, context={"subset": subset}, epoch=3)
+    found = started.tracker.collect_sequence_info(("distributions",))["distributions"]
+    assert [each["context"] for each in found if each["name"] == "weights"] == [
+        {"subset": "train"},
+        {"subset": "validation"},
+    ]
+
+
+def test_what_has_no_name_ruins_nothing(started, tmp_path, caplog):
+    started.log({"": 7.0, "_": 8.0}, 0)
+    started.log({"loss": 1.0}, 1)
+    run_hash = started.state()["run_hash"]
+    started.finish(failed=False)
+    started.ended = True
+    assert read_run(tmp_path, run_hash).numbers == {"__00000000": [(0, 7.0)], "_": [(0, 8.0)], "loss": [(1, 1.0)]}
+    assert caplog.text.count("Aim takes no name like '': it is recorded as '__00000000'.") == 1
+
+
 def test_a_name_may_have_values_of_several_kinds(started, tmp_path):
     started.log({"state": 1.0}, 0)
     started.log({"state": "warm"}, 1)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from read_clearml import read_run
+from read_clearml import events, read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
-from accel_core import TrackedRun
+from accel_core import Bins, TrackedRun
 from accel_core.testing import Recorded, TrackerSuite, Written
 from accel_trackers.clearml import ClearML
 
@@ -47,6 +48,7 @@ class TestClearML(TrackerSuite):
         "warnings.filters": "modules that ClearML imports, such as urllib3, add to them",
         "os.environ['CLEARML_": "ClearML tells its subprocesses of the task",
         "os.environ['TRAINS_": "the same under an older name",
+        "the start method of multiprocessing": "a pool of threads, with which ClearML sends records, settles it",
     }
 
     def read(self, written: Written) -> Recorded:
@@ -88,7 +90,54 @@ def test_no_image_is_overwritten(started, sessions):
     found = read_run(sessions, started.tracker.id, is_open=False).images
     assert sorted(step for step, _ in found["drawn"]) == list(range(120))
     assert all(torch.equal(image, images[step]) for step, image in found["drawn"])
-    assert torch.equal(found["drawn/drawn (2)"][0][1], images[5])
+    assert torch.equal(found["drawn/drawn ⟨2⟩"][0][1], images[5])
+
+
+def test_no_name_takes_the_place_of_a_further_series_or_image(started, sessions):
+    shades = [torch.full((2, 2, 1), number, dtype=torch.uint8) for number in range(8)]
+    started.log_images(
+        {"drawn": shades[:2], "drawn ⟨2⟩": [shades[2]], "drawn ⟨image 1⟩": [shades[3]], "": [shades[4]]}, 0
+    )
+    started.log_images({"drawn": [shades[5]], "drawn 1": [shades[6]], "drawn (2)": [shades[7]]}, 0)
+    started.finish(failed=False)
+    found = read_run(sessions, started.tracker.id, is_open=False).images
+    assert sorted(int(image[0, 0, 0]) for images in found.values() for _, image in images) == list(range(8))
+    assert {"drawn", "drawn 1", "drawn (2)", "drawn/drawn ⟨2⟩"} < set(found)
+
+
+def test_options_of_a_record_go_where_they_are_known(started, sessions):
+    options = {"level": logging.WARNING, "xaxis": "weight", "extra_layout": {"title": {"text": "of the first layer"}}}
+    started.log({"loss": 1.0, "note": "so"}, 0, **options)
+    started.log_histograms({"weights": Bins((1, 2), (0.0, 1.0, 2.0), 0.0, 0.0)}, 0, **options)
+    with pytest.raises(TypeError, match=r"'walltime', which report_text or report_histogram does not have here.*xaxis"):
+        started.log({"loss": 1.0}, 0, walltime=1)
+    started.finish(failed=False)
+    session = sessions / started.tracker.id
+    assert read_run(sessions, started.tracker.id, is_open=False).numbers == {"loss": [(0, 1.0)]}
+    lines = events((session / "log.jsonl").read_text(encoding="utf-8"))
+    assert [line["level"] for line in lines if line["msg"].startswith("note at")] == ["warning"]
+    assert "of the first layer" in (session / "metrics.jsonl").read_text(encoding="utf-8")
+
+
+FRAMEWORKS = """
+import builtins, sys
+from accel_core import TrackedRun
+from accel_trackers.clearml import _FRAMEWORKS, ClearML
+before, tracker = builtins.__import__, ClearML(offline=True)
+options = {"auto_connect_frameworks": {**dict.fromkeys(_FRAMEWORKS, False), "xgboost": True}} if sys.argv[1:] else {}
+tracker.start(TrackedRun("project", "run-1", options=options))
+print("patched:", builtins.__import__ is not before)
+tracker.finish(failed=False)
+print("patched:", builtins.__import__ is not before)
+"""
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_imports_stay_patched_where_frameworks_are_asked_for_and_are_not_else(wanted):
+    """In a process of its own: ClearML patches once."""
+    command = [sys.executable, "-c", FRAMEWORKS, *["yes"] * wanted]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count(f"patched: {wanted}") == 2
 
 
 def test_a_graph_is_the_first_part_of_a_name():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from comet_server import comet_server
@@ -14,6 +16,7 @@ from services import Offline, needs, offline, record  # noqa: F401 - a fixture o
 from accel_core import Bins, TrackedRun
 from accel_core.testing import TrackerSuite
 from accel_trackers.comet_ml import CometML, experiment_key
+from accel_trackers.jsonl import read
 
 pytestmark = needs("comet_ml")
 
@@ -92,8 +95,38 @@ def test_options_of_the_call_go_on_top(directory):
 
 @pytest.mark.parametrize("unknown", ["projct", "experiment_config"])
 def test_unknown_options_are_refused_by_name(directory, unknown):
-    with pytest.raises(TypeError, match=rf"init_kwargs\['comet_ml'\] has {unknown}, which.*project_name"):
+    with pytest.raises(
+        TypeError, match=rf"init_kwargs=.*'comet_ml'.* has '{unknown}', which comet_ml.start or.*project_name"
+    ):
         record(CometML(online=False, offline_directory=directory), tracked(options={unknown: 1}))
+
+
+def test_names_that_comet_would_cut_off_stay_two(directory, caplog):
+    names = "a" * 101, "a" * 100 + "b", "a" * 95
+    values = dict(zip(names, (1.0, 2.0, 3.0), strict=True))
+    work = lambda tracker: (tracker.log(values, 0), tracker.log({names[2]: 4.0}, 0, prefix="validation"))
+    record(CometML(online=False, offline_directory=directory), tracked(), work)
+    found = {name: value for name, step, value in only(directory).metrics if set(name) - set("curr_step")}
+    assert sorted(value for name, value in found.items() if "aaa" in name) == [1.0, 2.0, 3.0, 4.0]
+    assert caplog.text.count("Comet takes no name like") == 3
+
+
+def test_options_of_a_record_go_where_they_are_known(directory):
+    bins = Bins((1, 3), (0.0, 1.0, 2.0), 0.0, 0.0)
+    options = {"prefix": "val", "epoch": 3, "metadata": {"layer": "first"}}
+
+    def work(tracker):
+        tracker.log({"loss": 1.0}, 5, **options)
+        tracker.log_histograms({"weights": bins}, 5, **options)
+        with pytest.raises(
+            TypeError, match=r"'walltime', which log_metrics or log_histogram_3d does not have.*metadata"
+        ):
+            tracker.log_histograms({"weights": bins}, 5, walltime=1)
+
+    record(CometML(online=False, offline_directory=directory), tracked(), work)
+    archive = only(directory)
+    assert ("val_loss", 5, 1.0) in archive.metrics
+    assert ("histogram3d", "weights", 5) in {(kind, name, step) for kind, name, step, _ in archive.files}
 
 
 def test_of_a_histogram_the_middles_are_counted(directory):
@@ -131,9 +164,32 @@ def test_a_resumed_run_goes_on_under_its_key(directory):
 def test_nothing_is_collected_unasked(directory):
     record(CometML(online=False, offline_directory=directory), tracked(config={}), lambda each: each.log({"a": 1}, 0))
     archive = only(directory)
-    assert archive.kinds == {"metric_msg", "parameter_msg", "log_other"}
+    assert archive.kinds == {"metric_msg", "log_other"}
     assert archive.others == {"offline_experiment": True}
     assert archive.parameters == {}
+
+
+def test_what_comet_records_by_itself_is_told(directory):
+    """Outside of pytest, which it looks for in order to leave something out."""
+    script = f"""
+from pathlib import Path
+from accel_core import Accelerator
+from accel_trackers.comet_ml import CometML
+accelerator = Accelerator(cpu=True, log_with=CometML(online=False, offline_directory=Path({str(directory)!r})))
+accelerator.init_trackers("a project", {{"lr": 0.1}})
+for step in range(3):
+    accelerator.log({{"loss": 1.0}}, step=step)
+accelerator.end_training()
+"""
+    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", script], timeout=60, check=True)
+    archive = only(directory)
+    names = {name for name, _, _ in archive.metrics}
+    assert (names, archive.parameters) == ({"loss", "process duration"}, {"lr": 0.1})
+    assert (archive.others, [name for _, name, _, _ in archive.files]) == (
+        {"offline_experiment": True},
+        ["config.json"],
+    )
+    assert '"process duration"' in CometML.__doc__
 
 
 def test_what_is_asked_for_is_collected(directory, monkeypatch):
@@ -225,6 +281,92 @@ def test_an_experiment_that_comet_could_not_open_is_told(server):
     server.taken.add("k" * 32)
     with pytest.raises(RuntimeError, match="did not open the experiment, and logged the reason above"):
         record(CometML(), tracked(options={"experiment_key": "k" * 32}))
+
+
+LOSES_ITS_SERVER = """
+import json, logging, os, sys, time, warnings
+from pathlib import Path
+import torch
+from comet_server import comet_server
+from accel_core import Accelerator, TrackingKwargs
+from accel_trackers.comet_ml import CometML
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("accel_trackers").addHandler(handler)
+
+
+def until(what):
+    deadline = time.monotonic() + 30
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def train(log, between=lambda: None):
+    torch.manual_seed(0)
+    weight, losses = torch.randn(3, requires_grad=True), []
+    for step in range(20):
+        loss = (weight * torch.randn(3)).square().sum()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        weight.data -= 0.1 * gradient
+        losses.append(loss.item())
+        log({"loss": loss}, step=step)
+        if step == 4:
+            between()
+    return losses
+
+
+with comet_server() as server:
+    os.environ |= {"COMET_URL_OVERRIDE": server.url, "COMET_API_KEY": "k" * 25}
+    accelerator = Accelerator(
+        cpu=True, project_dir="out", log_with=["jsonl", CometML(offline_directory=Path("archives"))],
+        kwargs_handlers=[TrackingKwargs(finish_timeout=40)],
+    )
+    accelerator.init_trackers("a project")
+
+    def lose_it():
+        until(lambda: len([each for each in server.metrics if each[0] == "loss"]) == 5)
+        arrived = [step for name, step, _ in server.metrics if name == "loss"]
+        server.stop()
+        accelerator.log({"loss": 0.0}, step=1000)
+        until(lambda: said)
+        told.append((arrived, len(said)))
+
+    told = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = train(accelerator.log, lose_it)
+        before = time.monotonic()
+        accelerator.end_training()
+        took = time.monotonic() - before
+    warned = [str(one.message) for one in caught if one.category is RuntimeWarning]
+alone = train(lambda values, step: None)
+print(json.dumps({"told": told, "said": said, "warned": warned, "took": took, "losses": losses, "alone": alone}))
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_server_that_goes_away_costs_the_training_nothing_and_is_told_once(tmp_path):
+    """In a program of its own, for Comet remembers where its server was."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_ITS_SERVER], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True, text=True, timeout=140, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["told"] == [[[0, 1, 2, 3, 4], 1]]
+    [told] = found["said"]
+    assert "Comet has lost its server while experiment" in told
+    assert found["losses"] == found["alone"]
+    assert (found["warned"], found["took"] < 40) == ([], True)
+    steps = [0, 1, 2, 3, 4, 1000, *range(5, 20)]
+    values = dict(zip(steps, [*found["losses"][:5], 0.0, *found["losses"][5:]], strict=True))
+    [run] = (tmp_path / "out" / "a project").iterdir()
+    assert [(line["step"], line["values"]["loss"]) for line in read(run)] == list(values.items())
+    kept = [(step, value) for name, step, value in only(tmp_path / "archives").metrics if name == "loss"]
+    assert [step for step, _ in kept] == steps
+    assert [value for _, value in kept] == pytest.approx(list(values.values()))
 
 
 def test_without_a_key_it_says_what_to_type(directory):

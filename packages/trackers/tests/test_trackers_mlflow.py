@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from read_mlflow import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
-from accel_core import Table, TrackedRun
+from accel_core import Accelerator, ProjectConfiguration, Table, TrackedRun
 from accel_core.testing import Recorded, TrackerSuite, Written
 from accel_trackers.mlflow import MLflow
 
@@ -131,7 +133,8 @@ def test_options_describe_the_run(begin, client):
 
 def test_an_unknown_option_is_named(begin):
     with pytest.raises(
-        TypeError, match=r"'no_such': \.\.\.}} was given: expected tracking_uri, experiment_name, .*run_id"
+        TypeError,
+        match=r"'no_such', which MLflow does not have here: expected artifact_location, .*experiment_name, .*run_id",
     ):
         begin(options={"no_such": 1})
 
@@ -141,9 +144,51 @@ def test_a_nested_run_is_asked_for_by_its_parent(begin):
         begin(options={"nested_run": True})
 
 
+@pytest.mark.parametrize("name", ["nested", "nested_run"])
+def test_that_a_run_is_not_nested_may_be_said(begin, name):
+    assert "mlflow.parentRunId" not in begin(options={name: False}).tracker.data.tags
+
+
+def test_the_advice_on_a_folder_works_as_typed(begin, tmp_path):
+    with pytest.raises(TypeError, match="'logging_dir'.*a server by tracking_uri") as raised:
+        begin(options={"logging_dir": "logs"})
+    advised = re.search(r"Accelerator\(.*\)\)", str(raised.value))[0].replace("...", repr(str(tmp_path / "logs")))
+    accelerator = eval(advised, {"Accelerator": Accelerator, "ProjectConfiguration": ProjectConfiguration})
+    assert accelerator.logging_dir == str(tmp_path / "logs")
+
+
+def test_an_experiment_may_be_chosen_by_its_id(begin, client, tmp_path):
+    experiment = client.create_experiment("by its id", artifact_location=tmp_path.as_uri())
+    run = client.get_run(id_of(begin(options={"experiment_id": experiment})))
+    assert run.info.experiment_id == experiment
+    with pytest.raises(TypeError, match="experiment_id and experiment_name, which say the same. Leave one out"):
+        begin(options={"experiment_id": experiment, "experiment_name": "x"})
+    wrong = {"experiment_id": "x", "run_id": run.info.run_id}
+    with pytest.raises(ValueError, match=f"experiment of id 'x', and it belongs to '{experiment}'.*Leave out"):
+        begin(options=wrong)
+
+
+@pytest.mark.parametrize("asked", ["option", "variable", "no"])
+def test_the_machine_is_measured_on_request(begin, client, asked, monkeypatch):
+    pytest.importorskip("psutil")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    if asked == "variable":
+        monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
+    tracker = begin(options={"log_system_metrics": True} if asked == "option" else {})
+    deadline = time.monotonic() + (20 if asked != "no" else 0.5)
+    while not (found := system_metrics(client, tracker)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert bool(found) is (asked != "no")
+
+
+def system_metrics(client, tracker):
+    return [name for name in client.get_run(id_of(tracker)).data.metrics if name.startswith("system/")]
+
+
 def test_an_unknown_option_of_a_record_is_named(begin):
     with pytest.raises(
-        TypeError, match=r"'walltime': \.\.\.}} was given: expected timestamp, the milliseconds since 1970"
+        TypeError,
+        match=r"'walltime', which a record does not have here: expected timestamp. It is in milliseconds since 1970",
     ):
         begin().log({"x": 1.0}, 0, walltime=1.0)
 
@@ -257,6 +302,31 @@ def test_a_run_of_the_users_goes_on(begin, client):
     tracker = begin(options={"run_id": run.info.run_id})
     tracker.log({"x": 1.0}, 0)
     assert (id_of(tracker), history(client, tracker, "x")) == (run.info.run_id, [(0, 1.0)])
+
+
+def test_a_run_of_the_users_gets_the_name_and_the_tags_that_are_asked_for(begin, client):
+    run = client.create_run(client.get_experiment_by_name("first").experiment_id, tags={"kept": "so"})
+    options = {"run_name": "new", "tags": {"team": "a"}, "description": "What for.", "experiment_name": "first"}
+    begin(options={"run_id": run.info.run_id, "parent_run_id": "above", **options})
+    found = client.get_run(run.info.run_id)
+    assert found.info.run_name == "new"
+    wanted = {"kept": "so", "team": "a", "mlflow.note.content": "What for.", "mlflow.parentRunId": "above"}
+    assert wanted.items() <= found.data.tags.items()
+
+
+def test_a_run_of_the_users_keeps_its_name_where_none_is_asked_for(begin, client):
+    run = client.create_run(client.get_experiment_by_name("first").experiment_id, run_name="theirs")
+    begin(options={"run_id": run.info.run_id})
+    assert client.get_run(run.info.run_id).info.run_name == "theirs"
+
+
+def test_a_run_of_the_users_is_not_in_another_experiment(begin, client):
+    run = client.create_run(client.get_experiment_by_name("first").experiment_id)
+    with pytest.raises(
+        ValueError, match=r"in the experiment 'other', and it belongs to 'first'.*Leave out experiment_name"
+    ):
+        begin(options={"run_id": run.info.run_id, "experiment_name": "other"})
+    assert client.get_experiment_by_name("no other") is None
 
 
 def test_a_run_that_is_not_there_is_named_with_the_place(begin):

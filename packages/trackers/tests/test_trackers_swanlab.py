@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 from read_swanlab import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
-from accel_core import TrackedRun
+from accel_core import RecordRefusedError, TrackedRun
 from accel_core.testing import Recorded, TrackerSuite, Written
 from accel_trackers.swanlab import SwanLab
 
@@ -45,6 +46,15 @@ def test_options_become_properties_of_the_run(started):
     assert (started.tracker.id, started.tracker.name, started.tracker.mode) == ("run-1", "the third", "offline")
 
 
+def test_numbers_beyond_all_others_keep_their_sign_in_the_configuration(tmp_path):
+    tracker = SwanLab(mode="offline", log_dir=tmp_path)
+    low, high = -math.inf, math.inf
+    tracker.start(TrackedRun("project", "run-2", {"low": low, "high": high, "both": [low, high], "in": {"low": low}}))
+    tracker.finish(failed=False)
+    config = read_run(tmp_path, "run-2").config
+    assert config == {"low": "-Inf", "high": "Inf", "both": ["-Inf", "Inf"], "in/low": "-Inf"}
+
+
 def test_a_name_may_have_values_of_several_kinds(started, tmp_path):
     import swanlab
 
@@ -54,7 +64,36 @@ def test_a_name_may_have_values_of_several_kinds(started, tmp_path):
     started.finish(failed=False)
     found = read_run(tmp_path, "run-1")
     assert found.numbers == {"state": [(0, 1.0)]}
-    assert found.texts == {"state (text)": [(1, "warm")], "said": [(2, "so")]}
+    assert found.texts == {"state ⟨text⟩": [(1, "warm")], "said": [(2, "so")]}
+
+
+def test_every_name_and_step_is_recorded_or_refused(started, tmp_path, caplog):
+    names = ["lr", " lr", "lr/", "a\tb", ".", "..", "", "gen", "gen (2)", "gen ⟨2⟩", "x" * 600, "x" * 599 + "y"]
+    started.log({name: float(index) for index, name in enumerate(names)}, 0)
+    started.log({"gen": 100.0}, 0)
+    with pytest.raises(RecordRefusedError, match=rf"at step {2**48 + 1}, and SwanLab has none beyond"):
+        started.log({"far": 1.0}, 2**48 + 1)
+    started.log({"far": 2.0}, 2**48)
+    started.finish(failed=False)
+    found = read_run(tmp_path, "run-1").numbers
+    assert sorted(value for records in found.values() for step, value in records if step == 0) == [
+        *map(float, range(len(names))),
+        100.0,
+    ]
+    assert {"lr", "gen", "gen (2)"} < set(found)
+    assert found["far"] == [(2**48, 2.0)]
+    assert "SwanLab takes no name like ' lr': it is recorded as 'lr_" in caplog.text
+    assert caplog.text.count("SwanLab takes no name like") == len(names) - 3
+
+
+@pytest.mark.parametrize("project", ["p" * 300, "größe and more"])
+def test_a_project_whose_name_swanlab_does_not_take_has_another_which_is_told(project, tmp_path, caplog):
+    tracker = SwanLab(mode="offline", log_dir=tmp_path)
+    tracker.start(TrackedRun(project, "run-1"))
+    tracker.log({"loss": 1.0}, 0)
+    tracker.finish(failed=False)
+    assert read_run(tmp_path, "run-1").numbers == {"loss": [(0, 1.0)]}
+    assert f"SwanLab takes no name like {project!r}: it is recorded as" in caplog.text
 
 
 def test_objects_of_swanlab_are_recorded_as_they_are():
@@ -77,7 +116,7 @@ def test_nobody_is_asked_for_a_key():
 
 
 def test_an_option_that_swanlab_would_ignore_is_refused():
-    with pytest.raises(TypeError, match=r"'nmae', which swanlab.init does not have. It has: .*name"):
+    with pytest.raises(TypeError, match=r"'nmae', which swanlab.init does not have here: expected .*name"):
         SwanLab(mode="offline").start(TrackedRun("project", "run-1", options={"nmae": "x", "notes": "y"}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from read_tensorboard import read_events
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
-from accel_core import Bins, TrackedRun
+from accel_core import Accelerator, Bins, ProjectConfiguration, TrackedRun
 from accel_core.testing import Recorded, TrackerSuite, Written
 from accel_trackers.tensorboard import TensorBoard
 
@@ -155,14 +156,18 @@ def test_options_of_the_writer_go_on_top(begin, tmp_path):
 
 def test_an_unknown_option_of_the_writer_is_named(begin):
     with pytest.raises(
-        TypeError, match=r"'no_such': \.\.\.}} was given.*expected filename_suffix, flush_secs, max_queue\.$"
+        TypeError,
+        match=r"'no_such', which SummaryWriter does not have here: expected filename_suffix, flush_secs, max_queue\.$",
     ):
         begin(options={"no_such": 1})
 
 
-def test_a_folder_as_an_option_is_refused(begin):
-    with pytest.raises(TypeError, match=r"'log_dir'.*said by Accelerator\(logging_dir=\.\.\.\)"):
+def test_a_folder_as_an_option_is_refused_with_what_to_type(begin, tmp_path):
+    with pytest.raises(TypeError, match=r"'log_dir'.*said by Accelerator\(project_config=ProjectConf.*\)") as raised:
         begin(options={"log_dir": "runs"})
+    advised = re.search(r"Accelerator\(.*\)", str(raised.value))[0].replace("...", repr(str(tmp_path / "logs")))
+    accelerator = eval(advised, {"Accelerator": Accelerator, "ProjectConfiguration": ProjectConfiguration})
+    assert accelerator.logging_dir == str(tmp_path / "logs")
 
 
 def test_the_time_of_a_record_can_be_given(begin):
@@ -177,7 +182,8 @@ def test_the_time_of_a_record_can_be_given(begin):
 @pytest.mark.parametrize("method", ["log", "log_images", "log_histograms"])
 def test_an_unknown_option_of_a_record_is_named(begin, method):
     with pytest.raises(
-        TypeError, match=r"'dataformats': \.\.\.}} was given: expected walltime, the seconds since 1970"
+        TypeError,
+        match=r"'dataformats', which a record does not have here: expected walltime. It is in seconds since 1970",
     ):
         getattr(begin(), method)({}, 0, dataformats="HWC")
 

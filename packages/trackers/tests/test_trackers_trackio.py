@@ -58,6 +58,23 @@ def test_a_run_is_known_by_its_name_group_and_configuration(project):
     assert tracker.state() == {"name": "a name"}
 
 
+def test_names_that_are_trackios_own_in_the_configuration_are_told(project, caplog):
+    config = {"_target_": "package.Class", "target": 1, "": 2, "model": {"_target_": "package.Model"}}
+    record(Trackio(), TrackedRun(project, "run-1", config), lambda tracker: tracker.log({"a": 1}, 0))
+    found = configuration(project, "run-1")
+    [renamed] = found.keys() - config.keys()
+    assert found == {renamed if name == "_target_" else name: value for name, value in config.items()}
+    assert f"Trackio takes no name like '_target_': it is recorded as {renamed!r}." in caplog.text
+
+
+def test_a_project_whose_name_is_too_long_for_a_file_has_another_which_is_told(caplog):
+    long = "ü" * 300
+    tracker = Trackio()
+    record(tracker, TrackedRun(long, "run-1"), lambda tracker: tracker.log({"a": 1}, 0))
+    assert rows(tracker.tracker.project, "run-1") == [(0, {"a": 1})]
+    assert f"Trackio takes no name like {long!r}: it is recorded as {tracker.tracker.project!r}." in caplog.text
+
+
 def test_options_of_the_call_go_on_top(project):
     run = TrackedRun(project, "run-1", options={"name": "of the call"})
     record(Trackio(name="of the tracker"), run, lambda tracker: tracker.log({"a": 1}, 3))

@@ -36,7 +36,11 @@ def service_stopped():
 
 class TestWandB(TrackerSuite):
     tracker = "wandb"
-    leaves_behind = {"warnings.filters": "urllib3, which wandb imports, shows its warnings of one kind no more"}
+    leaves_behind = {
+        "warnings.filters": "urllib3, which wandb imports, shows its warnings of one kind no more",
+        "child process": "wandb-core, which wandb keeps until the program ends",
+        "thread 'wandb-": "they wait for that process",
+    }
 
     def options(self, folder):
         return {"mode": "offline", "dir": folder}
@@ -45,6 +49,15 @@ class TestWandB(TrackerSuite):
         if not written.is_open:
             read_runs(written.folder)  # waits for the end of the file
         return recorded(written.folder, written.state["id"])
+
+
+@pytest.mark.parametrize("project", ["p" * 300, "team/project: a"])
+def test_a_project_whose_name_wandb_does_not_take_has_another_which_is_told(project, directory, caplog):
+    tracker = WandB(mode="offline", dir=directory)
+    record(tracker, tracked(project=project), lambda each: each.log({"loss": 1.0}, 0))
+    [run] = read_runs(directory)
+    assert (len(run.history), len(run.project) <= 128) == (1, True)
+    assert f"wandb takes no name like {project!r}: it is recorded as {run.project!r}." in caplog.text
 
 
 @pytest.fixture
@@ -157,6 +170,42 @@ def test_tables_longer_than_wandb_keeps_are_refused(directory):
     with pytest.raises(ValueError, match=r"'answers' has 10001 rows.*10000.*MAX_ROWS = 10001"):
         record(tracker, tracked(), lambda tracker: tracker.log_table("answers", table, 0))
     tracker.finish(True)
+
+
+NAMES = ["../../t", "..", "a/../b", "/x", "a:b", "C:\\x", "a\\..\\b", "n" * 300, "n" * 299 + "m", ""]
+
+
+def test_tables_whose_names_no_artifact_can_have_are_recorded_under_others(directory, caplog):
+    def work(tracker):
+        for row, name in enumerate([*NAMES, "fine/a:b", "x y"]):
+            tracker.log_table(name, Table(("a",), ((row,),)), 0)
+
+    record(WandB(mode="offline", dir=directory), tracked(), work)
+    read_runs(directory)
+    found = recorded(directory, "run-1_a").tables
+    assert sorted(table.rows[0][0] for [(_, table)] in found.values()) == list(range(len(NAMES) + 2))
+    assert set(found) > {"fine/a:b", "x y"}
+    told = [message for message in caplog.messages if "takes no name like" in message]
+    assert told == [
+        f"wandb takes no name like {name!r}: it is recorded as {other!r}."
+        for name, other in zip(NAMES, found, strict=False)
+    ]
+    assert all(path.resolve().is_relative_to(directory.resolve()) for path in directory.rglob("*.table.json"))
+
+
+def test_images_of_any_name_are_recorded(directory):
+    names = ["../../t", "/x", "a:b", "n" * 300, "n" * 299 + "m", "in/" + "ü" * 200]
+    pictures = [torch.full((2, 2, 1), index, dtype=torch.uint8) for index in range(len(names))]
+
+    def work(tracker):
+        for name, picture in zip(names, pictures, strict=True):
+            tracker.log_images({name: [picture]}, 2**60)
+
+    record(WandB(mode="offline", dir=directory), tracked(), work)
+    read_runs(directory)
+    found = recorded(directory, "run-1_a").images
+    assert list(found)[:3] == names[:3]
+    assert all(torch.equal(found[name][0][1], picture) for name, picture in zip(found, pictures, strict=True))
 
 
 def test_types_of_wandb_are_recorded_as_they_are(directory):

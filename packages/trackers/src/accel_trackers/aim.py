@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core import RecordRefusedError, TrackedRun, Tracker
+from accel_trackers.names import Names
 from accel_trackers.series import Series
-from accel_trackers.service import missing
+from accel_trackers.service import missing, shared_options
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,8 @@ class Aim(Tracker):
 
     A name has one value per step in Aim, and one kind of value. What is recorded at a step that the name has passed goes to the context
     `{"series": 2}`, and so on; what is of another kind than before to `{"kind": "text"}`. A resumed run goes on in the same run of Aim,
-    where it replaces what came after the checkpoint. Histograms have bins of equal width in Aim; others are refused.
+    where it replaces what came after the checkpoint. A value without a name gets one, in the
+    configuration too, which is told. Histograms have bins of equal width in Aim; others are refused.
 
     Args:
         repo: the folder that holds, or is to hold, the folder .aim of all runs; or the address of a server, as aim://host:53800.
@@ -52,6 +54,7 @@ class Aim(Tracker):
         self.tags = tags
         self._run: Any = None
         self._series = Series()
+        self._names = Names("Aim", lambda name: name or "_")  # an empty one ruins the whole run
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -59,7 +62,7 @@ class Aim(Tracker):
         return missing("aim", "aim")
 
     @property
-    def requires_logging_directory(self) -> bool:  # type: ignore[override]
+    def requires_logging_directory(self) -> bool:
         """Unless the repository is somewhere else."""
         return self.repo is None
 
@@ -67,6 +70,8 @@ class Aim(Tracker):
     def tracker(self) -> Any:
         """The `aim.Run`."""
         return self._run
+
+    writer = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
@@ -85,7 +90,7 @@ class Aim(Tracker):
             self._run.name = self.run_name
         for tag in set(self.tags or ()) - set(self._run.tags):
             self._run.add_tag(tag)
-        self._run["config"] = dict(run.config)
+        self._run["config"] = self._names.of_all(run.config)
 
     def state(self) -> dict[str, Any]:
         """The hash of the run, and which series there are."""
@@ -145,7 +150,8 @@ class Aim(Tracker):
             one.close()
 
     def _track(self, value: Any, name: str, kind: str, step: int, options: Mapping[str, Any]) -> None:
-        context = dict(options.get("context") or {})
+        shared_options(options, "aim", {self._run.track: ("value", "name", "step")})
+        name, context = self._names.of(name), dict(options.get("context") or {})
         series = json.dumps([name, context], sort_keys=True) if context else name
         for mark in self._series.place(series, kind, step):
             context["series" if mark.isdigit() else "kind"] = int(mark) if mark.isdigit() else mark

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.series import Series
-from accel_trackers.service import missing
+from accel_trackers.names import Names
+from accel_trackers.png import encode
+from accel_trackers.series import Series, marked, unmarked
+from accel_trackers.service import missing, process_kept, shared_options
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from accel_core import Bins, Table
 
 _log = logging.getLogger(__name__)
+_PLACE = ("title", "series", "iteration")  # what this tracker says of each image, plot and table
 # Each has to be named: what is not in the dict is on. "detect_repository" reads git, its differences, and every package.
 _FRAMEWORKS = (
     "catboost", "detect_repository", "fastai", "gradio", "hydra", "joblib", "lightgbm", "matplotlib", "megengine", "pytorch", "scikit",
@@ -31,7 +34,7 @@ class ClearML(Tracker):
     """`log_with="clearml"`: numbers, texts in the log of the task, images and plots of tables and histograms.
 
     "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a line of the log, since ClearML would
-    record a 0 instead. An image or a plot at a step that its name has passed goes to the series "name (2)", and so on. ClearML sends in
+    record a 0 instead. An image or a plot at a step that its name has passed goes to the series "name ⟨2⟩", and so on. ClearML sends in
     threads of its own, and says in its own log what it could not send.
 
     A process has one task in ClearML. Where the program has called `Task.init` itself, that task is recorded into, and not ended. A
@@ -40,8 +43,10 @@ class ClearML(Tracker):
     What ClearML does to the process around it is off: it neither takes over frameworks, arguments, output and random seeds, nor reads git
     and packages, nor watches the machine's load; and it reports from threads, unless its configuration says so, for its subprocess is a
     fork of a process with threads. `init_kwargs={"clearml": {"auto_connect_frameworks": True, "auto_resource_monitoring": True}}` turns
-    such things on; it takes what `Task.init` does. Not to be turned off: changes that importing ClearML makes to argparse, and starting a
-    task to `multiprocessing` and to the variables CLEARML_* of the process.
+    such things on, frameworks only in the first run of a process; it takes what `Task.init` does. What it sets besides is put back:
+    `sys.exit`, the hooks of exceptions and of imports, and the level of the logger "urllib3". Not to be turned off: the start method of
+    `multiprocessing` is settled once records are sent, so set another one before; the patches of `argparse.ArgumentParser` and of
+    `multiprocessing.Process.run`; the variables CLEARML_* and TRAINS_* of the process; and a hook of imports in `sys.meta_path`.
 
     Args:
         task_name: None: the id of the run.
@@ -70,6 +75,7 @@ class ClearML(Tracker):
         self._task: Any = None
         self._is_ours = False
         self._series = Series()
+        self._names = Names("ClearML", lambda name: unmarked(name) or "_")
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -81,81 +87,66 @@ class ClearML(Tracker):
         """The `clearml.Task`."""
         return self._task
 
+    task = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.
 
         Raises:
             RuntimeError: if another tracker has the task of this process.
         """
-        import clearml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        # ClearML patches imports to find frameworks.
+        wanted = [(builtins, "__import__")] if run.options.get("auto_connect_frameworks") else []
+        with process_kept(wanted):
+            import clearml  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        self._task = clearml.Task.current_task()
-        if self._task is None:
-            self._task = self._started(clearml, run)
-            self._is_ours = True
-        elif getattr(self._task, "accel_run_id", None) is not None:
-            raise RuntimeError(
-                f"ClearML has one task per process, and the run {self._task.accel_run_id!r} has it. End that one before "
-                f"{run.run_id!r} starts: end_training() of its Accelerator."
-            )
-        elif run.options:
-            _log.warning(
-                "ClearML has a task already, from a Task.init of this program. It is used, and init_kwargs are not: %s.",
-                ", ".join(run.options),
-            )
-        if self._is_ours:
-            self._task.accel_run_id = run.run_id
-        if run.resumed:
-            self._series = Series(run.resumed["series"])
-        self._task.connect(dict(run.config))
-        text = json.dumps(run.config, indent=2, ensure_ascii=False)
-        self._task.set_configuration_object("config", config_text=text, config_type="json")
+            self._begin(clearml, run)
 
     def state(self) -> dict[str, Any]:
         """The id of the task, and which series of images and plots there are."""
         return {"task_id": self._task.id, "series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`."""
+        """See `Tracker.log`; `log_kwargs={"clearml": {"level": 30}}` goes to `report_text`, and what `report_histogram` takes to
+        histograms of the same record.
+        """
         logger = self._task.get_logger()
+        own, _ = self._options_of_record(options)
         for name, value in values.items():
             if isinstance(value, str) or not math.isfinite(value):
                 text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
-                logger.report_text(f"{name} at step {step}: {text}", print_console=False, **options)
+                logger.report_text(f"{name} at step {step}: {text}", **{"print_console": False, **own})
             else:
-                logger.report_scalar(*_title_and_series(name), value=value, iteration=step, **options)
+                logger.report_scalar(*_title_and_series(name), value=value, iteration=step)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`. They are stored as PNG; those after the first as series "name 1", and so on."""
-        from PIL import Image
-
+        """See `Tracker.log_images`. They are stored as PNG; those after the first as series "name ⟨image 1⟩", and so on."""
+        logger = self._task.get_logger()
+        shared_options(options, "clearml", {logger.report_media: (*_PLACE, "stream")})
         for name, images in values.items():
             title, series = self._place(name, "image", step)
             for index, image in enumerate(images):
-                stream = io.BytesIO()
-                Image.fromarray(image.squeeze(2).numpy()).save(stream, "PNG")
-                stream.seek(0)
-                place = (title, f"{series} {index}" if index else series)
-                media = {
-                    "stream": stream,
-                    "file_extension": "png",
-                    "max_history": -1,
-                }  # else it keeps the last 100 files
-                self._task.get_logger().report_media(*place, iteration=step, **{**media, **options})
+                place = (title, marked(series, f"image {index}") if index else series)
+                # It would keep the last 100 files.
+                media = {"stream": io.BytesIO(encode(image)), "file_extension": "png", "max_history": -1}
+                logger.report_media(*place, iteration=step, **{**media, **options})
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`."""
+        logger = self._task.get_logger()
+        shared_options(options, "clearml", {logger.report_table: (*_PLACE, "table_plot")})
         title, series = self._place(name, "table", step)
         rows = [list(table.columns), *map(list, table.rows)]
-        self._task.get_logger().report_table(title, series, iteration=step, table_plot=rows, **options)
+        logger.report_table(title, series, iteration=step, table_plot=rows, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`."""
+        """See `Tracker.log_histograms`; the options are those of `report_histogram`, or of `report_text`."""
+        _, own = self._options_of_record(options)
         for name, bins in values.items():
             title, series = self._place(name, "histogram", step)
             ends = [f"{lower} to {upper}" for lower, upper in zip(bins.edges[:-1], bins.edges[1:], strict=True)]
             bars = {"values": list(bins.counts), "xlabels": ends}
-            self._task.get_logger().report_histogram(title, series, iteration=step, **{**bars, **options})
+            self._task.get_logger().report_histogram(title, series, iteration=step, **{**bars, **own})
 
     def flush(self) -> None:
         """Hands over what waits; offline, until it is in the files."""
@@ -167,9 +158,32 @@ class ClearML(Tracker):
         if not self._is_ours:
             self._task.flush(wait_for_uploads=True)
             return
-        self._task.close()
+        with process_kept():
+            self._task.close()
         if failed:
             self._task.mark_failed(status_reason="The training failed.", force=True)  # closing has called it completed
+
+    def _begin(self, clearml: Any, run: TrackedRun) -> None:
+        self._task = clearml.Task.current_task()
+        self._is_ours = self._task is None
+        if self._is_ours:
+            self._task = self._started(clearml, run)
+            self._task.accel_run_id = run.run_id
+        elif getattr(self._task, "accel_run_id", None) is not None:
+            raise RuntimeError(
+                f"ClearML has one task per process, and the run {self._task.accel_run_id!r} has it. End that one before "
+                f"{run.run_id!r} starts: end_training() of its Accelerator."
+            )
+        elif run.options:
+            _log.warning(
+                "ClearML has a task already, from a Task.init of this program. It is used, and init_kwargs are not: %s.",
+                ", ".join(run.options),
+            )
+        if run.resumed:
+            self._series = Series(run.resumed["series"])
+        self._task.connect(dict(run.config))
+        text = json.dumps(run.config, indent=2, ensure_ascii=False)
+        self._task.set_configuration_object("config", config_text=text, config_type="json")
 
     def _started(self, clearml: Any, run: TrackedRun) -> Any:
         """A task of our own, the one again that is resumed if so."""
@@ -192,18 +206,20 @@ class ClearML(Tracker):
         if run.resumed:
             # 0 is added to the steps that are reported; True would add those that the task has had.
             options.update(reuse_last_task_id=run.resumed["task_id"], continue_last_task=0)
-        hooks = sys.excepthook, sys.exit
-        try:
-            task = clearml.Task.init(**{**options, **run.options})
-        finally:
-            sys.excepthook, sys.exit = hooks  # the Accelerator tells `finish` whether the program failed
+        task = clearml.Task.init(**{**options, **run.options})
         if run.resumed and task.id != run.resumed["task_id"]:
             _log.warning("ClearML could not go on with the task %s, and began %s.", run.resumed["task_id"], task.id)
         return task
 
     def _place(self, name: str, kind: str, step: int) -> tuple[str, str]:
+        name = self._names.of(name)
         title, series = _title_and_series(name)
-        return title, " ".join([series, *(f"({mark})" for mark in self._series.place(f"{kind}:{name}", kind, step))])
+        return title, marked(series, *self._series.place(f"{kind}:{name}", kind, step))
+
+    def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+        logger = self._task.get_logger()
+        calls = {logger.report_text: ("msg",), logger.report_histogram: (*_PLACE, "values", "xlabels")}
+        return shared_options(options, "clearml", calls)
 
 
 def _title_and_series(name: str) -> tuple[str, str]:

@@ -9,13 +9,14 @@ import inspect
 import io
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.service import missing
+from accel_trackers.names import Names
+from accel_trackers.png import pillow
+from accel_trackers.service import check_options, missing, process_kept, shared_options, variables
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONGEST_NAME = 100  # letters of a value's name; Comet cuts longer ones off, and they become one
 LONGEST_PARAMETER = 1000  # letters; Comet cuts longer texts off
+STEP_PARAMETER = "comet:curr_step"  # Comet records each step a second time, as a parameter of its own
 KEY_LENGTHS = (32, 50)  # of the key of an experiment, which has letters and digits only
 AUTOMATIC = ("auto_param_logging", "auto_metric_logging", "log_graph")
 
@@ -57,14 +60,17 @@ class CometML(Tracker):
     unless asked for there, or by Comet's own settings: copies of code, graph, git and command line, what the program prints, the
     measuring of the machine, and all that Comet takes from frameworks by patching them. The experiment is not Comet's global one
     either, so that several can be recorded at a time; it is where one of `auto_metric_logging`, `auto_param_logging` and `log_graph` is
-    asked for. Frameworks are patched only if the program imports comet_ml first of all. Reports of Comet's own errors are off.
+    asked for. Frameworks are patched only if the program imports comet_ml first of all. Reports of Comet's own errors are off. Not to be
+    turned off: at the end Comet records a metric "process duration", in seconds.
 
     Texts are recorded as text samples whose metadata has the name, tables as CSV files, the whole configuration as config.json beside
     the parameters (of which Comet keeps 1000 letters each). Comet has bins of its own, of which each is a tenth larger than the one
-    before: of a histogram it gets the middles of the bins with their counts. Of a metric it keeps 15 000 values.
+    before: of a histogram it gets the middles of the bins with their counts. Of a metric it keeps 15 000 values. A name of more than 100
+    letters is cut, and gets a checksum, which is told.
 
     A resumed run goes on under its key. Offline it is written to a second archive; `comet upload` makes one experiment of both, in the
     order of their upload. Offline, nothing can be read before the run ends, and where the program is killed there is no archive.
+    Where the server is lost on the way, which is told, Comet writes an archive too.
 
     Args:
         workspace: that of the experiment; None: what COMET_WORKSPACE or the login says.
@@ -96,6 +102,8 @@ class CometML(Tracker):
         }
         self._system_metrics = system_metrics
         self._experiment: Any = None
+        self._is_online = self._is_lost = False
+        self._names = Names("Comet", lambda name: name, longest=LONGEST_NAME)
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -106,6 +114,8 @@ class CometML(Tracker):
     def tracker(self) -> Any:
         """The `comet_ml.CometExperiment`."""
         return self._experiment
+
+    writer = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
@@ -121,6 +131,8 @@ class CometML(Tracker):
             )
         with _hidden(comet_ml, any(config.get(name) for name in AUTOMATIC)):
             self._experiment = comet_ml.start(**start, experiment_config=comet_ml.ExperimentConfig(**config))
+        self._experiment.autolog_parameters_ignore.add(STEP_PARAMETER)
+        self._is_online = isinstance(self._experiment, comet_ml.Experiment)
         if not self._experiment.alive and not config.get("disabled"):
             raise RuntimeError(
                 "Comet did not open the experiment, and logged the reason above, as an error of comet_ml."
@@ -143,19 +155,21 @@ class CometML(Tracker):
         return {"experiment_key": self._experiment.get_key()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`; the options are those of `log_metrics`."""
-        metrics = {name: value for name, value in values.items() if not isinstance(value, str)}
-        self._experiment.log_metrics(metrics, step=step, **options)
-        for name in values.keys() - metrics.keys():
-            self._experiment.log_text(values[name], step=step, metadata={"name": name})
+        """See `Tracker.log`; the options are those of `log_metrics`, or of `log_histogram_3d`, for histograms of the same record."""
+        own, _ = self._options_of_record(options)
+        self._look_for_server()
+        start = f"{prefix}_" if (prefix := own.pop("prefix", None)) is not None else ""
+        metrics = {self._names.of(start + name): value for name, value in values.items() if not isinstance(value, str)}
+        self._experiment.log_metrics(metrics, step=step, **own)
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._experiment.log_text(value, step=step, metadata={"name": name})
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`; the options are those of `log_image`."""
-        from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         for name, images in values.items():
-            for image in images:  # as finished ones, for Comet scales the values of an array
-                self._experiment.log_image(Image.fromarray(image.squeeze(-1).numpy()), name=name, step=step, **options)
+            for image in images:
+                self._experiment.log_image(pillow(image), name=name, step=step, **options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`; the options are those of `log_asset_data`."""
@@ -166,19 +180,34 @@ class CometML(Tracker):
         self._experiment.log_asset_data(text.getvalue(), name=f"{name}.csv", step=step, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`; the options are those of `log_histogram_3d`."""
+        """See `Tracker.log_histograms`; the options are those of `log_histogram_3d`, or of `log_metrics`."""
         import comet_ml  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+        _, own = self._options_of_record(options)
         kind: Any = comet_ml.Histogram
         for name, bins in values.items():
             histogram = kind()
             middles = [(low + high) / 2 for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
             histogram.add(middles, counts=list(bins.counts))
-            self._experiment.log_histogram_3d(histogram, name=name, step=step, **options)
+            self._experiment.log_histogram_3d(histogram, name=self._names.of(name), step=step, **own)
+
+    def _look_for_server(self) -> None:
+        """Tells each time that Comet has lost its server, as far as it knows."""
+        streamer = self._experiment.streamer if self._is_online else None
+        before, self._is_lost = self._is_lost, streamer is not None and not streamer.has_connection_to_server()
+        if self._is_lost and not before:
+            logger.warning(_LOST, self._experiment.get_key())
+
+    def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+        calls = {
+            self._experiment.log_metrics: ("dic", "step"),
+            self._experiment.log_histogram_3d: ("values", "name", "step"),
+        }
+        return shared_options(options, "comet_ml", calls)
 
     def flush(self) -> None:
-        """See `Tracker.flush`."""
-        self._experiment.flush()
+        """See `Tracker.flush`. Comet sends by itself, every few seconds; its own `flush` would wait an hour for a lost server."""
+        self._look_for_server()
 
     def finish(self, failed: bool) -> None:
         """See `Tracker.finish`. An experiment that failed says so under "Other"."""
@@ -189,12 +218,10 @@ class CometML(Tracker):
     def _options_of(self, comet_ml: Any, run: TrackedRun) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of `start`, and those of `ExperimentConfig`, in the user's options mixed."""
         known = [set(inspect.signature(callee).parameters) for callee in (comet_ml.start, comet_ml.ExperimentConfig)]
-        unknown = sorted(set(run.options) - known[0] - known[1] | set(run.options) & {"experiment_config"})
-        if unknown:
-            raise TypeError(
-                f"init_kwargs['comet_ml'] has {', '.join(unknown)}, which neither comet_ml.start nor comet_ml.ExperimentConfig takes one by "
-                f"one. They take {', '.join(sorted((known[0] | known[1]) - {'experiment_config'}))}."
-            )
+        one_by_one = (known[0] | known[1]) - {"experiment_config"}
+        check_options(
+            run.options, one_by_one, "init_kwargs={'comet_ml': ...}", "comet_ml.start or comet_ml.ExperimentConfig"
+        )
         quiet = {"log_env_details": ("comet.auto_log.env_details", self._system_metrics), **QUIET}
         ours = {name: value for name, (setting, value) in quiet.items() if comet_ml.get_config(setting) is None}
         key = run.resumed["experiment_key"] if run.resumed is not None else None
@@ -211,6 +238,12 @@ class CometML(Tracker):
     def _store(self, config: Mapping[str, Any]) -> None:
         self._experiment.log_parameters(_cut(config), nested_support=True)
         self._experiment.log_asset_data(dict(config), name="config.json")
+
+
+_LOST = (
+    "Comet has lost its server while experiment %s is recorded. It tries again; if it cannot hand over everything by the end of the run, it "
+    "leaves an archive on this machine, and says then how to upload it."
+)
 
 
 def experiment_key(run_id: str) -> str:
@@ -237,15 +270,8 @@ def _make_folder(folder: str | None) -> None:
 
 def _imported(automatic: bool) -> Any:
     """comet_ml, kept from changing the process: it replaces `sys.excepthook` when it is imported."""
-    variables = {} if automatic else {name: value for name, value in VARIABLES.items() if name not in os.environ}
-    hook = sys.excepthook
-    os.environ.update(variables)
-    try:
+    with process_kept(), variables({} if automatic else VARIABLES):
         import comet_ml  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    finally:
-        sys.excepthook = hook
-        for name in variables:
-            os.environ.pop(name, None)
     return comet_ml
 
 

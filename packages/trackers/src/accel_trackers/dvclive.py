@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import sys
-import zlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.series import Series
-from accel_trackers.service import missing
+from accel_trackers.names import Names, short
+from accel_trackers.series import Series, marked, unmarked
+from accel_trackers.service import missing, process_kept, shared_options
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LONGEST = 200  # bytes of a part of a name: file systems take 255, of which endings and marks need some
+_LONGEST_NAME = 1000
+_STARTING = threading.Lock()  # while DVCLive finds another repository than by itself
 
 
 class DVCLive(Tracker):
@@ -28,12 +31,15 @@ class DVCLive(Tracker):
 
     DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC is to have kept. A resumed run goes on
     in the same files: rows that were written after the checkpoint stay, above those that repeat them. An image or a plot at a step that
-    its name has passed goes to the folder "name (2)", and so on.
+    its name has passed goes to the folder "name ⟨2⟩", and so on. A name that no file can have is recorded under one like it with a
+    checksum, which is told.
 
     What DVCLive does to the project around it is off: neither an experiment of DVC nor a dvc.yaml is made, and the machine's load is not
     watched. `init_kwargs={"dvclive": {"save_dvc_exp": True, "dvcyaml": "dvc.yaml", "monitor_system": True}}` turns them on; it takes what
-    `dvclive.Live` does. Not to be turned off: in a git repository that is none of DVC, DVCLive makes it one, with a folder .dvc. Where
-    DVC fails, DVCLive says so in its own log and goes on.
+    `dvclive.Live` does. A git repository is left as it is, where DVCLive by itself would make one of DVC of it, and stage files. Where this
+    is needed, it still does: for `save_dvc_exp`, which needs a commit to begin with, and for `cache_images`. A repository that is one of DVC
+    is read. Where DVC fails, DVCLive says so in its own log and goes on. Put back is what importing DVC sets: the level of the
+    logger "asyncio", which it silences, and a filter for colours around the output.
 
     Args:
         dir: the folder to write to, such as "dvclive" where DVC is to compare it from commit to commit; None: that of the run, below
@@ -63,6 +69,7 @@ class DVCLive(Tracker):
         self.exp_name = exp_name
         self._live: Any = None
         self._series = Series()
+        self._names = Names("DVCLive", _file, _LONGEST_NAME)
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -70,7 +77,7 @@ class DVCLive(Tracker):
         return missing("dvclive", "dvclive")
 
     @property
-    def requires_logging_directory(self) -> bool:  # type: ignore[override]
+    def requires_logging_directory(self) -> bool:
         """Unless it is told where to write."""
         return self.dir is None
 
@@ -79,16 +86,15 @@ class DVCLive(Tracker):
         """The `dvclive.Live`."""
         return self._live
 
+    live = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
-        streams = sys.stdout, sys.stderr
-        try:
+        with process_kept(streams=True):  # which importing DVC wraps a filter for colours around
             from dvclive import Live  # type: ignore[import-not-found, import-untyped, unused-ignore]
             from dvclive.studio import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
                 get_dvc_studio_config,
             )
-        finally:
-            sys.stdout, sys.stderr = streams  # in which importing DVC wraps a filter for colours
         options: dict[str, Any] = {
             "dir": str(run.directory if self.dir is None else self.dir),
             "save_dvc_exp": self.save_dvc_exp,
@@ -105,7 +111,8 @@ class DVCLive(Tracker):
                     options["dir"],
                     run.step,
                 )
-        self._live = Live(**options)
+        with _repository(is_made=bool(options["save_dvc_exp"] or options.get("cache_images"))):
+            self._live = Live(**options)
         if not get_dvc_studio_config(self._live):
             # DVCLive would read all its files for DVC Studio at every flush, and keep a thread for ever, to send them nowhere.
             self._live.post_data_to_studio = lambda: None
@@ -116,25 +123,32 @@ class DVCLive(Tracker):
         return {"series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`; `log_kwargs={"dvclive": {"timestamp": True, "plot": False}}` goes to `Live.log_metric`."""
+        """See `Tracker.log`; `log_kwargs={"dvclive": {"timestamp": True, "plot": False}}` goes to `Live.log_metric`, and what
+        `Live.log_plot` takes to histograms of the same record.
+        """
+        own, _ = self._options_of_record(options)
         self._live.step = step
         for name, value in values.items():
-            self._log(_column(_file(name)), value, options)
+            self._log(self._names.of(name), value, own)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`. The first is `name/step.png`, which is shown with a slider; others are `name/1/step.png`, and so on."""
+        """See `Tracker.log_images`. The first is `name/step.png`, which is shown with a slider; others are `name ⟨image 1⟩/step.png`, and
+        so on.
+        """
+        shared_options(options, "dvclive", {self._live.log_image: ("name", "val")})
         self._live.step = step
         for name, images in values.items():
             folder = self._folder(name, "images", step)
             for index, image in enumerate(images):
-                place = f"{folder}/{index}/{step}.png" if index else f"{folder}/{step}.png"
-                self._live.log_image(place, image.squeeze(2).numpy(), **options)
+                place = marked(folder, f"image {index}") if index else folder
+                self._live.log_image(f"{place}/{step}.png", image.squeeze(2).numpy())
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. It becomes the data of a plot, of the first column against the others unless options say otherwise.
 
         Each row has the names of its columns, so one without rows gets a row of nulls, and one without columns is nothing to DVCLive.
         """
+        shared_options(options, "dvclive", {self._live.log_plot: ("name", "datapoints")})
         if not table.columns:
             return
         rows = table.rows or [(None,) * len(table.columns)]
@@ -143,11 +157,12 @@ class DVCLive(Tracker):
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
         """See `Tracker.log_histograms`. Each becomes the data of a plot of bars."""
+        _, own = self._options_of_record(options)
         axes = {"x": "count", "y": "from", "template": "bar_horizontal"}
         for name, bins in values.items():
             ends = zip(bins.edges[:-1], bins.edges[1:], bins.counts, strict=True)
             rows = [{"from": lower, "to": upper, "count": count} for lower, upper, count in ends]
-            self._plot(name, step, rows, {**axes, **options})
+            self._plot(name, step, rows, {**axes, **own})
 
     def flush(self) -> None:
         """Brings the summary of the latest values up to date; all else is in the files at once."""
@@ -157,13 +172,17 @@ class DVCLive(Tracker):
         """See `Tracker.finish`."""
         self._live.end()
 
+    def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+        calls = {self._live.log_metric: ("name", "val"), self._live.log_plot: ("name", "datapoints")}
+        return shared_options(options, "dvclive", calls)
+
     def _plot(self, name: str, step: int, rows: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
         self._live.step = step
         self._live.log_plot(f"{self._folder(name, 'plot', step)}/{step}", rows, **options)
 
     def _folder(self, name: str, kind: str, step: int) -> str:
-        file = _file(name)
-        return " ".join([file, *(f"({mark})" for mark in self._series.place(f"{kind}:{file}", kind, step))])
+        file = self._names.of(name)
+        return marked(file, *self._series.place(f"{kind}:{file}", kind, step))
 
     def _log(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
         summary = self._live.summary
@@ -178,6 +197,36 @@ class DVCLive(Tracker):
             self._live.summary = {**summary, name + "/" * (name in summary): value}
 
 
+@contextlib.contextmanager
+def _repository(is_made: bool) -> Iterator[None]:
+    """Has `Live` find the repository of DVC that there is, or as it does by itself make one."""
+    from dvclive import live  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    if is_made:
+        yield
+        return
+    with _STARTING:
+        before = live.get_dvc_repo
+        live.get_dvc_repo = _existing_repository
+        try:
+            yield
+        finally:
+            live.get_dvc_repo = before
+
+
+def _existing_repository() -> Any:
+    """That of DVC around the working directory; None if there is none, or none of which DVC could say the last commit."""
+    from dvc.exceptions import NotDvcRepoError  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from dvc.repo import Repo  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from dvc.scm import SCMError  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    try:
+        found = Repo()
+    except (NotDvcRepoError, SCMError):
+        return None
+    return None if getattr(found.scm, "no_commits", False) else found
+
+
 def _fits(summary: Mapping[str, Any], parts: Sequence[str]) -> bool:
     inner: Any = summary
     for part in parts:
@@ -188,19 +237,11 @@ def _fits(summary: Mapping[str, Any], parts: Sequence[str]) -> bool:
 
 
 def _file(name: str) -> str:
-    """The path, relative and inside its folder, that a name stands for."""
-    parts = [_taken(part) for part in name.split("/") if part not in {"", ".", ".."}]
-    return "/".join(parts) or "_"
+    """A path inside its folder, near to the name. "step" is the name of the other column."""
+    *folders, last = [unmarked(part) for part in name.split("/") if part not in {"", ".", ".."}] or ["_"]
+    return "/".join(map(_short, [*folders, f"{last}_" if last == "step" else last]))
 
 
-def _taken(part: str) -> str:
-    """The part, or where no file can have it as its name, because of its length or a zero, one like it with a checksum."""
-    if "\0" not in part and len(part.encode(errors="replace")) <= _LONGEST:
-        return part
-    start = part.replace("\0", "_").encode(errors="replace")[:_LONGEST].decode(errors="ignore")
-    return f"{start}_{zlib.crc32(part.encode(errors='backslashreplace')):08x}"
-
-
-def _column(name: str) -> str:
-    """The name, which is that of a column as well: "step" is that of the other column."""
-    return f"{name}_" if name.rpartition("/")[2] == "step" else name
+def _short(part: str) -> str:
+    """The part without what no file has in its name, and as short as it has to be there."""
+    return short(part.replace("\0", "_"), _LONGEST)

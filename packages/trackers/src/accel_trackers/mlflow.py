@@ -9,13 +9,13 @@ import os
 import posixpath
 import re
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.service import missing
+from accel_trackers.names import flat, spelled
+from accel_trackers.service import check_options, missing, variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("tracking_uri", "experiment_name", "run_name", "tags", "description", "artifact_location", "flush_secs")
-_OPTIONS_OF_A_RUN = (*_OPTIONS, "run_id", "parent_run_id")
+_OPTIONS_OF_A_RUN = (*_OPTIONS, "run_id", "parent_run_id", "experiment_id", "log_system_metrics")
+_NESTED = " For a nested run: parent_run_id=mlflow.active_run().info.run_id."
+_FOLDER = " The folder is said by Accelerator(project_config=ProjectConfiguration(logging_dir=...)), a server by tracking_uri."
+_HINTS = {"nested": _NESTED, "nested_run": _NESTED, "logging_dir": _FOLDER}  # what to say in place of options of others
 _TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 _NAMES = re.compile(r"[^\w\-. /]")  # what names of metrics, parameters and tags cannot have everywhere
 _NAMES_OF_FILES = re.compile(r"[^A-Za-z0-9_\-. /]")
@@ -45,12 +48,14 @@ class MLflow(Tracker):
     A step may come again, or go back. A resumed run goes on in the same run of MLflow, which keeps what came after the checkpoint beside
     what is recorded again. MLflow does not change the parameters of a run.
 
-    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state, the source code and the machine's
-    load nothing is recorded, and the address of the run is not printed. MLflow's reports on its own use are switched off, because they draw from Python's random stream; set
+    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state and the source code
+    nothing is recorded, of the machine's load only on request, and the address of the run is not printed. MLflow's reports on its own use are switched off, because they draw from Python's random stream; set
     MLFLOW_DISABLE_TELEMETRY=false to have them.
 
-    `init_kwargs={"mlflow": {...}}` takes the same options as below, and `run_id` of a run of MLflow to go on with, and `parent_run_id` of one
-    below which the run is shown. `log` takes `timestamp`, in milliseconds since 1970.
+    `init_kwargs={"mlflow": {...}}` takes the same options as below, and `run_id` of a run of MLflow to go on with, which gets the name,
+    the tags and the description that are asked for; `parent_run_id` of one below which the run is shown; `experiment_id` in place of
+    `experiment_name`; and `log_system_metrics=True`, which needs psutil: MLflow measures the machine every 10 seconds, in a thread of this
+    process. `log` takes `timestamp`, in milliseconds since 1970. Folders of files (`file://`) are no databases any more for MLflow.
 
     Args:
         tracking_uri: of the server or database, as http://host:5000. None: what MLFLOW_TRACKING_URI or mlflow.set_tracking_uri(...) says,
@@ -93,9 +98,10 @@ class MLflow(Tracker):
         self._there: dict[str, set[str]] = {}
         self._is_continued = False
         self._renamed: set[str] = set()
+        self._monitor: Any = None
 
     @property
-    def requires_logging_directory(self) -> bool:  # type: ignore[override]
+    def requires_logging_directory(self) -> bool:
         """Where no server is named. (`mlflow.set_tracking_uri` sets the variable too.)"""
         return self.tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
 
@@ -109,12 +115,14 @@ class MLflow(Tracker):
         """The `mlflow.entities.Run` as it began; `mlflow.MlflowClient().get_run(tracker.info.run_id)` has what was recorded since."""
         return self._run
 
+    active_run = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.
 
         Raises:
             TypeError: for an unknown option.
-            ValueError: if the run that is to go on cannot be found.
+            ValueError: if the run that is to go on cannot be found, or belongs to another experiment than the one asked for.
         """
         options = {name: getattr(self, name) for name in _OPTIONS} | _checked(run.options)
         self.flush_secs = options["flush_secs"]
@@ -133,9 +141,12 @@ class MLflow(Tracker):
         self._is_continued = bool(continued)
         if continued:
             self._run = self._go_on(continued)
+            if options.get("run_id"):
+                self._describe(options)
         else:
             self._run = self._create(run, options, artifacts)
         self._store(run.config)
+        self._watch(options.get("log_system_metrics"))
 
     def state(self) -> dict[str, Any]:
         """The id that MLflow gave to the run."""
@@ -183,7 +194,9 @@ class MLflow(Tracker):
     def finish(self, failed: bool) -> None:
         """See `Tracker.finish`."""
         self.flush()
-        with _variable("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
+        if self._monitor is not None:
+            self._monitor.finish()
+        with variables({"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}):
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     @property
@@ -193,10 +206,41 @@ class MLflow(Tracker):
     def _create(self, run: TrackedRun, options: Mapping[str, Any], artifacts: str | None) -> Any:
         """A new run of MLflow."""
         name = options["experiment_name"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
-        special = {"mlflow.note.content": options["description"], "mlflow.parentRunId": options.get("parent_run_id")}
-        tags = {**(options["tags"] or {}), **{tag: text for tag, text in special.items() if text is not None}}
-        experiment = self._experiment(name, artifacts)
-        return self._client.create_run(experiment, run_name=options["run_name"] or run.run_id, tags=tags)
+        experiment = options.get("experiment_id") or self._experiment(name, artifacts)
+        return self._client.create_run(experiment, run_name=options["run_name"] or run.run_id, tags=_tags(options))
+
+    def _describe(self, options: Mapping[str, Any]) -> None:
+        """Gives a run of the user's the name and the tags that were asked for."""
+        there = str(self._run.info.experiment_id)
+        if str(options.get("experiment_id") or there) != there:
+            raise ValueError(
+                f"The run {self._id!r} of MLflow is to go on in the experiment of id {options['experiment_id']!r}, and it belongs to "
+                f"{there!r}, which MLflow does not change. Leave out experiment_id, or run_id."
+            )
+        experiment = self._client.get_experiment(there).name
+        if options["experiment_name"] not in (None, experiment):
+            raise ValueError(
+                f"The run {self._id!r} of MLflow is to go on in the experiment {options['experiment_name']!r}, and it belongs to "
+                f"{experiment!r}, which MLflow does not change. Leave out experiment_name, or run_id."
+            )
+        if options["run_name"] is not None:
+            self._client.update_run(self._id, name=options["run_name"])
+        for tag, text in _tags(options).items():
+            self._client.set_tag(self._id, tag, text, synchronous=True)
+        self._run = self._client.get_run(self._id)
+
+    def _watch(self, wanted: bool | None) -> None:
+        """Has MLflow measure the machine, if that is asked for."""
+        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+
+        variable: Any = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+        if variable.get() if wanted is None else wanted:
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            monitor: Any = SystemMetricsMonitor
+            uri = self._client.tracking_uri
+            self._monitor = monitor(self._id, resume_logging=self._is_continued, tracking_uri=uri)
+            self._monitor.start()
 
     def _experiment(self, name: str, artifacts: str | None) -> str:
         """The id of the experiment of this name, which may be made by others in the same moment."""
@@ -231,7 +275,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         self._client.log_text(self._id, json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", "config.json")
-        wanted = {self._name(name): _shortened(value, _LONGEST_VALUE) for name, value in _flat(config)}
+        wanted = {self._name(name): _shortened(str(value), _LONGEST_VALUE) for name, value in flat(config)}
         there = self._run.data.params
         new = [Param(name, value) for name, value in wanted.items() if name not in there]
         for first in range(0, len(new), _PARAMS):
@@ -247,11 +291,9 @@ class MLflow(Tracker):
 
     def _timestamp(self, options: Mapping[str, Any]) -> int:
         """When the values are recorded, in milliseconds: never twice the same, for MLflow drops a value that repeats with its step and time."""
-        for name in options.keys() - {"timestamp"}:
-            raise TypeError(
-                f"log_kwargs={{'mlflow': {{{name!r}: ...}}}} was given: expected timestamp, the milliseconds since 1970 at which the values "
-                f"are to be recorded, or nothing."
-            )
+        check_options(
+            options, ["timestamp"], "log_kwargs={'mlflow': ...}", "a record", " It is in milliseconds since 1970."
+        )
         if "timestamp" in options:
             return int(options["timestamp"])
         self._stamp = max(int(time.time() * 1000), self._stamp + 1)
@@ -286,39 +328,33 @@ class MLflow(Tracker):
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    for name in options.keys() - set(_OPTIONS_OF_A_RUN):
-        hint = (
-            " (For a nested run: parent_run_id=mlflow.active_run().info.run_id.)" if name.startswith("nested") else ""
-        )
+    """The options of a run; that it is not nested says nothing here."""
+    given = {name: value for name, value in options.items() if value or name not in {"nested", "nested_run"}}
+    hint = next((hint for name, hint in _HINTS.items() if name in given), "")
+    check_options(given, _OPTIONS_OF_A_RUN, "init_kwargs={'mlflow': ...}", "MLflow", hint)
+    if given.get("experiment_id") and given.get("experiment_name"):
         raise TypeError(
-            f"init_kwargs={{'mlflow': {{{name!r}: ...}}}} was given: expected {', '.join(_OPTIONS_OF_A_RUN)}.{hint}"
+            "init_kwargs={'mlflow': ...} has experiment_id and experiment_name, which say the same. Leave one out."
         )
-    return dict(options)
+    return given
+
+
+def _tags(options: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the user, and what MLflow keeps as tags."""
+    special = {"mlflow.note.content": options["description"], "mlflow.parentRunId": options.get("parent_run_id")}
+    return {**(options["tags"] or {}), **{tag: text for tag, text in special.items() if text is not None}}
 
 
 def _quiet_mlflow() -> Any:
     """MLflow, without its reports on how it is used unless the user wants them."""
     wanted = _TELEMETRY in os.environ
-    with _variable(_TELEMETRY):  # which is looked at when MLflow is imported
+    with variables({_TELEMETRY: "true"}):  # which is looked at when MLflow is imported
         import mlflow
         from mlflow import telemetry
 
         if not wanted and telemetry.get_telemetry_client() is not None:
             telemetry.set_telemetry_client()  # type: ignore[no-untyped-call]  # looks again
     return mlflow
-
-
-@contextlib.contextmanager
-def _variable(name: str) -> Iterator[None]:
-    """Sets a switch of MLflow, which it has in the environment alone, for a moment; not where the user has set it."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "true"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 @contextlib.contextmanager
@@ -339,22 +375,8 @@ def _taken(name: str, unwanted: re.Pattern[str]) -> str:
     found = unwanted.sub("_", name)
     if found != posixpath.normpath(found) or found.startswith(("/", "..")) or found in {"", "."}:
         found = found.replace("/", "_").strip(".") or "_"
-    if found == name and len(name) <= _LONGEST_NAME - len("name."):
-        return name
-    return f"{found[: _LONGEST_NAME - 20]}_{zlib.crc32(name.encode()):08x}"
+    return spelled(name, found, _LONGEST_NAME - len("name."))
 
 
 def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Its values as texts, by joined names."""
-    found: list[tuple[str, str]] = []
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{prefix}{name}/")
-        else:
-            text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, Mapping)) else str(value)
-            found.append((prefix + name, text))
-    return found

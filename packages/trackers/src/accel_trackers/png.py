@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from typing import Any
 
 import torch
+
+from accel_core import RecordRefusedError
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOUR_TYPES = {1: 0, 3: 2, 4: 6}  # channels → greyscale, RGB, RGBA (PNG specification, 11.2.2)
@@ -20,10 +23,10 @@ def encode(image: torch.Tensor) -> bytes:
         image: (height, width, channels), uint8, on the CPU, with 1, 3 or 4 channels.
 
     Raises:
-        ValueError: if it has no pixels, or another shape or dtype.
+        RecordRefusedError: if it has no pixels, or another shape or dtype.
     """
     if image.dtype is not torch.uint8 or image.dim() != 3 or image.shape[2] not in _COLOUR_TYPES or not image.numel():
-        raise ValueError(
+        raise RecordRefusedError(
             f"A PNG file was to be made of a tensor of shape {tuple(image.shape)} and {image.dtype}. Give (height, width, channels) of "
             f"torch.uint8, with 1, 3 or 4 channels and at least one pixel."
         )
@@ -34,6 +37,13 @@ def encode(image: torch.Tensor) -> bytes:
     torch.frombuffer(pixels, dtype=torch.uint8).copy_(rows.flatten())
     chunks = _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(pixels)), _chunk(b"IEND", b"")
     return _SIGNATURE + b"".join(chunks)
+
+
+def pillow(image: torch.Tensor) -> Any:
+    """The same as an image of Pillow, for services that would scale the values of an array."""
+    from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    return Image.fromarray((image.squeeze(2) if image.shape[2] == 1 else image).numpy())
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:

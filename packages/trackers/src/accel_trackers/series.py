@@ -6,6 +6,19 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
+MARKS = "⟨⟩"
+"""What stands around the mark of a series. Names must not have it: see `unmarked`."""
+
+
+def marked(name: str, *marks: object) -> str:
+    """The name with marks behind it: "loss ⟨2⟩"."""
+    return " ".join([name, *(f"{MARKS[0]}{mark}{MARKS[1]}" for mark in marks)])
+
+
+def unmarked(name: str) -> str:
+    """The name without anything that could be taken for a mark."""
+    return name.translate(dict.fromkeys(map(ord, MARKS), "_"))
+
 
 class Series:
     """Keeps such services from dropping a value: one that has no place in the series of its name goes to a further one.

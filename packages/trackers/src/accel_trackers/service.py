@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import inspect
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
+from typing import Any
+
+LOGGERS = ("asyncio", "urllib3")  # of others, whose levels services set
+HOOKS = ((sys, "excepthook"), (sys, "exit"), (builtins, "__import__"))
+STREAMS = ((sys, "stdout"), (sys, "stderr"))
 
 
 def missing(module: str, extra: str) -> str | None:
@@ -15,3 +29,124 @@ def missing(module: str, extra: str) -> str | None:
     if find_spec(module) is not None:
         return None
     return f"{module} is not installed. Type: pip install 'accel-trackers[{extra}]'"
+
+
+def check_options(given: Collection[str], known: Collection[str], where: str, callee: str, hint: str = "") -> None:
+    """Refuses options that a service would not know, or would ignore.
+
+    Args:
+        given: their names.
+        known: those that there are.
+        where: the user gave them: "init_kwargs={'wandb': ...}".
+        callee: what they go to.
+        hint: follows the message.
+
+    Raises:
+        TypeError: naming those that are unknown.
+    """
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise TypeError(
+            f"{where} has {', '.join(map(repr, unknown))}, which {callee} does not have here: expected "
+            f"{', '.join(sorted(known)) or 'nothing'}.{hint}"
+        )
+
+
+def shared_options(
+    given: Mapping[str, Any], service: str, calls: Mapping[Callable[..., Any], Collection[str]]
+) -> list[dict[str, Any]]:
+    """The options of a record for each of the calls that it takes, which know different ones.
+
+    Args:
+        given: `log_kwargs` of the user.
+        service: the name of the tracker.
+        calls: of the service → their parameters that the tracker fills itself.
+
+    Raises:
+        TypeError: naming those that none of the calls knows.
+    """
+    if not given:
+        return [{} for _ in calls]
+    known = [_parameters(call) - set(ours) for call, ours in calls.items()]
+    callee = " or ".join(getattr(call, "__name__", str(call)) for call in calls)
+    check_options(given, set().union(*known), f"log_kwargs={{{service!r}: ...}}", callee)
+    return [{name: value for name, value in given.items() if name in names} for names in known]
+
+
+def _parameters(call: Callable[..., Any]) -> set[str]:
+    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    found = inspect.signature(call).parameters.items()
+    return {name for name, each in found if each.kind not in variable and name != "self"}
+
+
+@contextlib.contextmanager
+def variables(wanted: Mapping[str, str | None], *, override: bool = False) -> Iterator[None]:
+    """Sets environment variables, for a moment, and puts back what they were.
+
+    Args:
+        wanted: their values; None: the variable is only put back.
+        override: whether those are set too that the user has set.
+    """
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(
+        {name: value for name, value in wanted.items() if value is not None and (override or before[name] is None)}
+    )
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Process:
+    """What services change in the process while they are imported and started.
+
+    Trackers start at the same time, each in a thread: all go back to what was before the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: dict[Any, Any] = {}
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = {place: getattr(*place) for place in (*HOOKS, *STREAMS)}
+                self._before |= {name: logging.getLogger(name).level for name in LOGGERS}
+                self._before["start method"] = multiprocessing.get_start_method(allow_none=True)
+
+    def leave(self, wanted: Collection[tuple[Any, str]], streams: bool) -> None:
+        with self._lock:
+            self._inside -= 1
+            for place in HOOKS + (STREAMS if streams else ()):
+                if place in wanted:
+                    self._before[place] = getattr(*place)  # also for those that leave later
+                setattr(*place, self._before[place])
+            for name in LOGGERS:
+                logging.getLogger(name).setLevel(self._before[name])
+            if multiprocessing.get_start_method(allow_none=True) != self._before["start method"]:
+                multiprocessing.set_start_method(self._before["start method"], force=True)
+
+
+_PROCESS = _Process()
+
+
+@contextlib.contextmanager
+def process_kept(wanted: Collection[tuple[Any, str]] = (), *, streams: bool = False) -> Iterator[None]:
+    """Puts back what importing and starting a service changes in the process for good: how it ends, how it imports and begins others, and
+    which messages of others are shown.
+
+    Args:
+        wanted: of `HOOKS`, what is left to the service, because the user wants what it does there.
+        streams: whether standard output and error are put back too.
+    """
+    _PROCESS.enter()
+    try:
+        yield
+    finally:
+        _PROCESS.leave(wanted, streams)

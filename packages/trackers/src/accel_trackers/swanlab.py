@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
+import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core import TrackedRun, Tracker
-from accel_trackers.series import Series
-from accel_trackers.service import missing
+from accel_core import RecordRefusedError, TrackedRun, Tracker
+from accel_trackers.names import Names
+from accel_trackers.series import Series, marked, unmarked
+from accel_trackers.service import check_options, missing, process_kept
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PROBES = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
+_LONGEST_NAME, _LAST_STEP = 480, 2**48  # SwanLab takes 512 letters, of which marks need some
 _OLDER_NAMES = {"experiment_name", "notes", "logdir"}  # which `swanlab.init` still takes, beside those of its signature
 
 
@@ -32,7 +35,9 @@ class SwanLab(Tracker):
     turns them on; other keys are those of `swanlab.init`. It never asks for a key at the terminal. SwanLab prints where the run is.
 
     SwanLab holds one value per name and step, one kind of value per name, and has one run per process. What is recorded at a step that the
-    name has passed goes to "name (2)", and so on; what is of another kind than before to "name (text)". Numbers are stored as float64.
+    name has passed goes to "name ⟨2⟩", and so on; what is of another kind than before to "name ⟨text⟩". A name that SwanLab would change
+    or refuse (blanks, dots or slashes around it, tabs, more than 480 letters) has a checksum at its end, and is told; so has that of a project
+    with other characters than letters, digits and _-+., or more than 100. Numbers are stored as float64.
     Online, a resumed run goes on in the same run; of the steps after the checkpoint SwanLab keeps what it has and ignores what it gets.
     In the other modes it goes on in a folder of its own, to be sent with `swanlab sync --id`. SwanLab reports errors of its own on the
     terminal, and raises few; what it has not written is lost if the process is killed.
@@ -73,6 +78,7 @@ class SwanLab(Tracker):
         }
         self._run: Any = None
         self._series = Series()
+        self._names = Names("SwanLab", _fitting, _LONGEST_NAME)
         self._watches: list[Any] = []
 
     @classmethod
@@ -85,6 +91,8 @@ class SwanLab(Tracker):
         """The `swanlab.Run`."""
         return self._run
 
+    run = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.
 
@@ -94,7 +102,11 @@ class SwanLab(Tracker):
         """
         import swanlab  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        _check_options(run.options, swanlab.init)
+        init = inspect.signature(
+            swanlab.init
+        ).parameters.items()  # which takes any keyword, and ignores those that it does not know
+        known = {name for name, one in init if one.kind is one.KEYWORD_ONLY} | _OLDER_NAMES
+        check_options(run.options, known, "init_kwargs={'swanlab': ...}", "swanlab.init")
         if swanlab.has_run():
             raise RuntimeError(
                 f"SwanLab has one run per process, and {swanlab.get_run().id!r} is not finished. End it before this one starts: "
@@ -106,7 +118,7 @@ class SwanLab(Tracker):
         if "settings" in run.options:
             settings.merge_settings(run.options["settings"])
         options = {
-            "project": run.project,
+            "project": Names("SwanLab", lambda name: re.sub(r"[^A-Za-z0-9_\-+.]", "_", name), 100).of(run.project),
             "config": _spelled(run.config),
             "id": run.run_id,
             "resume": "allow",
@@ -126,6 +138,7 @@ class SwanLab(Tracker):
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """See `Tracker.log`."""
+        _refuse(options)
         import swanlab
 
         placed = {}
@@ -133,7 +146,7 @@ class SwanLab(Tracker):
             kind = "number" if isinstance(value, (int, float)) else type(value).__name__.lower()
             kind = "text" if isinstance(value, str) else kind
             placed[self._place(name, kind, step)] = swanlab.Text(value) if isinstance(value, str) else value
-        self._run.log(placed, step=step, **options)
+        self._run.log(placed, step=step)
 
     def records(self, value: object) -> bool:
         """Whether it is one of SwanLab's own objects, such as `swanlab.Audio`."""
@@ -141,24 +154,27 @@ class SwanLab(Tracker):
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`. They are stored as PNG."""
+        _refuse(options)
         import swanlab
 
         placed = {
             self._place(name, "image", step): [swanlab.Image(image.squeeze(2).numpy()) for image in images]
             for name, images in values.items()
         }
-        self._run.log(placed, step=step, **options)
+        self._run.log(placed, step=step)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`."""
+        _refuse(options)
         import swanlab
 
         chart = swanlab.echarts.Table()
         chart.add(list(table.columns), [list(row) for row in table.rows])
-        self._run.log({self._place(name, "echarts", step): swanlab.ECharts(chart)}, step=step, **options)
+        self._run.log({self._place(name, "echarts", step): swanlab.ECharts(chart)}, step=step)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
         """See `Tracker.log_histograms`."""
+        _refuse(options)
         import swanlab
 
         placed = {}
@@ -167,7 +183,7 @@ class SwanLab(Tracker):
             chart.add_xaxis([f"{lower} to {upper}" for lower, upper in zip(bins.edges, bins.edges[1:], strict=False)])
             chart.add_yaxis("count", list(bins.counts))
             placed[self._place(name, "echarts", step)] = swanlab.ECharts(chart)
-        self._run.log(placed, step=step, **options)
+        self._run.log(placed, step=step)
 
     def finish(self, failed: bool) -> None:
         """See `Tracker.finish`."""
@@ -177,7 +193,10 @@ class SwanLab(Tracker):
             each.join(5)
 
     def _place(self, name: str, kind: str, step: int) -> str:
-        return " ".join([name, *(f"({mark})" for mark in self._series.place(name, kind, step))])
+        if step > _LAST_STEP:
+            raise RecordRefusedError(f"Values were logged at step {step}, and SwanLab has none beyond {_LAST_STEP}.")
+        name = self._names.of(name)
+        return marked(name, *self._series.place(name, kind, step))
 
     def _go_on(self, run: TrackedRun) -> None:
         """Says what resuming cannot do here, and takes up the series where values would be lost otherwise."""
@@ -192,33 +211,32 @@ class SwanLab(Tracker):
             )
 
 
-def _check_options(options: Mapping[str, Any], init: Any) -> None:
-    """`swanlab.init` takes any keyword and ignores those that it does not know."""
-    known = {name for name, one in inspect.signature(init).parameters.items() if one.kind is one.KEYWORD_ONLY}
-    unknown = sorted(set(options) - known - _OLDER_NAMES)
-    if unknown:
-        raise TypeError(
-            f"init_kwargs={{'swanlab': ...}} has {', '.join(map(repr, unknown))}, which swanlab.init does not have. It has: "
-            f"{', '.join(sorted(known))}."
-        )
+def _fitting(name: str) -> str:
+    """A name as SwanLab takes it, with nothing that looks like the mark of a series."""
+    return re.sub(r"[\x00-\x1f\x7f]", "_", unmarked(name)).strip(" ./") or "_"
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """SwanLab's records have no options."""
+    check_options(options, (), "log_kwargs={'swanlab': ...}", "a record")
 
 
 def _started(init: Any, options: Mapping[str, Any]) -> Any:
     """The run. What ends the process stays in the hands of the Accelerator, which says to `finish` whether it failed."""
-    hook = sys.excepthook
     try:
-        return init(**options)
+        with process_kept():
+            return init(**options)
     except RuntimeError as error:
         raise RuntimeError(
             f"SwanLab did not start: {error} Type: swanlab login, or choose a mode without its server, as "
             f"ACCELERATE_SWANLAB__MODE=offline does."
         ) from error
-    finally:
-        sys.excepthook = hook
 
 
 def _spelled(value: Any) -> Any:
-    """None as a text in dicts: SwanLab drops it otherwise."""
+    """None as a text in dicts, which SwanLab drops otherwise, and the lowest number, of which it makes "Inf"."""
+    if value == -math.inf:
+        return "-Inf"
     if isinstance(value, Mapping):
         return {name: "None" if inner is None else _spelled(inner) for name, inner in value.items()}
     return [_spelled(inner) for inner in value] if isinstance(value, list) else value

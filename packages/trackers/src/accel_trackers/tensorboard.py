@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import os
 import time
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.service import missing
+from accel_trackers.names import flat
+from accel_trackers.png import encode
+from accel_trackers.service import check_options, missing
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ _NOT_FOR_USERS = {
     "comment",
     "purge_step",
 }  # said by the run; a comment has no effect beside a folder
+_FOLDER = "Accelerator(project_config=ProjectConfiguration(logging_dir=...))"
 _MARKUP = str.maketrans({mark: f"&#{ord(mark)};" for mark in "\\`*_[]<>|&~"} | {"\n": "<br>"})
 
 
@@ -73,6 +75,8 @@ class TensorBoard(Tracker):
         """The `torch.utils.tensorboard.SummaryWriter`."""
         return self._writer
 
+    writer = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.
 
@@ -82,7 +86,9 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         assert run.directory is not None
-        _check_options(run.options, inspect.signature(SummaryWriter).parameters.keys() - _NOT_FOR_USERS)
+        known = inspect.signature(SummaryWriter).parameters.keys() - _NOT_FOR_USERS
+        hint = f" The folder is said by {_FOLDER}." if "log_dir" in run.options else ""
+        check_options(run.options, known, "init_kwargs={'tensorboard': ...}", "SummaryWriter", hint)
         if run.resumed:
             self._kinds = dict(run.resumed["kinds"])
             _await_new_name(run.directory)
@@ -155,22 +161,13 @@ class TensorBoard(Tracker):
         return name if self._kinds.setdefault(name, kind) == kind else f"{name}/{kind}"
 
 
-def _check_options(options: Mapping[str, Any], known: set[str]) -> None:
-    for name in options.keys() - known:
-        folder = " The folder is said by Accelerator(logging_dir=...)." if name == "log_dir" else ""
-        raise TypeError(
-            f"init_kwargs={{'tensorboard': {{{name!r}: ...}}}} was given, and SummaryWriter is not started with {name!r} here: expected "
-            f"{', '.join(sorted(known))}.{folder}"
-        )
-
-
 def _walltime(options: Mapping[str, Any]) -> float | None:
     """The one option of records."""
-    for name in options.keys() - {"walltime"}:
-        raise TypeError(
-            f"log_kwargs={{'tensorboard': {{{name!r}: ...}}}} was given: expected walltime, the seconds since 1970 at which the values are "
-            f"to be recorded, or nothing."
-        )
+    hint = (
+        " Say it to all trackers at once: log_images(values, dataformats='NHWC')." if "dataformats" in options else ""
+    )
+    hint = f" It is in seconds since 1970.{hint}"
+    check_options(options, ["walltime"], "log_kwargs={'tensorboard': ...}", "a record", hint)
     return options.get("walltime")
 
 
@@ -187,21 +184,10 @@ def _hparams(config: Mapping[str, Any]) -> Any:
     """The summary from which TensorBoard makes the run's row in the table of hyperparameters, with its metrics."""
     from torch.utils.tensorboard.summary import hparams
 
-    _, begin, _ = hparams(dict(_flat(config)), {})
+    # As texts, what it would leave out, and what it would make 1.0 of.
+    values = {name: str(value) if value is None or isinstance(value, bool) else value for name, value in flat(config)}
+    _, begin, _ = hparams(values, {})
     return begin
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Its values by joined names, as the table of hyperparameters takes them, which would leave None out and make 1.0 of True."""
-    found: list[tuple[str, Any]] = []
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{prefix}{name}/")
-        elif isinstance(value, (list, Mapping)):
-            found.append((prefix + name, json.dumps(value, ensure_ascii=False)))
-        else:
-            found.append((prefix + name, str(value) if value is None or isinstance(value, bool) else value))
-    return found
 
 
 def _image_summary(tag: str, images: Sequence[torch.Tensor]) -> Any:
@@ -210,20 +196,11 @@ def _image_summary(tag: str, images: Sequence[torch.Tensor]) -> Any:
     from tensorboard.plugins.image.metadata import create_summary_metadata  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     height, width = images[0].shape[:2] if images else (0, 0)
-    items = [str(width).encode(), str(height).encode(), *map(_png, images)]
+    items = [str(width).encode(), str(height).encode(), *map(encode, images)]
     shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=len(items))])
     tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=items, tensor_shape=shape)
     metadata = create_summary_metadata(display_name=None, description=None)
     return summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
-
-
-def _png(image: torch.Tensor) -> bytes:
-    from PIL import Image  # TensorBoard depends on it
-
-    pixels = image.squeeze(-1) if image.shape[-1] == 1 else image
-    file = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(file, "PNG")
-    return file.getvalue()
 
 
 def _markdown(table: Table) -> str:

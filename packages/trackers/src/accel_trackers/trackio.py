@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.service import missing
+from accel_trackers.names import Names, short
+from accel_trackers.png import encode
+from accel_trackers.service import missing, variables
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10.0  # seconds that flush waits for Trackio's own thread, which writes twice a second
+LONGEST_PROJECT = 180  # bytes: it is the name of a file, with endings
 ELSEWHERE = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}  # where runs go if not to this machine
 
 
@@ -35,8 +38,9 @@ class Trackio(Tracker):
     not asked for anything, the name of the user neither, unless a Space or a server is to record.
 
     A resumed run goes on as the same one, whose values from the checkpoint's step on are then there twice. Trackio's own names,
-    "project", "run", "timestamp", "step", "time" and "metrics", are recorded as "__step" and so on. Several images under one name are
-    several records of one step.
+    "project", "run", "timestamp", "step", "time" and "metrics", are recorded as "__step" and so on. Names at the top of the
+    configuration that begin with "_", as "_target_" does, are recorded without that and with a checksum, which is told; so is a project
+    whose name has more than 180 bytes. Several images under one name are several records of one step.
 
     Args:
         name: shown for the run, and by which it is found again; None: its id.
@@ -79,10 +83,15 @@ class Trackio(Tracker):
         """The `trackio.Run`."""
         return self._run
 
+    run = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
         trackio = _imported(self._dir)
-        options: dict[str, Any] = {**self._options, "project": run.project, "config": dict(run.config)}
+        project = Names("Trackio", lambda name: short(name, LONGEST_PROJECT)).of(run.project)
+        options: dict[str, Any] = {**self._options, "project": project}
+        names = Names("Trackio", lambda name: name.lstrip("_"))
+        options["config"] = {names.of(name): value for name, value in run.config.items()}
         options["name"] = options["name"] or run.run_id
         if run.resumed is not None:
             options.update(name=run.resumed["name"], resume="must")
@@ -112,7 +121,6 @@ class Trackio(Tracker):
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`."""
         import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         with tempfile.TemporaryDirectory() as folder:
             file = (
@@ -120,7 +128,7 @@ class Trackio(Tracker):
             )  # as a file, which Trackio copies; of anything else it makes four channels
             for name, images in values.items():
                 for image in images:
-                    Image.fromarray(image.squeeze(-1).numpy()).save(file)
+                    file.write_bytes(encode(image))
                     self.log({name: trackio.Image(file)}, step, **options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
@@ -171,17 +179,10 @@ class Trackio(Tracker):
 
 def _imported(folder: Path | None) -> Any:
     """trackio, which reads where its databases are while it is imported."""
-    before = os.environ.get("TRACKIO_DIR")
-    if folder is not None:
-        os.environ["TRACKIO_DIR"] = os.fspath(folder)
-    try:
+    wanted = {} if folder is None else {"TRACKIO_DIR": os.fspath(folder)}
+    with variables(wanted, override=True):
         import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from trackio.utils import TRACKIO_DIR  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    finally:
-        if folder is not None:
-            os.environ.pop("TRACKIO_DIR")
-        if before is not None:
-            os.environ["TRACKIO_DIR"] = before
     if folder is not None and Path(folder).absolute() != Path(TRACKIO_DIR).absolute():
         raise ValueError(
             f"Trackio(dir={os.fspath(folder)!r}) was asked for, and trackio was imported before with {os.fspath(TRACKIO_DIR)!r}: a program has "

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_core import RecordRefusedError, TrackedRun, Tracker
-from accel_trackers.service import missing
+from accel_trackers.names import Names
+from accel_trackers.png import pillow
+from accel_trackers.service import missing, process_kept, variables
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,10 @@ QUIET_SETTINGS = {
     "x_save_requirements": False,  # lists every installed package
     "x_transaction_log_flush_interval": WRITES_EVERY,
 }
+LONGEST_PROJECT = 128  # characters that wandb takes
 OWN_NAMES = frozenset({"", "_step", "_runtime"})  # values under these are dropped by wandb, or replaced by its own
+LONGEST_FILE = 180  # bytes of a name: file systems take 255, of which the checksum, the step and wandb's hash need some
+LONGEST_ARTIFACT = 128  # letters of the name of one, which every table is
 LOCAL_MODES = ("offline", "dryrun", "disabled")  # in which nobody has to be logged in
 
 
@@ -49,6 +53,12 @@ class WandB(Tracker):
 
     A resumed run goes on under its id. Offline it is written to a second folder, which tells `wandb sync` that it continues the first:
     what the service shows is one run. What the first folder holds from the checkpoint's step on is uploaded as well.
+
+    A project of more than 128 characters, or with one that wandb takes in no name of a project, is named otherwise, with a checksum, which
+    is told.
+
+    wandb starts a process of its own, wandb-core, and two threads, which stay until the program ends, as does a hook of its in
+    `sys.meta_path`; `wandb.teardown()` ends the process and the threads before.
 
     What was logged is in wandb's files soon after, and can be read there while the run goes on (`wandb leet`).
 
@@ -97,6 +107,8 @@ class WandB(Tracker):
         self._step_metric = step_metric
         self._system_metrics = system_metrics
         self._run: Any = None
+        self._names_of_images = Names("wandb", _short)
+        self._names_of_tables = Names("wandb", _path)
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -108,6 +120,8 @@ class WandB(Tracker):
         """The `wandb.Run`. It is not `wandb.run`, so that several can be recorded at a time."""
         return self._run
 
+    run = tracker  # the name that scripts may know it by
+
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
         import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -115,13 +129,16 @@ class WandB(Tracker):
         options = self._options_of(run)
         options["settings"] = self._settings_of(wandb, options)
         mode = options["mode"] or (options["settings"].mode if _given(options["settings"], "mode") else None)
-        with _process_restored(), _no_reports(mode):
+        # Its variable for child processes is put back; offline it sends no reports, which it decides once, by another variable.
+        quiet = {"WANDB_SERVICE": None, **({"WANDB_ERROR_REPORTING": "false"} if mode in LOCAL_MODES else {})}
+        with process_kept(), variables(quiet):
             if _asks_for_a_key(wandb, mode, options["settings"]):
                 raise RuntimeError(
                     "wandb is to record online, and found no API key in WANDB_API_KEY, its settings or ~/.netrc. Type `wandb login` in a "
                     "terminal, or record on this machine only: WandB(mode='offline'), or WANDB_MODE=offline in the environment."
                 )
             self._run = wandb.init(**options)
+        self._names_of_tables = Names("wandb", _path, longest=LONGEST_ARTIFACT - len(f"run-{self._run.id}-"))
         self._run.define_metric(self._step_metric, hidden=True)
         self._run.define_metric("*", step_metric=self._step_metric, step_sync=False)
         if run.resumed is not None and not self._run.resumed:
@@ -156,11 +173,10 @@ class WandB(Tracker):
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`."""
         import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         # As a finished image, for wandb guesses from the values of an array whether they are to be scaled.
         images = {
-            name: [wandb.Image(Image.fromarray(image.squeeze(-1).numpy())) for image in group]
+            self._names_of_images.of(name): [wandb.Image(pillow(image)) for image in group]
             for name, group in values.items()
         }
         self.log(images, step, **options)
@@ -174,6 +190,7 @@ class WandB(Tracker):
                 f"The table {name!r} has {len(table.rows)} rows, and wandb cuts tables off after {wandb.Table.MAX_ROWS}. Log fewer, or say "
                 f"wandb.Table.MAX_ROWS = {len(table.rows)} before."
             )
+        name = self._names_of_tables.of(name)
         rows = [list(row) for row in table.rows]
         self.log({name: wandb.Table(columns=list(table.columns), data=rows, allow_mixed_types=True)}, step, **options)
 
@@ -206,7 +223,7 @@ class WandB(Tracker):
         """The arguments of `wandb.init`: of this tracker, of the run, and on top what the user gave."""
         options: dict[str, Any] = {
             **self._options,
-            "project": run.project,
+            "project": Names("wandb", lambda name: re.sub(r"[/\\#?%:]", "_", name), LONGEST_PROJECT).of(run.project),
             "config": dict(run.config),
             "reinit": "create_new",
         }
@@ -233,6 +250,19 @@ _NOT_CONTINUED = (
 )
 
 
+def _short(name: str) -> str:
+    """What wandb can name files after, which get a step and more, in folders named by what comes before the last "/"."""
+    parts = (part.encode(errors="replace")[:LONGEST_FILE].decode(errors="ignore") for part in name.split("/"))
+    return "/".join(parts)
+
+
+def _path(name: str) -> str:
+    """What wandb can make an artifact of, whose name is a path inside of a folder on every system."""
+    if ".." in re.split(r"[/\\]", name):
+        name = re.sub(r"[/\\]", "_", name.replace("..", "__"))
+    return re.sub(r"^(.):", r"\1_", name).lstrip("/\\") or "_"
+
+
 def _given(settings: Any, name: str) -> bool:
     return name in settings.model_fields_set
 
@@ -250,29 +280,3 @@ def _asks_for_a_key(wandb: Any, mode: str | None, settings: Any) -> bool:
     if _given(settings, "api_key") or _given(settings, "base_url") or wandb.run is not None:
         return False
     return not wandb.login(prompt=False)
-
-
-@contextlib.contextmanager
-def _process_restored() -> Iterator[None]:
-    """Puts back what wandb changes in the process for good when it first starts: how it exits, and a variable for child processes."""
-    exits, service = (sys.exit, sys.excepthook), os.environ.get("WANDB_SERVICE")
-    try:
-        yield
-    finally:
-        sys.exit, sys.excepthook = exits
-        if service is None:
-            os.environ.pop("WANDB_SERVICE", None)
-
-
-@contextlib.contextmanager
-def _no_reports(mode: str | None) -> Iterator[None]:
-    """Keeps wandb from sending reports of its own while it starts offline: it decides once, by a variable, whether to send any."""
-    name = "WANDB_ERROR_REPORTING"
-    if mode not in LOCAL_MODES or name in os.environ:
-        yield
-        return
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
