@@ -90,8 +90,8 @@ def closure(requirements):
 
 
 def hidden(installed):
-    """The modules of all distributions here but those."""
-    modules = packages_distributions().items()
+    """The modules of all distributions here but those, and ours, which are plugins of the core and bring nothing for trackers."""
+    modules = [each for each in packages_distributions().items() if not each[0].startswith("accel_")]
     return sorted(name for name, owners in modules if not installed & set(map(canonicalize_name, owners)))
 
 
