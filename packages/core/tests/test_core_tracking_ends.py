@@ -153,7 +153,7 @@ def test_other_ranks_do_not_wait_for_the_trackers_of_the_main_process(
     says_so: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = run_ranks(end_together, 2, says_so)
-    assert not says_so or second < first - 4
+    assert not says_so or second < first
     assert "ends without the others" not in capsys.readouterr().out
 
 
