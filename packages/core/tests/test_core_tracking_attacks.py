@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trackers_for_tests import Listing, Older, Wrong, opened_at_the_end
+from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end
 
 from accel_core import Accelerator, Histogram, TrackerError, TrackingKwargs
 from accel_core.testing import run_ranks
@@ -33,14 +33,8 @@ def gate() -> Iterator[threading.Event]:
         yield event
 
 
-def started(*trackers: Any, rules: TrackingKwargs | None = None, config: Any = None, **options: Any) -> Accelerator:
-    accelerator = Accelerator(cpu=True, log_with=list(trackers), kwargs_handlers=None if rules is None else [rules])
-    accelerator.init_trackers("project", config, **options)
-    return accelerator
-
-
 def ready_to_save(*trackers: Any, rules: TrackingKwargs | None = None) -> Accelerator:
-    accelerator = started(*trackers, rules=rules)
+    accelerator = begun(*trackers, rules=rules)
     model = nn.Linear(2, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return accelerator
@@ -75,7 +69,7 @@ class LogsHere(Logs):
 @pytest.mark.parametrize("kind", [Logs, LogsHere])
 def test_what_is_logged_while_a_tracker_starts_comes_after_that_and_blocks_nobody(kind: type[Logs]) -> None:
     tracker = kind()
-    accelerator = tracker.accelerator = started(tracker, rules=TrackingKwargs(start_timeout=20))
+    accelerator = tracker.accelerator = begun(tracker, rules=TrackingKwargs(start_timeout=20))
     began = time.monotonic()
     accelerator.log({"loss": 1})
     assert time.monotonic() - began < 10
@@ -86,7 +80,7 @@ def test_what_is_logged_while_a_tracker_starts_comes_after_that_and_blocks_nobod
 
 def test_a_signal_handler_that_logs_while_the_run_begins_is_told_that_it_does() -> None:
     tracker = Listing()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     before = signal.signal(signal.SIGALRM, lambda *_: accelerator.log({"alarm": 1}))
 
     class Interrupting(Listing):
@@ -95,7 +89,7 @@ def test_a_signal_handler_that_logs_while_the_run_begins_is_told_that_it_does() 
             signal.raise_signal(signal.SIGALRM)
             return False
 
-    accelerator = started(tracker, Interrupting("interrupting"))
+    accelerator = begun(tracker, Interrupting("interrupting"))
     try:
         with pytest.warns(
             RuntimeWarning, match=r"log\(\) was called while the trackers are being started, and is not recorded"
@@ -110,7 +104,7 @@ def test_a_signal_handler_that_logs_while_the_run_begins_is_told_that_it_does() 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_run_begins_under_any_default_device(device: str) -> None:
     tracker = Listing()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     with torch.device(device):
         accelerator.log({"loss": 1})
     accelerator.end_training()
@@ -119,7 +113,7 @@ def test_a_run_begins_under_any_default_device(device: str) -> None:
 
 def test_threads_that_log_first_at_the_same_time_start_the_run_once() -> None:
     tracker = Wrong("start", lambda: time.sleep(0.2))
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     threads = [threading.Thread(target=accelerator.log, args=({"loss": number},)) for number in range(4)]
     for each in threads:
         each.start()
@@ -131,7 +125,7 @@ def test_threads_that_log_first_at_the_same_time_start_the_run_once() -> None:
 
 def test_threads_that_log_get_a_step_each() -> None:
     tracker = Listing()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     accelerator.log({"loss": 0})
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -209,7 +203,7 @@ def test_runs_that_begin_in_the_same_second_have_ids_of_their_own() -> None:
 
 def test_options_that_change_after_the_call_do_not_show(gate: threading.Event) -> None:
     tracker = Wrong("log", lambda: gate.wait(10))
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     options = {"wrong": {"walltime": 0}}
     for number in range(3):
         options["wrong"]["walltime"] = number
@@ -222,7 +216,7 @@ def test_options_that_change_after_the_call_do_not_show(gate: threading.Event) -
 def test_options_of_the_start_that_change_later_do_not_show() -> None:
     tracker = Listing()
     options: dict[str, Any] = {"listing": {"group": "a"}}
-    accelerator = started(tracker, init_kwargs=options)
+    accelerator = begun(tracker, init_kwargs=options)
     options["listing"]["group"] = "b"
     accelerator.log({"loss": 1})
     accelerator.end_training()
@@ -238,7 +232,7 @@ def test_lists_and_arrays_that_change_after_the_call_do_not_show(gate: threading
             super().log(values, step)
 
     tracker = Waiting()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     rows, array = [1, 2], numpy.zeros(2)
     accelerator.log({"rows": rows, "array": array})
     rows.append(3)
@@ -269,7 +263,7 @@ def test_what_one_tracker_does_to_its_arguments_no_other_sees() -> None:
             super().log_images(values, step, **options)
 
     late = Late("late")
-    accelerator = started(Spoiling("spoiling"), late, config={"nested": {"lr": 1}})
+    accelerator = begun(Spoiling("spoiling"), late, config={"nested": {"lr": 1}})
     accelerator.log_images({"x": torch.ones(3, 2, 2)})
     accelerator.end_training()
     assert late.runs[0].config == {"nested": {"lr": 1}}
@@ -279,7 +273,7 @@ def test_what_one_tracker_does_to_its_arguments_no_other_sees() -> None:
 @pytest.mark.filterwarnings("ignore:The tracker 'wrong' is switched off")
 def test_histograms_that_wait_for_a_tracker_take_no_memory_without_end(gate: threading.Event) -> None:
     rules = TrackingKwargs(most_pending=1_000, finish_timeout=0.1)
-    accelerator = started(Wrong("log", lambda: gate.wait(20)), rules=rules)
+    accelerator = begun(Wrong("log", lambda: gate.wait(20)), rules=rules)
     accelerator.log({"loss": 0})
     weights = torch.ones(1_000_003)  # counts as a hundred records
     for _ in range(8):
@@ -316,7 +310,7 @@ def test_values_that_cannot_be_read_cost_the_record_and_not_the_run(
     record: Callable[[Accelerator], None], reason: str
 ) -> None:
     tracker = Listing()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     with pytest.warns(RuntimeWarning, match=f"A record is left out: .*{reason}"):
         record(accelerator)
     accelerator.log({"loss": 1})
@@ -348,7 +342,7 @@ def test_save_state_waits_for_all_trackers_together_and_says_who_is_behind(
 
 
 def test_options_for_trackers_that_are_not_chosen_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = started(Listing())
+    accelerator = begun(Listing())
     accelerator.log({"loss": 0}, log_kwargs={"wandb": {"commit": False}})
     monkeypatch.setattr("importlib.metadata.distributions", lambda **_: pytest.fail("looked for what is installed"))
     for step in range(3):
@@ -375,7 +369,7 @@ def test_a_long_name_of_a_project_is_cut_in_that_of_its_folder(tmp_path: Path) -
 
 
 def test_what_stands_for_a_tracker_can_be_measured_and_printed() -> None:
-    accelerator = started(Wrong("start", fail))
+    accelerator = begun(Wrong("start", fail))
     with pytest.warns(RuntimeWarning, match="switched off"):
         blank = accelerator.get_tracker("wrong", unwrap=True)
     assert (len(blank.items), f"{blank.loss:.3f}") == (0, "<nothing in place of the tracker 'loss'>")
@@ -385,7 +379,7 @@ def test_what_stands_for_a_tracker_can_be_measured_and_printed() -> None:
 
 @pytest.mark.filterwarnings("ignore:The tracker 'wrong' is switched off")
 def test_what_waited_for_a_tracker_is_freed_when_it_is_switched_off(gate: threading.Event) -> None:
-    accelerator = started(Wrong("log", lambda: gate.wait(20)), rules=TrackingKwargs(stall_timeout=0.2))
+    accelerator = begun(Wrong("log", lambda: gate.wait(20)), rules=TrackingKwargs(stall_timeout=0.2))
     accelerator.log({"loss": 0})
 
     class Own:
@@ -405,7 +399,7 @@ def test_what_waited_for_a_tracker_is_freed_when_it_is_switched_off(gate: thread
 
 def test_images_with_values_out_of_range_cost_no_run() -> None:
     tracker = Listing()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     accelerator.log({"loss": 0})
     try:
         with pytest.warns(RuntimeWarning, match="samples"):
@@ -430,7 +424,7 @@ def fail_without_words() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exception_that_cannot_be_printed_is_reported_like_others() -> None:
-    accelerator = started(Wrong("start", fail_without_words), rules=TrackingKwargs(start_timeout=3))
+    accelerator = begun(Wrong("start", fail_without_words), rules=TrackingKwargs(start_timeout=3))
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match=r"switched off: start\(\) raised Speechless"):
         accelerator.log({"loss": 1})
@@ -446,7 +440,7 @@ def test_an_interrupt_while_an_older_tracker_records_in_the_main_thread_is_an_in
             _thread.interrupt_main()
             time.sleep(1)
 
-    accelerator = started(Bound())
+    accelerator = begun(Bound())
     try:
         with pytest.raises(KeyboardInterrupt):
             accelerator.log({"loss": 1})
@@ -466,7 +460,7 @@ def test_a_tracker_that_raised_is_closed_before_the_end() -> None:
             time.sleep(0.5)  # as services do that write what they have gathered
             closed.append(failed)
 
-    accelerator = started(Closing("closing"))
+    accelerator = begun(Closing("closing"))
     accelerator.log({"loss": 1})
     accelerator.end_training()
     found = list(closed)
@@ -484,7 +478,7 @@ def test_a_device_that_takes_long_is_not_the_fault_of_the_tracker(monkeypatch: p
 
     monkeypatch.setattr(Snapshot, "resolve", late)
     tracker = Listing()
-    accelerator = started(tracker, rules=TrackingKwargs(stall_timeout=0.3))
+    accelerator = begun(tracker, rules=TrackingKwargs(stall_timeout=0.3))
     for number in range(3):
         accelerator.log({"loss": number})
         time.sleep(0.4)
@@ -498,7 +492,7 @@ def test_several_trackers_that_block_share_one_timeout(gate: threading.Event) ->
         def finish(self, failed: bool) -> None:
             gate.wait(20)
 
-    accelerator = started(*(Blocked(f"blocked{number}") for number in range(5)), rules=TrackingKwargs(finish_timeout=1))
+    accelerator = begun(*(Blocked(f"blocked{number}") for number in range(5)), rules=TrackingKwargs(finish_timeout=1))
     accelerator.log({"loss": 1})
     began = time.monotonic()
     accelerator.end_training()
@@ -507,7 +501,7 @@ def test_several_trackers_that_block_share_one_timeout(gate: threading.Event) ->
 
 def test_strict_mode_closes_the_other_trackers_when_one_does_not_start() -> None:
     other = Listing()
-    accelerator = started(Wrong("start", fail), other, rules=TrackingKwargs(strict=True))
+    accelerator = begun(Wrong("start", fail), other, rules=TrackingKwargs(strict=True))
     with pytest.raises(TrackerError, match="start"):
         accelerator.end_training()
     assert other.calls[-1][0] == "finish"
@@ -523,7 +517,7 @@ def test_a_tracker_may_log_and_ask_for_itself_without_end(gate: threading.Event)
                 held[0].log({"again": step})
 
     tracker = Recursive()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     held.append(accelerator)
     accelerator.log({"loss": 1})
     deadline = time.monotonic() + 10
@@ -537,7 +531,7 @@ def test_a_tracker_may_log_and_ask_for_itself_without_end(gate: threading.Event)
 def test_a_dropped_accelerator_leaves_nothing_behind() -> None:
     tracker = Listing()
     reference = weakref.ref(tracker)
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     accelerator.log({"loss": 1})
     del accelerator, tracker
     deadline = time.monotonic() + 5
@@ -549,9 +543,9 @@ def test_a_dropped_accelerator_leaves_nothing_behind() -> None:
 
 def test_one_object_records_one_run() -> None:
     tracker = Listing()
-    first = started(tracker)
+    first = begun(tracker)
     first.log({"loss": 1})
-    second = started(tracker)
+    second = begun(tracker)
     with pytest.warns(
         RuntimeWarning, match="this object records another run; give each Accelerator a tracker of its own"
     ):
@@ -563,7 +557,7 @@ def test_one_object_records_one_run() -> None:
 
 def test_a_run_that_ends_in_finally_because_of_an_exception_has_failed() -> None:
     tracker = Listing()
-    accelerator = started(tracker)
+    accelerator = begun(tracker)
     accelerator.log({"loss": 1})
     with pytest.raises(ZeroDivisionError):
         try:

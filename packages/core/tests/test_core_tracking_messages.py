@@ -5,26 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from trackers_for_tests import Listing, Older, opened_at_the_end
+from trackers_for_tests import Listing, Older, begun, opened_at_the_end, said
 
 from accel_core import Accelerator, TrackingKwargs
-
-
-def begun(tracker: Any, rules: TrackingKwargs | None = None, **options: Any) -> Accelerator:
-    accelerator = Accelerator(cpu=True, log_with=tracker, kwargs_handlers=None if rules is None else [rules])
-    accelerator.init_trackers("project", **options)
-    return accelerator
-
-
-def said(work: Callable[[], Any]) -> str:
-    with pytest.warns(RuntimeWarning) as warned:
-        work()
-    return "\n".join(str(each.message) for each in warned)
 
 
 def whole(accelerator: Accelerator, values: dict[str, Any]) -> None:
@@ -54,7 +41,7 @@ def test_waiting_at_the_end(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
             def log(self, values: Any, step: int, **options: Any) -> None:
                 event.wait(30)
 
-        accelerator = begun(Slow(), TrackingKwargs(finish_timeout=0.3))
+        accelerator = begun(Slow(), rules=TrackingKwargs(finish_timeout=0.3))
         with caplog.at_level(logging.WARNING, "accel_core"):
             text = said(lambda: whole(accelerator, {"loss": 1}))
     assert "Waiting for the tracker 'listing' to record what is pending, for 0.3 s at most." in caplog.text

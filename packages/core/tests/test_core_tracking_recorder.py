@@ -9,23 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from trackers_for_tests import Listing, Older, Wrong, opened_at_the_end
+from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end, said
 
 from accel_core import Accelerator, Histogram, Tracker, TrackingKwargs
 from accel_core.tracking.older import takes_objects
-
-
-def begun(*trackers: Any, rules: TrackingKwargs | None = None, **options: Any) -> Accelerator:
-    accelerator = Accelerator(cpu=True, log_with=list(trackers), kwargs_handlers=None if rules is None else [rules])
-    accelerator.init_trackers("project", **options)
-    return accelerator
-
-
-def said(work: Callable[[], Any]) -> str:
-    with pytest.warns(RuntimeWarning) as warned:
-        work()
-    return "\n".join(str(each.message) for each in warned)
-
 
 # --- histograms -----------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -91,6 +92,7 @@ def test_a_member_of_the_enumeration_stands_for_its_name() -> None:
     with pytest.raises(NotInstalledError, match=r"'tensorboard' was asked for.*\nType: pip install accel-trackers"):
         chosen(LoggerType.TENSORBOARD)
     assert chosen([LoggerType.ALL]).names == chosen("all").names
+    assert chosen([Enum("Loggers", {"MINE": "first"}).MINE]).names == ["first"]
 
 
 def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
-from accel_core import GeneralTracker, TrackedRun, Tracker
+from accel_core import Accelerator, GeneralTracker, TrackedRun, Tracker, TrackingKwargs
 
 
 class Listing(Tracker):
@@ -130,6 +131,20 @@ def give_nothing_usable() -> Any:
 
 def give_what_no_file_holds() -> Any:
     return {"run": object()}
+
+
+def begun(*trackers: Any, rules: TrackingKwargs | None = None, config: Any = None, **options: Any) -> Accelerator:
+    """An Accelerator whose run may be recorded."""
+    accelerator = Accelerator(cpu=True, log_with=list(trackers), kwargs_handlers=None if rules is None else [rules])
+    accelerator.init_trackers("project", config, **options)
+    return accelerator
+
+
+def said(work: Callable[[], Any]) -> str:
+    """What some work warns of."""
+    with pytest.warns(RuntimeWarning) as warned:
+        work()
+    return "\n".join(str(each.message) for each in warned)
 
 
 @contextmanager

@@ -85,19 +85,28 @@ def forbid_network(patch: pytest.MonkeyPatch, place: Offline) -> None:
         patch.setattr(socket.socket, name, _guarded_send(getattr(socket.socket, name), place))
 
 
-def record(tracker: Any, run: Any, work: Callable[[Any], None] = lambda tracker: None) -> None:
-    """Does the work in a thread of its own, as trackers are called."""
-    raised: list[BaseException] = []
+def record(tracker: Any, run: Any, work: Callable[[Any], None] = lambda tracker: None, *, failed: bool = False) -> None:
+    """Records a run in a thread of its own, as trackers are called."""
 
     def whole() -> None:
+        tracker.start(run)
+        work(tracker)
+        tracker.finish(failed)
+
+    in_thread(whole)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Does the work in a thread of its own, and raises what it raises."""
+    raised: list[BaseException] = []
+
+    def guarded() -> None:
         try:
-            tracker.start(run)
-            work(tracker)
-            tracker.finish(False)
+            work()
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=whole)
+    thread = threading.Thread(target=guarded)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()

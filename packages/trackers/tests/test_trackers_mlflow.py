@@ -166,6 +166,10 @@ def test_an_experiment_may_be_chosen_by_its_id(begin, client, tmp_path):
     wrong = {"experiment_id": "x", "run_id": run.info.run_id}
     with pytest.raises(ValueError, match=f"experiment of id 'x', and it belongs to '{experiment}'.*Leave out"):
         begin(options=wrong)
+    client.set_terminated(run.info.run_id)
+    with pytest.raises(ValueError, match="experiment of id 'x'"):
+        begin(options=wrong)
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"  # what is refused is left as it was
 
 
 @pytest.mark.parametrize("asked", ["option", "variable", "no"])

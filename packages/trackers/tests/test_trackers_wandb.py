@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from read_wandb import read_runs, recorded
-from services import Offline, needs, offline  # noqa: F401 - a fixture of every test in this module
+from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
 from accel_core.testing import TrackerSuite
@@ -67,33 +67,6 @@ def directory(tmp_path):
 
 def tracked(**given):
     return TrackedRun(**{"project": "a project", "run_id": "run-1_a", "config": CONFIG, **given})
-
-
-def in_thread(work):
-    """Does the work in a thread of its own, as trackers are called."""
-    raised = []
-
-    def guarded():
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if raised:
-        raise raised[0]
-
-
-def record(tracker, run, work=lambda tracker: None, failed=False):
-    def whole():
-        tracker.start(run)
-        work(tracker)
-        tracker.finish(failed)
-
-    in_thread(whole)
 
 
 def only(directory):

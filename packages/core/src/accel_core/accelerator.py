@@ -1156,7 +1156,7 @@ class Accelerator(ProcessControl):
             values: name → an image, or several as a batch or a list. Tensors have their channels first, (C, H, W) or (N, C, H, W),
                 arrays last, (H, W, C) or (N, H, W, C); both may be (H, W); images of PIL are taken too. C is 1, 3 or 4. Values are
                 uint8, booleans, or floats in 0 … 1.
-            step: as for `log`; None: the last one that was logged.
+            step: as for `log`; None: the largest one that was logged.
             log_kwargs: as for `log`.
             dataformats: the order of dimensions where it is another one, such as "NHWC".
 

@@ -262,9 +262,8 @@ def _cut(value: Any) -> Any:
 
 
 def _make_folder(folder: str | None) -> None:
-    if (
-        folder is not None
-    ):  # Comet makes the last part of the path, and writes to a temporary folder where another is missing
+    # Comet makes the last part of the path, and writes to a temporary folder where another is missing.
+    if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
 

@@ -48,9 +48,9 @@ class MLflow(Tracker):
     A step may come again, or go back. A resumed run goes on in the same run of MLflow, which keeps what came after the checkpoint beside
     what is recorded again. MLflow does not change the parameters of a run.
 
-    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state and the source code
-    nothing is recorded, of the machine's load only on request, and the address of the run is not printed. MLflow's reports on its own use are switched off, because they draw from Python's random stream; set
-    MLFLOW_DISABLE_TELEMETRY=false to have them.
+    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state and the source code nothing is recorded,
+    of the machine's load only on request, and the address of the run is not printed. MLflow's reports on its own use are switched off,
+    because they draw from Python's random stream; set MLFLOW_DISABLE_TELEMETRY=false to have them.
 
     `init_kwargs={"mlflow": {...}}` takes the same options as below, and `run_id` of a run of MLflow to go on with, which gets the name,
     the tags and the description that are asked for; `parent_run_id` of one below which the run is shown; `experiment_id` in place of
@@ -140,7 +140,7 @@ class MLflow(Tracker):
         continued = options.get("run_id") or (run.resumed or {}).get("run_id")
         self._is_continued = bool(continued)
         if continued:
-            self._run = self._go_on(continued)
+            self._run = self._go_on(continued, options if options.get("run_id") else {})
             if options.get("run_id"):
                 self._describe(options)
         else:
@@ -211,23 +211,27 @@ class MLflow(Tracker):
 
     def _describe(self, options: Mapping[str, Any]) -> None:
         """Gives a run of the user's the name and the tags that were asked for."""
-        there = str(self._run.info.experiment_id)
-        if str(options.get("experiment_id") or there) != there:
-            raise ValueError(
-                f"The run {self._id!r} of MLflow is to go on in the experiment of id {options['experiment_id']!r}, and it belongs to "
-                f"{there!r}, which MLflow does not change. Leave out experiment_id, or run_id."
-            )
-        experiment = self._client.get_experiment(there).name
-        if options["experiment_name"] not in (None, experiment):
-            raise ValueError(
-                f"The run {self._id!r} of MLflow is to go on in the experiment {options['experiment_name']!r}, and it belongs to "
-                f"{experiment!r}, which MLflow does not change. Leave out experiment_name, or run_id."
-            )
         if options["run_name"] is not None:
             self._client.update_run(self._id, name=options["run_name"])
         for tag, text in _tags(options).items():
             self._client.set_tag(self._id, tag, text, synchronous=True)
         self._run = self._client.get_run(self._id)
+
+    def _check_place(self, run_id: str, options: Mapping[str, Any]) -> None:
+        """Refuses to go on with a run in another experiment than the one it belongs to. Changes nothing."""
+        by_id, by_name = options.get("experiment_id"), options.get("experiment_name")
+        if by_id is None and by_name is None:
+            return
+        there = str(self._client.get_run(run_id).info.experiment_id)
+        problem = f"The run {run_id!r} of MLflow is to go on in the experiment"
+        if by_id is not None and str(by_id) != there:
+            raise ValueError(
+                f"{problem} of id {by_id!r}, and it belongs to {there!r}, which MLflow does not change. Leave out experiment_id, or run_id."
+            )
+        if by_name is not None and by_name != (experiment := self._client.get_experiment(there).name):
+            raise ValueError(
+                f"{problem} {by_name!r}, and it belongs to {experiment!r}, which MLflow does not change. Leave out experiment_name, or run_id."
+            )
 
     def _watch(self, wanted: bool | None) -> None:
         """Has MLflow measure the machine, if that is asked for."""
@@ -256,11 +260,12 @@ class MLflow(Tracker):
                     raise
         return str(found.experiment_id)
 
-    def _go_on(self, run_id: str) -> Any:
-        """The run of MLflow of this id, running again."""
+    def _go_on(self, run_id: str, options: Mapping[str, Any]) -> Any:
+        """The run of MLflow of this id, running again; `options` of the user say where it is."""
         from mlflow.exceptions import MlflowException
 
         try:
+            self._check_place(run_id, options)
             self._client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
             raise ValueError(

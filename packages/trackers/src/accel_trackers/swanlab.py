@@ -102,9 +102,8 @@ class SwanLab(Tracker):
         """
         import swanlab  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        init = inspect.signature(
-            swanlab.init
-        ).parameters.items()  # which takes any keyword, and ignores those that it does not know
+        # It takes any keyword, and ignores those that it does not know.
+        init = inspect.signature(swanlab.init).parameters.items()
         known = {name for name, one in init if one.kind is one.KEYWORD_ONLY} | _OLDER_NAMES
         check_options(run.options, known, "init_kwargs={'swanlab': ...}", "swanlab.init")
         if swanlab.has_run():

@@ -123,9 +123,8 @@ class Trackio(Tracker):
         import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         with tempfile.TemporaryDirectory() as folder:
-            file = (
-                Path(folder) / "image.png"
-            )  # as a file, which Trackio copies; of anything else it makes four channels
+            # As a file, which Trackio copies; of anything else it makes four channels.
+            file = Path(folder) / "image.png"
             for name, images in values.items():
                 for image in images:
                     file.write_bytes(encode(image))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_core import RecordRefusedError, TrackedRun, Tracker
-from accel_trackers.names import Names
+from accel_trackers.names import Names, short
 from accel_trackers.png import pillow
 from accel_trackers.service import missing, process_kept, variables
 
@@ -252,8 +252,7 @@ _NOT_CONTINUED = (
 
 def _short(name: str) -> str:
     """What wandb can name files after, which get a step and more, in folders named by what comes before the last "/"."""
-    parts = (part.encode(errors="replace")[:LONGEST_FILE].decode(errors="ignore") for part in name.split("/"))
-    return "/".join(parts)
+    return "/".join(short(part, LONGEST_FILE) for part in name.split("/"))
 
 
 def _path(name: str) -> str:

@@ -102,7 +102,7 @@ _gone: set[Recorder] = set()
 
 
 def is_failing() -> bool:
-    """Whether an exception is on its way: this may be called in a `finally`. `sys.exit()` and the end of a generator are no failure."""
+    """Whether an exception is on its way: this may be called in a `finally`. `sys.exit()` without a code and the end of a generator are no failure."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return error.code is not None and error.code != 0
@@ -115,9 +115,8 @@ def _ends_already() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: None
-    )  # not SIG_IGN, which processes that are started now would inherit
+    # Not SIG_IGN, which processes that are started now would inherit.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         yield
     finally:

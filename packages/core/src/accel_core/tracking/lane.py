@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from accel_core.tracking.leaves import said
+
 if TYPE_CHECKING:
     from accel_core.tracking.rules import TrackingKwargs
 
@@ -220,7 +222,7 @@ class Lane:
         except BaseException as error:
             if self._thread is None and not isinstance(error, Exception):
                 raise  # what a signal raises in the thread that the training runs in
-            self.give_up(f"{doing} raised {_said(error)}", error)
+            self.give_up(f"{doing} raised {said(error).rstrip('.')}", error)
             if self._thread is None:
                 self._close_after_failure()
 
@@ -229,13 +231,6 @@ class Lane:
             self._close()
         except BaseException as error:  # noqa: BLE001
             self._untold.append(
-                f"The tracker {self.name!r} could not be closed either: {_said(error)}. What it has recorded may "
+                f"The tracker {self.name!r} could not be closed either: {said(error).rstrip('.')}. What it has recorded may "
                 f"be incomplete."
             )
-
-
-def _said(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}".removesuffix(": ").rstrip(".")
-    except Exception:  # noqa: BLE001  (of an exception that cannot be shown there is its class)
-        return type(error).__name__

@@ -137,7 +137,7 @@ def readable_here(tensor: torch.Tensor) -> torch.Tensor:
 def said(error: BaseException) -> str:
     """What an error is, whatever it is like."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # noqa: BLE001  (one that cannot even say what it is)
         return type(error).__name__
 

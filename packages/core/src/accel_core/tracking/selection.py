@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from accel_core.config import Option, as_list, resolve
@@ -58,10 +59,7 @@ def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Cho
     option: Option[Any] = resolve(log_with, VARIABLE, as_list, ())
     listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
     listed = [name for each in listed for name in (as_list(each, "") if type(each) is str else [each])]
-    # An enumeration's member stands for its value; a name that is given twice is one tracker.
-    asked = list(
-        dict.fromkeys(getattr(each, "value", each) if isinstance(each, str) else _Object(each) for each in listed)
-    )
+    asked = list(dict.fromkeys(map(_asked, listed)))  # a name that is given twice is one tracker
     chosen = Chosen(option.source)
     for each in asked:
         if isinstance(each, _Object):
@@ -89,6 +87,12 @@ class _Object:
     """What was passed as an object: by identity, for it may be equal to another, or not hashable."""
 
     value: Any
+
+
+def _asked(each: object) -> str | _Object:
+    """A name, or an object. An enumeration's member stands for its value."""
+    value = each.value if isinstance(each, Enum) else each
+    return value if isinstance(value, str) else _Object(each)
 
 
 def _choose_all(chosen: Chosen, offers: Sequence[Offer], sections: Sections) -> None:

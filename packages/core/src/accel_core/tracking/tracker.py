@@ -136,7 +136,8 @@ class Tracker:
         """Closes the run; nothing is called after it.
 
         Args:
-            failed: whether the process ends because of an exception (`sys.exit` is none), or the tracker was switched off.
+            failed: whether the run did, as `end_training` was told, or found; whether an exception that nobody caught ended the program
+                before (`sys.exit` is none); or the tracker was switched off.
         """
 
 
