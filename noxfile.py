@@ -1,7 +1,8 @@
 """Every command that a developer or CI runs.
 
-    nox -s tests                   everything that must hold: style, types, the tests of all packages from their wheels
-    nox -r -s tests -- core        the inner loop: only the tests of packages/core, one after the other; the rest goes to pytest
+    nox -s tests                   what CI runs: style, types, the tests of all packages from their wheels, but for the longest
+    nox -s full                    everything: the longest tests, every tracker's service, every set of packages, third parties
+    nox -r -s tests -- core        the inner loop: only the tests of packages/core; what follows the names goes to pytest
     nox -l                         the other sessions
 
 Packages are found by globbing `packages/*`. They are tested as users get them: built into wheels and installed by path,
@@ -11,8 +12,13 @@ built with `-c constraints.txt`, which says which torch it is, and runs one thre
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import nox
@@ -33,11 +39,32 @@ SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 EXAMPLES = ("-r", "examples/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
-COMMON_SERVICES = ("tensorboard", "comet_ml", "wandb", "mlflow")
-HEAVY_SERVICES = ("aim", "clearml", "dvclive", "swanlab", "trackio")
-ACROSS_SERVICES = ("extras", "names", "options", "whole", "browser")
+SERVICES = (
+    "tensorboard",
+    "comet_ml",
+    "wandb",
+    "mlflow",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+    "playwright",
+)
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 """Two processes take one file after the other, in the order that tests/conftest.py gives them: tests of a file share launches."""
+VERIFIED = ROOT / ".ci" / "verified.json"
+VERIFIED_BY_FULL = {
+    "suites": (
+        "packages/core/src/accel_core/testing",
+        "packages/core/src/accel_core/hookspecs.py",
+        "packages/core/tests/wrong_*.py",
+        "packages/core/tests/test_core_*_suite.py",
+    ),
+    "benchmarks": ("benchmarks",),
+    "services": ("packages/trackers/src", "packages/trackers/tests", "packages/trackers/pyproject.toml"),
+}
+"""Groups of tests that `full` runs, and `tests` only where these sources are not those that `full` has seen last."""
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
 
 
@@ -52,26 +79,51 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """What the README calls: style, types and all tests, two at a time. Package names after `--` narrow it to their tests."""
-    folders, arguments = chosen(session)
-    beside = () if session.posargs else SIDE_BY_SIDE  # whoever names tests wants to see, stop and debug them
+    """What the README calls: style, types and tests, two at a time. Package names after `--` narrow it to their tests."""
+    names, arguments = chosen(session)
+    changed = changed_groups()
+    with phase("installation"):
+        install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
+    beside = () if arguments else SIDE_BY_SIDE  # whoever gives pytest arguments wants to see, stop and debug
+    with checked(session) if not names else nullcontext(), phase("tests"):
+        session.run("pytest", *beside, *selection(changed), *folders(names), *arguments, env=required(["tensorboard"]))
+    if not names:
+        with phase("the core alone"):
+            alone(session, "core")
+    if "services" in changed and (not names or "trackers" in names):
+        session.notify("services", posargs=())
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Everything: before an issue is called done, and before a release. Takes about an hour on two cores."""
     install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
-    if not folders:
-        check_style(session)
-        check_types(session)
-    session.run("pytest", *beside, *folders, *arguments, env=required(COMMON_SERVICES))
-    if not folders:
-        session.notify("matrix(package='core')")  # the core alone, which no test beside it can show
-        session.notify("services")
+    with checked(session), phase("tests"):
+        session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak", *session.posargs, env=required(["tensorboard"]))
+    if not session.posargs:
+        record_verified("suites", "benchmarks")
+    for name in ("services", "hello", "quickstart", *(f"matrix(package={name!r})" for name in PACKAGES)):
+        session.notify(name, posargs=())
 
 
 @nox.session
 def services(session: nox.Session) -> None:
-    """The trackers whose services are too heavy for `tests`, all trackers together, and their pages in a browser."""
+    """Every tracker over its service's own client, all of them together, and their pages in a browser."""
     clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
-    install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
-    tests = [f"packages/trackers/tests/test_trackers_{name}.py" for name in (*HEAVY_SERVICES, *ACROSS_SERVICES)]
-    session.run("pytest", *tests, *session.posargs, env=required([*COMMON_SERVICES, *HEAVY_SERVICES, "playwright"]))
+    with phase("installation of services"):
+        install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
+    with phase("services"):
+        arguments = ["-m", "not soak", "packages/trackers/tests", *session.posargs]
+        session.run("pytest", *SIDE_BY_SIDE, *arguments, env=required(SERVICES))
+    if not session.posargs:
+        record_verified("services")
+
+
+@nox.session(venv_backend="none")
+def due(session: nox.Session) -> None:
+    """Fails if the sources of a group named after `--`, or of any, have changed since `full`: then `tests` runs it too."""
+    if found := [group for group in changed_groups() if group in (session.posargs or VERIFIED_BY_FULL)]:
+        session.error(f"Changed since `nox -s full`: {', '.join(found)}. `nox -s tests` runs their long tests too.")
 
 
 @nox.session
@@ -137,9 +189,9 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """All tests, the long ones too, with every loop at its full length."""
-    folders, arguments = chosen(session)
+    names, arguments = chosen(session)
     install(session, PACKAGES, *GROUPS["test"], *EXAMPLES)
-    session.run("pytest", "-m", "", *folders, *arguments, env={"ACCEL_SOAK": "1"})
+    session.run("pytest", "-m", "", *folders(names), *arguments, env={"ACCEL_SOAK": "1"})
 
 
 @nox.session
@@ -156,12 +208,89 @@ def gpu(session: nox.Session) -> None:
 
 
 def chosen(session: nox.Session) -> tuple[list[str], list[str]]:
-    """The test folders of the packages named first after `--`, and what is left for pytest."""
+    """The packages named first after `--`, and what is left for pytest."""
     arguments = list(session.posargs)
-    folders = []
+    names = []
     while arguments and arguments[0] in TESTED:
-        folders.append(f"packages/{arguments.pop(0)}/tests")
-    return folders, arguments
+        names.append(arguments.pop(0))
+    return names, arguments
+
+
+def folders(names: Iterable[str]) -> list[str]:
+    """Where the tests of these packages are."""
+    return [f"packages/{name}/tests" for name in names]
+
+
+def changed_groups() -> list[str]:
+    """The groups of long tests whose sources are not those that `full` has seen last."""
+    return [group for group in VERIFIED_BY_FULL if digest(group) != verified().get(group)]
+
+
+def selection(groups: Iterable[str]) -> list[str]:
+    """What pytest leaves out: the longest tests, but for these groups. Without any, pyproject.toml says it."""
+    added = "".join(f" or full(group='{group}')" for group in groups)
+    return ["-m", f"not soak and (not full{added})"] if added else []
+
+
+def digest(group: str) -> str:
+    """Names and contents of the sources of a group, as one hash."""
+    found = sorted(
+        {path for pattern in VERIFIED_BY_FULL[group] for top in ROOT.glob(pattern) for path in files_of(top)}
+    )
+    parts = (f"{path.relative_to(ROOT).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in found)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def files_of(path: Path) -> Iterator[Path]:
+    """A file itself, or every file below a folder but what Python has compiled."""
+    below = path.rglob("*") if path.is_dir() else [path]
+    yield from (each for each in below if each.is_file() and each.suffix != ".pyc")
+
+
+def verified() -> dict[str, str]:
+    """What `full` has seen: group → digest of its sources."""
+    found: dict[str, str] = json.loads(VERIFIED.read_text(encoding="utf-8"))
+    return found
+
+
+def record_verified(*groups: str) -> None:
+    """Has `tests` leave these groups out until their sources change. The file is to be committed."""
+    known = verified() | {group: digest(group) for group in groups}
+    VERIFIED.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Prints how long a part of a session took."""
+    began = time.monotonic()
+    yield
+    print(f"seconds: {name} {time.monotonic() - began:.0f}", flush=True)
+
+
+@contextmanager
+def checked(session: nox.Session) -> Iterator[None]:
+    """Checks style and types meanwhile, in a thread: the tests leave a core idle now and then."""
+
+    def check() -> None:
+        with phase("style"):
+            check_style(session, silent=True)
+        with phase("types"):
+            check_types(session, silent=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(check)
+        try:
+            yield
+        finally:
+            ended.result()
+
+
+def alone(session: nox.Session, package: str) -> None:
+    """Trains in worlds of one and two with this package of ours only: the others are uninstalled."""
+    others = [PROJECTS[name]["name"] for name in PACKAGES if name not in closure([package])]
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *others, silent=True)
+    for world in (1, 2):
+        run_script(session, "tests/matrix_job.py", world=world)
 
 
 def required(services: Iterable[str]) -> dict[str, str]:
@@ -169,15 +298,16 @@ def required(services: Iterable[str]) -> dict[str, str]:
     return {"ACCEL_SERVICES": ",".join(services)}
 
 
-def check_style(session: nox.Session) -> None:
+def check_style(session: nox.Session, *, silent: bool = False) -> None:
     """Fails on any finding of ruff, and on any file that `ruff format` would change."""
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".", silent=silent)
+    session.run("ruff", "format", "--check", ".", silent=silent)
 
 
-def check_types(session: nox.Session) -> None:
+def check_types(session: nox.Session, *, silent: bool = False) -> None:
     """All packages in one run, so that the types of the core hold in its plugins."""
-    session.run("mypy", *[str(folder / "src") for folder in PACKAGES.values() if (folder / "src").is_dir()])
+    sources = [str(folder / "src") for folder in PACKAGES.values() if (folder / "src").is_dir()]
+    session.run("mypy", *sources, silent=silent)
 
 
 def run_script(

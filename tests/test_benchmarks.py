@@ -1,4 +1,8 @@
-"""The benchmarks run: every row, one tiny round of it, without the peers. Nothing here depends on how long anything takes."""
+"""The benchmarks run: every row, one tiny round of it, without the peers. Nothing here depends on how long anything takes.
+
+What three of the rows count is tested in every run where it is made: one collective for `gather_for_metrics` in test_core_metrics.py, messages
+without pickles in test_data_mailbox.py and test_data_wire.py, and going on deep in a huge set in test_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ ROWS = [
 TINY = ["--rounds", "1", "--repeats", "1", "--batches", "8", "--size", "2", "--libraries", "accel"]
 
 pytestmark = pytest.mark.timeout(240)
+in_full = pytest.mark.full(group="benchmarks")
 
 
 class Results:
@@ -70,6 +75,7 @@ def results(tmp_path_factory):
     results.pool.shutdown(cancel_futures=True)
 
 
+@in_full
 @pytest.mark.parametrize(("row", "lines"), ROWS)
 def test_a_row_of_the_benchmarks_runs(row, lines, results):
     printed, written = results.of(row)
@@ -79,6 +85,7 @@ def test_a_row_of_the_benchmarks_runs(row, lines, results):
     assert all({"accel"} <= measured.keys() for measured in written["rounds"][row])
 
 
+@in_full
 def test_gathering_for_metrics_is_one_collective(results):
     """P7: two tensors travel in exactly one collective."""
     rounds = results.of("P7")[1]["rounds"]["P7"]
@@ -86,6 +93,7 @@ def test_gathering_for_metrics_is_one_collective(results):
     assert {measured["plain"]["collectives"] for measured in rounds} == {2.0}
 
 
+@in_full
 def test_dispatched_batches_travel_together_and_without_pickles(results):
     """P6d: a message is one collective and holds several batches; scattering by hand takes one for each tensor."""
     rounds = results.of("P6d")[1]["rounds"]["P6d"]
@@ -96,6 +104,7 @@ def test_dispatched_batches_travel_together_and_without_pickles(results):
         assert measured["scatter"]["collectives"] == 4
 
 
+@in_full
 def test_resuming_deep_in_a_huge_set_reads_one_batch_and_takes_no_memory(results):
     """P10: at batch 10^6 of 10^9 samples, no other sample is read, also under a sampler of the user's own."""
     rounds = results.of("P10")[1]["rounds"]["P10"]

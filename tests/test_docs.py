@@ -6,11 +6,14 @@ import ast
 import importlib.util
 import os
 import re
-import subprocess
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from accel_core.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -24,6 +27,7 @@ IN_TWO_PROCESSES = [  # pages that say so
     "docs/how-to/shard-a-model.md",
 ]
 SECONDS = 90
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ACCEL.*|TORCHELASTIC.*)")
 
 
@@ -63,23 +67,32 @@ EXAMPLES = {relative(page): source for page in PAGES if (source := runnable(page
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_the_examples_of_a_page_run(page, tmp_path):
     """All blocks of a page are one program, run in an empty folder, in a world of one."""
-    run_page(page, tmp_path, "-W", "error")
+    run_ranks(
+        run_page,
+        1,
+        page,
+        tmp_path,
+        env=dict.fromkeys([*TORCHRUN, *filter(LAUNCH.fullmatch, os.environ)]),
+        timeout=SECONDS,
+    )
 
 
 @pytest.mark.parametrize("page", IN_TWO_PROCESSES)
 def test_the_loops_run_in_two_processes(page, tmp_path):
-    run_page(page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run_ranks(run_page, 2, page, tmp_path, timeout=SECONDS)
 
 
-def run_page(page, folder, *options):
-    """Runs the examples of a page as a script, with these options of the interpreter before its name."""
-    program = folder / "example.py"
+def run_page(page, folder):
+    """Runs the examples of a page in this rank as a script; line numbers of a traceback are those of the page."""
+    program = folder / f"{os.environ.get('RANK', 0)}.py"
     program.write_text(EXAMPLES[page], encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not LAUNCH.fullmatch(name)}
-    command = [sys.executable, *options, str(program)]
-    environment["OMP_NUM_THREADS"] = "1"
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert ended.returncode == 0, f"{page} (line numbers are those of the page):\n{ended.stdout}{ended.stderr}"
+    folder = folder / "empty"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    sys.argv = [str(program)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(str(program), run_name="__main__")
 
 
 def generator():

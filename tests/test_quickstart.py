@@ -74,6 +74,7 @@ def test_the_main_job_trains_alone_and_in_two_processes(tmp_path):
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.full
 def test_the_main_job_trains_sharded_and_in_low_precision(tmp_path):
     """Nothing in the script knows of it: two options, and the loss falls as it does without them."""
     shown = table(run(2, tmp_path, "--strategy", "fsdp", "--mixed-precision", "bf16", steps=3)[0])

@@ -49,6 +49,7 @@ def curves(folder: Path, world: int) -> tuple[list[float], list[tuple[int, float
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.full
 def test_killed_at_random_moments_it_trains_on_each_sequence_once_an_epoch(tmp_path: Path) -> None:
     """The issue's sentence. What counts is the timeline that survives: of each step, the last life that made it."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -98,6 +99,7 @@ def shown_until(process: subprocess.Popen[bytes], pattern: str) -> str:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.full
 def test_told_to_stop_it_saves_and_another_number_of_processes_goes_on(tmp_path: Path) -> None:
     """SIGTERM to the launcher, as a scheduler sends it; --resume in one process then has the rest of the budget."""
     script = [str(SCRIPT), "--seconds", "inf", "--save", "run", "--out", "out"]

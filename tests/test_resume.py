@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_core import Accelerator
 from accel_core.testing import RanksFailed, run_ranks
+from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory
 
 BATCH = 2
 EVERYTHING = list(range(SAMPLES))
@@ -114,7 +115,7 @@ def assert_resumed_runs_equal_uninterrupted_ones(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_killed_runs_go_on_in_new_processes_as_if_nothing_had_happened(world: int, tmp_path: Path) -> None:
     """R1, sampled pairwise."""
     assert_resumed_runs_equal_uninterrupted_ones(tmp_path, sampled(world), world)
@@ -232,6 +233,25 @@ def test_going_on_at_batch_one_million_reads_no_skipped_sample(shuffle: bool) ->
     assert found[0] == found[1]
     assert len(set(found[0])) == 8
     assert shuffle or found[0] == list(range(8 * MILLION, 8 * MILLION + 8))
+
+
+def go_on_in_the_middle_of_a_huge_set() -> int:
+    """Bytes that going on takes beside what there is, behind a first time in a small set."""
+
+    def go_on(samples: int, at: int) -> None:
+        loader = Accelerator(cpu=True).prepare(DataLoader(Recorded(samples), 8, shuffle=True))
+        loader.load_state_dict({**loader.state_dict(), "samples": 8 * at})
+        next(iter(loader))
+
+    go_on(10**3, 1)
+    return extra_memory(lambda: go_on(10**9, MILLION))
+
+
+@pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the kernel does not measure peaks")
+def test_going_on_in_the_middle_of_a_huge_set_takes_no_memory() -> None:
+    """R11: no order of all samples is made."""
+    [extra] = run_ranks(go_on_in_the_middle_of_a_huge_set, 1)
+    assert extra <= 2**20
 
 
 def test_a_sampler_of_the_users_own_is_asked_for_what_is_skipped_but_no_sample_is_read() -> None:

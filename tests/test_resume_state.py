@@ -104,7 +104,7 @@ def assert_resumed_runs_equal_uninterrupted_ones(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_killed_runs_train_on_in_new_processes_as_if_nothing_had_happened(world: int, tmp_path: Path) -> None:
     """R1, sampled pairwise: samples, losses bit for bit, learning rates, and the user's own counter.
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 IMPORT_NAMES = {path.parent.parent.parent.name: path.parent.name for path in ROOT.glob("packages/*/src/*/py.typed")}
 MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+TESTS = sorted([*ROOT.glob("tests/*.py"), *ROOT.glob("packages/*/tests/*.py")])
 
 SHOWN_MODULE, SHOWN_FUNCTION = 400, 40  # larger ones are listed
 MOST_MODULE, MOST_FUNCTION = 700, 80  # larger ones fail
@@ -313,6 +314,18 @@ def test_the_commands_of_the_readme_are_sessions(session):
 def test_ci_runs_the_test_command_of_the_readme():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert list(COMMANDS)[-1] == lines[-1]
+
+
+def test_what_only_full_runs_stands_in_contributing_with_its_reason():
+    """Every file with tests that are marked `full` has a row in the table, and every row such a file."""
+    marked = {
+        path.name for path in TESTS if re.search(r"mark\.full\b|sampled\(CAUGHT_BY\)", path.read_text(encoding="utf-8"))
+    }
+    marked -= {Path(__file__).name, "covering.py"}
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", text.partition("### What only `nox -s full` runs")[2], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(test_\w+\.py)`", row)]
+    assert sorted(named) == sorted(marked)
 
 
 def functions(path: Path) -> dict[str, int]:

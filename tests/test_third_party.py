@@ -91,7 +91,7 @@ def test_the_command_is_one_of_accel_with_its_arguments(site, tmp_path):
     assert run("-m", "accel_launch", "hello", "Ada", site=site, folder=tmp_path) == "Hello, Ada!\n"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_strategy_and_observer_take_part_in_a_run(world, site, tmp_path):
     script, times = tmp_path / "train.py", tmp_path / "times.jsonl"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -129,6 +129,7 @@ def tested(site, tmp_path_factory):
     return found, said
 
 
+@pytest.mark.full
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", THIRD_PARTIES)
 def test_a_third_party_passes_its_own_tests_from_its_wheel(name, tested):

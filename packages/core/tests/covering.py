@@ -1,4 +1,4 @@
-"""Which wrong components a run of the tests tries: enough to see every test of a suite fail; `nox -s soak` tries all of them."""
+"""Which wrong components a run of the tests tries: a few of them always; when suites change, enough to see every test fail."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 NARROW = 4
 """How many tests may catch a component that says something about each of them: one that breaks everything says little."""
 
+ALWAYS = 2
+"""How many of the wrong ones every run tries, whatever has changed."""
+
 
 def sampled(caught_by: Mapping[Any, Collection[str]]) -> list[Any]:
-    """The components as parameters: those that are not needed to cover the suite are marked `soak`.
+    """The components as parameters: those that cover the suite are marked `full` but for a few, the others `soak`.
 
     Args:
         caught_by: component → the names of the tests that catch it; none for one that is right.
@@ -27,4 +30,6 @@ def sampled(caught_by: Mapping[Any, Collection[str]]) -> list[Any]:
                 break
             chosen.add(best)
             covered |= set(caught_by[best])
-    return [pytest.param(kind, marks=() if kind in chosen else pytest.mark.soak) for kind in caught_by]
+    wrong = [kind for kind, tests in caught_by.items() if tests and kind in chosen]
+    marks = {kind: pytest.mark.full(group="suites") for kind in wrong[ALWAYS:]}
+    return [pytest.param(kind, marks=marks.get(kind, ()) if kind in chosen else pytest.mark.soak) for kind in caught_by]

@@ -112,23 +112,34 @@ def assert_killed_everywhere(steps, at_least):
     assert len(steps) > at_least
 
 
-def stride(mode):
-    """What is written behind is written by the same code: a sample will do."""
-    return 1 if mode is False or "ACCEL_SOAK" in os.environ else 4
+in_full = pytest.mark.full
+SAMPLE = 1 if "ACCEL_SOAK" in os.environ else 4
+"""Every which operation is the last one, where a sample will do: what is written behind is written by the same code."""
 
 
-@pytest.mark.parametrize("mode", [False, "eager", "lazy"])
-def test_a_kill_at_any_moment_of_a_save_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, mode):
+@pytest.mark.parametrize(
+    ("mode", "stride"),
+    [
+        (False, SAMPLE),
+        pytest.param("eager", SAMPLE, marks=in_full),
+        ("lazy", SAMPLE),
+        pytest.param(False, 1, marks=in_full),
+    ],
+)
+def test_a_kill_at_any_moment_of_a_save_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, mode, stride):
     jobs = save_and_be_killed, load_and_save_again
-    (steps,) = run_ranks(kill_at_every_operation, 1, tmp_path, *jobs, mode, stride(mode), timeout=100)
-    assert_killed_everywhere(steps, at_least=24 // stride(mode))
+    (steps,) = run_ranks(kill_at_every_operation, 1, tmp_path, *jobs, mode, stride, timeout=100)
+    assert_killed_everywhere(steps, at_least=24 // stride)
 
 
-@pytest.mark.parametrize("mode", [False, "eager"])
-def test_a_kill_never_leaves_a_run_that_keeps_one_checkpoint_without_any(tmp_path, mode):
+@pytest.mark.parametrize(
+    ("mode", "stride"),
+    [(False, SAMPLE), pytest.param("eager", SAMPLE, marks=in_full), pytest.param(False, 1, marks=in_full)],
+)
+def test_a_kill_never_leaves_a_run_that_keeps_one_checkpoint_without_any(tmp_path, mode, stride):
     jobs = save_by_name_and_be_killed, load_newest_and_save_again
-    (steps,) = run_ranks(kill_at_every_operation, 1, tmp_path, *jobs, mode, stride(mode), timeout=100)
-    assert_killed_everywhere(steps, at_least=24 // stride(mode))
+    (steps,) = run_ranks(kill_at_every_operation, 1, tmp_path, *jobs, mode, stride, timeout=100)
+    assert_killed_everywhere(steps, at_least=24 // stride)
 
 
 # A kill of one of two ranks
@@ -177,8 +188,15 @@ def steps_in(folder):
     return loaded_from(folder)[0]
 
 
-@pytest.mark.parametrize("mode", [False, "eager"])
-@pytest.mark.parametrize(("victim", "numbers"), [(0, (0, 3, 7, 11, 17, 22)), (1, (0, 1, 2, 3, 4, 5))])
+@pytest.mark.parametrize(
+    ("victim", "numbers", "mode"),
+    [
+        (0, (0, 3, 7, 11, 17, 22), False),
+        (1, (0, 1, 2, 3, 4, 5), "eager"),
+        pytest.param(0, (0, 3, 7, 11, 17, 22), "eager", marks=in_full),
+        pytest.param(1, (0, 1, 2, 3, 4, 5), False, marks=in_full),
+    ],
+)
 def test_a_rank_that_is_killed_in_a_save_ends_the_other_and_leaves_a_checkpoint(tmp_path, victim, numbers, mode):
     (steps,) = run_ranks(kill_one_of_two, 1, tmp_path, victim, numbers, mode, timeout=110)
     assert [step for step, _ in itertools.groupby(steps)] in ([OLD], [OLD, NEW])
@@ -341,7 +359,7 @@ def fill_up(disk, room):
     assert os.statvfs(disk).f_bavail == room
 
 
-@pytest.mark.parametrize("mode", [False, "eager", "lazy"])
+@pytest.mark.parametrize("mode", [False, pytest.param("eager", marks=in_full), pytest.param("lazy", marks=in_full)])
 def test_a_full_disk_makes_the_save_fail_on_all_ranks_and_leaves_the_previous(small_disk, mode):
     rooms = (0, 1, 2, 5, 8, 9, 10, 11, 12, 13, 16)
     first, second = run_ranks(save_on_a_disk_that_is_full, 2, small_disk, rooms, mode)

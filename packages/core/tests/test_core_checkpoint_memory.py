@@ -65,6 +65,7 @@ measured = pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the kernel does no
 
 
 @measured
+@pytest.mark.full
 def test_saving_and_loading_need_buffers_only(tmp_path):
     """Whatever strategy saved it: boxes are read into their places."""
     saved = {strategy: run_ranks(saving, 2, tmp_path, strategy) for strategy in STRATEGIES}

@@ -258,7 +258,11 @@ def of_all_ranks(state):
 
 
 amounts = pytest.mark.parametrize(
-    "whole", [pytest.param(False, id="sampled"), pytest.param(True, id="whole", marks=pytest.mark.soak)]
+    "whole",
+    [
+        pytest.param(False, id="sampled", marks=pytest.mark.full),
+        pytest.param(True, id="whole", marks=pytest.mark.soak),
+    ],
 )
 
 

@@ -88,6 +88,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.timeout(60 + 15 * PAIRS)
+@pytest.mark.full
 def test_interpreters_with_a_live_wrapper_exit_with_zero(script: Path) -> None:
     """The wrapper and a copy of it are still globals of the main module, which is finalized after the exit callbacks.
 

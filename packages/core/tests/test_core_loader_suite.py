@@ -121,6 +121,7 @@ def test_every_test_of_the_suite_catches_somebody():
     assert TESTS - caught == {"test_the_declarations_hold", STREAMS}
 
 
+@pytest.mark.full(group="suites")
 @pytest.mark.parametrize(
     ("loader", "test", "message"),
     [

@@ -159,6 +159,7 @@ def failures(suite, tests=TESTS):
     return found
 
 
+@pytest.mark.full(group="suites")  # they share launches: a few of them would cost as much as a third of all
 @pytest.mark.parametrize("precision", CAUGHT_BY, ids=lambda precision: precision.__name__)
 def test_a_wrong_precision_is_caught_by_exactly_the_tests_that_should(precision, suites):
     assert failures(suites[precision]).keys() == CAUGHT_BY[precision]
@@ -175,6 +176,7 @@ def test_every_test_of_the_suite_catches_somebody():
     assert TESTS - caught == {TWICE, OPEN, DECLARED}
 
 
+@pytest.mark.full(group="suites")
 @pytest.mark.parametrize(
     ("precision", "test", "message"),
     [
@@ -223,6 +225,7 @@ def test_a_failure_says_what_came_and_what_to_do(precision, test, message, suite
     assert message in said
 
 
+@pytest.mark.full(group="suites")
 def test_a_refusal_that_is_declared_has_to_come(suites):
     suite = type("TestIt", (suites[wrong.Right],), {"lacks": {"single-1": "it is slow there"}})
     suite._launches = suites[wrong.Right]._launches

@@ -145,6 +145,7 @@ def test_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
         run_ranks(unpicklable, 1)
 
 
+@pytest.mark.full(group="suites")
 def test_stuck_ranks_are_killed_and_their_stacks_shown() -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
@@ -155,6 +156,7 @@ def test_stuck_ranks_are_killed_and_their_stacks_shown() -> None:
         assert "in stuck" in report.stacks
 
 
+@pytest.mark.full(group="suites")
 def test_other_ranks_have_a_short_grace_when_one_has_failed() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(rank_one_raises_while_the_other_sleeps, 2)
@@ -163,6 +165,7 @@ def test_other_ranks_have_a_short_grace_when_one_has_failed() -> None:
     assert second.state == "raised: ValueError: only I"
 
 
+@pytest.mark.full(group="suites")
 def test_rank_that_ignores_sigterm_inside_a_collective_is_killed_too() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(stuck_in_c, 2, timeout=3.0)
@@ -170,6 +173,7 @@ def test_rank_that_ignores_sigterm_inside_a_collective_is_killed_too() -> None:
     assert caught.value.reports[1].exit_code == -signal.SIGKILL
 
 
+@pytest.mark.full(group="suites")
 def test_workers_of_a_stuck_rank_are_ended_with_it_and_keep_nobody_waiting(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed, match="did not end: killed 3 s after the start"):
@@ -202,6 +206,7 @@ def test_output_of_ranks_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None
     assert out.splitlines() == ["said by rank 0", "complained", "said by rank 1", "complained"]
 
 
+@pytest.mark.full(group="suites")
 def test_ranks_start_and_end_in_less_time_than_an_import_of_torch_takes() -> None:
     """The best of three: what is bounded is what the pool costs, and not what else the machine does."""
     assert min(seconds(lambda: run_ranks(identity, 2, None)) for _ in range(3)) < seconds(

@@ -232,6 +232,7 @@ def test_ranks_given_by_hand_are_a_world(script: Path, port: int) -> None:
     assert worlds(script, *by_hand(2, port=port)) == expected("torchrun", 2)
 
 
+@pytest.mark.full
 def test_torchrun_in_an_allocation_of_slurm_starts_what_it_was_asked_for(script: Path) -> None:
     allocation, task = slurm(1)[0], {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

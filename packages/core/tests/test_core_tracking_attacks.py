@@ -143,6 +143,7 @@ def test_threads_that_log_get_a_step_each() -> None:
     assert sorted(step for _, step in tracker.logged()) == list(range(8001))
 
 
+@pytest.mark.full
 def test_a_run_whose_start_was_interrupted_is_still_recorded_at_the_exit() -> None:
     script = f"""
 import _thread, sys, threading, time
@@ -666,6 +667,7 @@ for _ in range(1000):
 """
 
 
+@pytest.mark.full
 def test_the_failure_of_the_main_process_is_recorded_under_a_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILING_RANK.format(tests=str(Path(__file__).parent)))

@@ -96,6 +96,7 @@ def test_what_another_thread_is_about_to_log_when_the_run_ends_is_left_out_with_
     assert [call[0] for call in tracker.calls] == ["start", "log", "finish"]
 
 
+@pytest.mark.full
 def test_a_thread_that_goes_on_to_log_does_not_hold_up_the_exit() -> None:
     """Nor has it the tracker switched off, as what it logs is not done before the end."""
     began = time.monotonic()
@@ -114,6 +115,7 @@ time.sleep(0.3)
     assert "leaves out what is logged while the run ends, or later" in said
 
 
+@pytest.mark.full
 def test_what_is_logged_at_the_exit_after_the_run_was_closed_is_left_out_with_a_word() -> None:
     printed, said = output_of("""
 import atexit
@@ -148,7 +150,7 @@ def end_together(says_so: bool) -> float:
     return tracker.ended if accelerator.is_main_process else time.time()
 
 
-@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize("says_so", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_other_ranks_do_not_wait_for_the_trackers_of_the_main_process(
     says_so: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +174,7 @@ def test_a_run_is_closed_although_the_ranks_do_not_end_alike() -> None:
     assert "WorldError: The training of rank 0 ended, but that of the others did not" in output
 
 
-@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize("collected", [pytest.param(False, marks=pytest.mark.full), True])
 def test_what_fails_after_the_accelerator_went_out_of_scope_is_told(collected: bool) -> None:
     _, said = output_of(f"""
 def boom():
@@ -188,6 +190,7 @@ if {collected}:
     assert said.count("The tracker 'wrong' is switched off: finish() raised ConnectionError: the disk is full") == 1
 
 
+@pytest.mark.full
 def test_one_without_a_thread_is_closed_at_the_end_of_the_program_and_not_where_it_is_collected() -> None:
     printed, _ = output_of("""
 def main():

@@ -178,7 +178,10 @@ def skipped_on_ranks(worker_counts, dispatching, numbers):
 
 
 @pytest.mark.parametrize(("ranks", "dispatching"), [(1, (False,)), (2, (True, False))])
-@pytest.mark.parametrize(("worker_counts", "numbers"), [((0,), (0, 1, DONE, DONE + 2, 100)), ((2,), (1, DONE))])
+@pytest.mark.parametrize(
+    ("worker_counts", "numbers"),
+    [((0,), (0, 1, DONE, DONE + 2, 100)), pytest.param((2,), (1, DONE), marks=pytest.mark.full)],
+)
 def test_a_script_that_loads_and_skips_lands_where_its_count_says(ranks, dispatching, worker_counts, numbers):
     """Behind a state of the second epoch: what is left, what metrics and positions see, and that the next epoch is whole."""
     for found in run_ranks(skipped_on_ranks, ranks, worker_counts, dispatching, numbers, timeout=200):

@@ -76,7 +76,10 @@ class Found(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, id="sampled"), pytest.param(True, id="whole", marks=pytest.mark.soak)],
+    params=[
+        pytest.param(False, id="sampled", marks=pytest.mark.full),
+        pytest.param(True, id="whole", marks=pytest.mark.soak),
+    ],
 )
 def found(request, tmp_path_factory):
     """Launches every world once to save, and once to load."""

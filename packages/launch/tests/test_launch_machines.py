@@ -71,6 +71,7 @@ def eventually(condition: Callable[[], object], within: float, show: Callable[[]
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_two_machines_train_as_one_does_although_one_loses_power_and_comes_back(machines, site):
     _zero, one = machines
     job = [str(Path(machines_job.__file__)), str(site.folder), "0.1"]

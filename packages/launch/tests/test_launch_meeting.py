@@ -172,6 +172,7 @@ def test_processes_meet_at_the_port_behind_the_machines_or_at_a_free_one():
     assert 0 < board.free_port(1 << 16) < 1 << 16
 
 
+@pytest.mark.full
 def test_a_machine_that_comes_and_vanishes_before_the_round_is_complete_is_waited_for(cluster):
     run = cluster(3)
     zero, one, two = (run.machine(rank, timeout=4 if rank == 1 else 20) for rank in range(3))
@@ -317,6 +318,7 @@ def test_a_run_that_ends_well_leaves_the_port_to_the_next(cluster):
             future.result(10)
 
 
+@pytest.mark.full
 def test_without_machine_0_the_others_end(cluster):
     run = cluster(2)
     zero, one = run.machine(0), run.machine(1)
@@ -336,6 +338,7 @@ def test_without_machine_0_the_others_end(cluster):
     one.fail("its processes have failed")  # nobody is left to be told
 
 
+@pytest.mark.full
 def test_who_waits_says_for_whom_and_gives_up_in_words(cluster, capfd, monkeypatch):
     monkeypatch.setattr(patience, "FIRST_LINE", 0.2)
     run = cluster(4)

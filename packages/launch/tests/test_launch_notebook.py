@@ -126,6 +126,9 @@ CELLS = {
 """The cells by a name. What holds inside of the notebook is asserted there."""
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What each cell of the notebook has printed, by cell and stream."""

@@ -60,6 +60,7 @@ def finish(opened: Terminal, path: Path) -> None:
     opened.wait_for_text(f"{path} is written.")
 
 
+@pytest.mark.full
 def test_the_file_that_the_questionnaire_writes_launches_the_quickstart(tmp_path: Path):
     path = tmp_path / "config.yaml"
     with terminal("-m", "accel_launch", "config", "--config-file", path) as opened:

@@ -40,6 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         return run_together(launches, folder)
 
 
+@pytest.mark.full
 def test_twenty_launches_at_once_all_start(results: dict[str, Result]) -> None:
     ports = set()
     for name in MANY:

@@ -185,6 +185,7 @@ def accel_test(*options, folder):
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_command_starts_what_a_file_says(tmp_path):
     pytest.importorskip("accel_data", reason="accel-data reads in a world of two, and is not installed")
     (tmp_path / "two.yaml").write_text("num_processes: 2\ncpu: true\n")
@@ -197,7 +198,7 @@ def test_the_command_starts_what_a_file_says(tmp_path):
     assert not list((tmp_path / "shared").iterdir())
 
 
-@pytest.mark.parametrize(("processes", "strategy"), [("1", "ddp"), ("2", "single")])
+@pytest.mark.parametrize(("processes", "strategy"), [("1", "ddp"), pytest.param("2", "single", marks=pytest.mark.full)])
 def test_what_cannot_even_be_started_is_said_with_status_1(processes, strategy, tmp_path):
     ended = accel_test("--cpu", "--num-processes", processes, "--strategy", strategy, folder=tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr

@@ -89,6 +89,7 @@ def assert_dies(factory: Callable[[], object]) -> None:
     gc.collect()
     survivor = reference()
     if survivor is not None:
+        gc.unfreeze()  # what a run of tests keeps from the collector may hold it
         holders = [f"{type(holder).__qualname__}: {repr(holder)[:200]}" for holder in gc.get_referrers(survivor)]
         raise AssertionError(
             f"{survivor!r} was to die with its last reference, but it is held by:\n" + "\n".join(holders)

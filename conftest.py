@@ -1,0 +1,51 @@
+"""How all tests are run: the longest files first, and without the walks over what lives as long as the run."""
+
+from __future__ import annotations
+
+import gc
+
+LONGEST = (
+    "test_resume_state.py",
+    "test_core_watch.py",
+    "test_core_sharded_strategies.py",
+    "test_core_asynchronous.py",
+    "test_core_checkpoint_faults.py",
+    "test_core_checkpoint_input.py",
+    "test_launch_failures.py",
+    "test_core_tracking.py",
+    "test_core_start_anywhere.py",
+    "test_core_checkpoint_optimizers.py",
+    "test_core_checkpoint_suite.py",
+    "test_core_tracking_ends.py",
+    "test_core_world.py",
+    "test_core_tracking_attacks.py",
+    "test_quickstart.py",
+    "test_core_strategy_suite.py",
+    "test_resume.py",
+    "test_core_weights.py",
+    "test_precision_suites.py",
+    "test_fsdp_training.py",
+    "test_data_iterable.py",
+    "test_third_party.py",
+    "test_fsdp_suites.py",
+    "test_core_notices.py",
+    "test_core_whole_state.py",
+    "test_core_watch_attacks.py",
+    "test_core_exits.py",
+    "test_launch_test_command.py",
+    "test_launch_machines.py",
+    "test_data_behaviours.py",
+)
+"""Files that take twelve seconds or more. A process takes a whole file: one of these begun last would leave the other process idle."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Side by side, the longest files come first, in every process alike."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    """Keeps what was imported and collected out of every later collection of garbage, of which some tests make many."""
+    gc.collect()
+    gc.freeze()
