@@ -38,6 +38,7 @@ from accel_core.checkpoint.files.disk import read_all
 from accel_core.checkpoint.files.manifest import TRIES, identity
 from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
 from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
+from accel_core.checkpoint.record import warn_of_batches
 from accel_core.errors import CheckpointError, CollectiveMismatchError
 from accel_core.seeding import derive_seed
 
@@ -99,6 +100,8 @@ def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]
         restoring = _Restoring(run, checkpoint, left)
         misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
         _raise_misfits(checkpoint.folder, misfits)
+        if world.is_main:
+            warn_of_batches(checkpoint.manifest.record, run.prepared, run.accumulation)
         restored.append(checkpoint.manifest.id)
         try:
             restoring.restore()

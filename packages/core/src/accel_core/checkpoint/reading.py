@@ -233,12 +233,21 @@ def _are_tracked(value: Any) -> bool:
     )
 
 
+def _are_positions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        each is None or (isinstance(each, dict) and type(each.get("global_batch")) in (int, type(None)))
+        for each in value
+    )
+
+
 _RECORD: Mapping[str, Callable[[Any], bool]] = {
     "world": lambda value: isinstance(value, dict) and type(value.get("size")) is int and value["size"] > 0,
     "models": lambda value: type(value) is int and value >= 0,
     "left_to_hooks": lambda value: isinstance(value, list) and all(map(_is_model, value)),
     "iteration": lambda value: value is None or (type(value) is int and value >= 0),
     "tracking": _are_tracked,
+    "window": lambda value: isinstance(value, dict) and type(value.get("steps")) is int,
+    "positions": _are_positions,
 }
 """What a load takes from a record, and what it has to be."""
 
