@@ -361,7 +361,7 @@ def fill_up(disk, room):
 
 @pytest.mark.parametrize("mode", [False, pytest.param("eager", marks=in_full), pytest.param("lazy", marks=in_full)])
 def test_a_full_disk_makes_the_save_fail_on_all_ranks_and_leaves_the_previous(small_disk, mode):
-    rooms = (0, 1, 2, 5, 8, 9, 10, 11, 12, 13, 16)
+    rooms = (0, 1, 2, 5, 8, 9, 10, 11, 12, 13, 17)
     first, second = run_ranks(save_on_a_disk_that_is_full, 2, small_disk, rooms, mode)
     assert [each[0] for each in first] == [each[0] for each in second]
     for said, seconds, previous, again in (*first, *second):

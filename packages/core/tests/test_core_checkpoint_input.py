@@ -79,7 +79,7 @@ LOADS = {
     "theirs": "CheckpointError: .*theirs, but it has no manifest.json",
     "newer": "CheckpointError: .*was written by a newer accel-core: its format has version 2, and this one reads up to 1",
     "liar": "CheckpointError: .*is damaged: .*index.json is missing",
-    "worldless": "CheckpointError: .*lies: its hashes hold, but no save_state.* the world is None, models: None",
+    "worldless": "CheckpointError: .*lies: its hashes hold, but no save_state.*models: None, .*world: None",
     "unknown": "CheckpointError: .*lies: .*more is unknown",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_core.checkpoint.files import lock
 from accel_core.checkpoint.files.folder import Draft, is_leftover, remove_checkpoint
 from accel_core.checkpoint.files.manifest import FileRecord, Manifest, is_complete, read_manifest
 from accel_core.errors import CheckpointError
@@ -49,7 +51,7 @@ def save(folder, id=None):
 def saved(folder):
     """The id of the checkpoint in a folder, all of whose files are of that save."""
     found = read_manifest(folder)
-    contents = {path.read_text() for path in (folder / found.data).iterdir()}
+    contents = {path.read_text() for path in (folder / found.data).iterdir() if path.name != lock.NAME}
     assert contents == {found.id}
     return found.id
 
@@ -135,8 +137,9 @@ def test_a_folder_and_its_parents_are_made_and_hold_the_checkpoint(tmp_path):
 
 
 def test_every_save_has_an_id_of_its_own(tmp_path):
-    assert Draft.begin(tmp_path).id != Draft.begin(tmp_path).id
-    assert Draft.begin(tmp_path, NEW).id == NEW
+    ids = {Draft.begin(tmp_path / name).id for name in ("one", "two")}
+    assert len(ids) == 2
+    assert Draft.begin(tmp_path / "three", NEW).id == NEW
 
 
 def test_a_folder_can_be_saved_again_beside_the_user_s_files(tmp_path):
@@ -224,7 +227,7 @@ def test_data_that_cannot_be_removed_is_said_and_the_save_stands(tmp_path, monke
     draft = Draft.begin(tmp_path, NEW)
     manifest = fill(draft)
 
-    def busy(path):
+    def busy(path, *, dir_fd=None):
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     monkeypatch.setattr(os, "rmdir", busy)
@@ -381,6 +384,34 @@ def test_of_a_link_only_the_link_is_removed(tmp_path):
     remove_checkpoint(tmp_path / "link")
     assert names_in(tmp_path) == ["elsewhere"]
     assert saved(tmp_path / "elsewhere") == OLD
+
+
+def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_takes_nothing_with_it(tmp_path, monkeypatch):
+    others, folder, unlink = tmp_path / "others", tmp_path / "checkpoint_1", os.unlink
+    for place in (others, folder):
+        (place / "below").mkdir(parents=True)
+        for name in ("a", "b", "below/c", "below/d"):
+            (place / name).write_text("mine")
+    swaps = iter([(folder, others), (tmp_path / "aside" / "below", others / "below")])
+
+    def swapping(path, **place):
+        unlink(path, **place)
+        for swapped, other in itertools.islice(swaps, 1):
+            swapped.rename(tmp_path / ("aside" if swapped == folder else "deeper"))
+            swapped.symlink_to(other)
+
+    save(folder, OLD)
+    monkeypatch.setattr(os, "unlink", swapping)
+    with contextlib.suppress(OSError):
+        remove_checkpoint(folder)
+    assert next(swaps, None) is None
+    assert sorted(str(path.relative_to(others)) for path in others.rglob("*")) == [
+        "a",
+        "b",
+        "below",
+        "below/c",
+        "below/d",
+    ]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_said(tmp_path):

@@ -345,10 +345,10 @@ def test_the_newest_complete_checkpoint_beside_it_is_named(tmp_path, monkeypatch
 def test_a_manifest_that_may_not_be_read_is_an_error_of_the_file_system(tmp_path, monkeypatch):
     checkpoint(tmp_path / "closed")
 
-    def denied(path):
+    def denied(path, flags):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
-    with pytest.raises(PermissionError, match=r"Permission denied: .*closed.manifest\.json"):
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(PermissionError, match=r"cannot be read: Permission denied.*closed.manifest\.json"):
         read_manifest(tmp_path / "closed")
     assert not is_complete(tmp_path / "closed")

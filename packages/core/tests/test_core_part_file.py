@@ -363,7 +363,7 @@ def test_what_the_disk_does_not_give_is_an_error_of_the_system(tmp_path):
         PartReader(path / "inside", description)
     (tmp_path / "folder").mkdir()
     size = (tmp_path / "folder").stat().st_size
-    with pytest.raises(IsADirectoryError, match="cannot be read: Is a directory"):
+    with pytest.raises(CheckpointError, match="folder was to be read, but it is no regular file. Load another"):
         PartReader(tmp_path / "folder", StoredFile("folder", size, size, "0" * 32, {}))
 
 

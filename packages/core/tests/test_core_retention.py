@@ -159,10 +159,10 @@ def test_a_checkpoint_that_cannot_go_is_said_and_the_others_go(tmp_path, monkeyp
     save_all(tmp_path, 1, 2, 3)
     unlink = os.unlink
 
-    def busy(path):
-        if "checkpoint_1" in str(path):
+    def busy(path, *, dir_fd=None):
+        if "checkpoint_1" in os.readlink(f"/proc/self/fd/{dir_fd}"):
             raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-        unlink(path)
+        unlink(path, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "unlink", busy)
     with pytest.warns(

@@ -203,6 +203,15 @@ class Accumulation:
         self._deferred.append(drop)
 
 
+def is_state(value: Any) -> bool:
+    """Whether `Accumulation.state_dict` can have given it."""
+    numbers = {"steps", "position", "size", "backwards", "total_backwards"}
+    if not isinstance(value, dict) or type(value.get("open")) is not bool:
+        return False
+    sound = all(type(value.get(name)) is int and value[name] >= 0 for name in numbers)
+    return sound and (not value["open"] or 0 < value["position"] < value["size"])
+
+
 class Accumulate:
     """The context manager behind `Accelerator.accumulate`: one micro-batch. A class, because it runs in every step."""
 

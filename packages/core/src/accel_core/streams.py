@@ -53,6 +53,25 @@ def restore(states: dict[str, Any], device: torch.device | None) -> None:
         torch.get_device_module(device.type).set_rng_state(states[device.type], device)
 
 
+def check(states: Any, device: torch.device | None) -> None:
+    """Lets streams of nobody take the states, as `restore` would let those of the process; these stay as they are.
+
+    Raises:
+        Exception: of any kind, if they are no states of streams; CheckpointError as `restore`.
+    """
+    python = states[PYTHON]
+    random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    torch.Generator().set_state(states[TORCH])
+    if NUMPY in states:
+        _numpy().random.RandomState().set_state(states[NUMPY])
+    sound = isinstance(python["gauss"], (float, type(None))) and (NUMPY not in states or 0 <= states[NUMPY][2] <= 624)
+    if _has_stream(device) and device.type in states:
+        here, saved = torch.get_device_module(device.type).get_rng_state(device), states[device.type]
+        sound = sound and (saved.shape, saved.dtype, saved.device) == (here.shape, here.dtype, here.device)
+    if not sound:
+        raise ValueError("a number or a tensor among them is of another kind")
+
+
 def begin(seed: int, rank: int, step: int, device: torch.device) -> None:
     """Gives a rank that the saved world did not have streams of its own: a function of seed, rank and step."""
     seeds = [derive_seed(_BEGUN, seed, rank, step, stream) for stream in range(4)]

@@ -144,7 +144,7 @@ class BatchSamplerShard(Sampler[Indices]):
             first = Indices()
             head.append(first)
             indices = _recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
-            return head, _cut(islice(indices, start, None), sampler.batch_size, sampler.drop_last)
+            return head, _cut(_rest(indices, start, sampler.sampler), sampler.batch_size, sampler.drop_last)
         return head, _behind(_recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
 
     def _all(self, batches: Iterator[Indices], start: int) -> Iterator[Part]:
@@ -241,6 +241,21 @@ def _recorded(items: Iterable[T], first: list[T], limit: int) -> Iterator[T]:
     yield from iterator
 
 
+def _rest(indices: Iterator[int], start: int, sampler: object) -> Iterator[int]:
+    """The indices behind the first `start`."""
+    read = sum(1 for _ in islice(indices, start))
+    if read < start:
+        raise _too_few(start, read, sampler)
+    yield from indices
+
+
+def _too_few(start: int, read: int, sampler: object) -> ValueError:
+    return ValueError(
+        f"A position behind {start} samples was loaded, but {type(sampler).__name__} yields only {read} in this epoch. "
+        f"Use the sampler of the run that was saved, or begin a new epoch without a state."
+    )
+
+
 def _cut(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[Indices]:
     """Batches, as a BatchSampler makes them."""
     for batch in _grouped(indices, size):
@@ -254,10 +269,7 @@ def _behind(batches: Iterator[Indices], start: int, sampler: object) -> Iterator
     while read < start:
         batch = next(batches, None)
         if batch is None:
-            raise ValueError(
-                f"A position behind {start} samples was loaded, but {type(sampler).__name__} yields only {read} in this epoch. "
-                f"Use the sampler of the run that was saved, or begin a new epoch without a state."
-            )
+            raise _too_few(start, read, sampler)
         read += len(batch)
     if read > start:
         raise ValueError(

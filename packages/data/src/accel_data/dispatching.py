@@ -137,6 +137,10 @@ class DispatchSource:
             return position
         return Start(position.epoch, position.samples, self.local._position().extras)
 
+    def check(self, start: Start) -> None:
+        """Raises `ValueError` for a position that the loader which reads for all does not take."""
+        self.local._accel_source.check(start)
+
     def restore(self, start: Start) -> None:
         """The next iteration begins there."""
         source = self.local._accel_source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,15 @@ def between_epochs(given: list[torch.Generator], *, begun: bool = False) -> dict
         begun: nothing will be drawn from them before the order of the next epoch.
     """
     return {"generators": _states_of(given, begun)} if given else {}
+
+
+def check_between(given: list[torch.Generator], extras: Mapping[str, Any]) -> None:
+    """Raises what `restore_between` would raise; generators of nobody take the states."""
+    saved = extras.get("generators")
+    if saved is not None:
+        states = [torch.Generator().set_state(state) for state in saved["states"]]
+        if not saved["begun"]:
+            _check_number(states, given)
 
 
 def restore_between(given: list[torch.Generator], extras: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +88,14 @@ def _states_of(generators: list[torch.Generator], begun: bool) -> dict[str, Any]
 
 def _set_states(generators: list[torch.Generator], saved: dict[str, Any]) -> None:
     states = saved["states"]
+    _check_number(states, generators)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _check_number(states: Sequence[Any], generators: Sequence[torch.Generator]) -> None:
     if len(states) != len(generators):
         raise ValueError(
             f"load_state_dict() was given a state with {len(states)} generators of a sampler or dataset, this loader's has "
             f"{len(generators)}. Build it as in the run that was saved, with generator=torch.Generator() if it had one."
         )
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)

@@ -31,6 +31,9 @@ class PositionedSource(Protocol):
     def position(self) -> Start:
         """Where the loader stands."""
 
+    def check(self, start: Start) -> None:
+        """Raises `ValueError` for a position that `restore` does not take."""
+
     def restore(self, start: Start) -> None:
         """The next iteration begins there."""
 
@@ -105,9 +108,17 @@ class PositionedLoader(PreparedLoader):
             ValueError: if it is one of another dataset, loader or run.
         """
         source = self._accel_source
+        start = self.check_state_dict(state)
+        source.identity.seed = state["seed"]
+        source.restore(start)
+
+    def check_state_dict(self, state: dict[str, Any]) -> Start:
+        """Where `load_state_dict(state)` would go on. Raises what that would raise, and changes nothing."""
+        source = self._accel_source
         checked = source.identity.check(state)
-        source.identity.seed = checked["seed"]
-        source.restore(Start(checked["epoch"], checked["samples"], extras_of(checked)))
+        start = Start(checked["epoch"], checked["samples"], extras_of(checked))
+        source.check(start)
+        return start
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`; without this call, each iteration is the next epoch.

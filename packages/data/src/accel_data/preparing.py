@@ -94,7 +94,7 @@ def prepare_data_loader(
 def prepare(loader: DataLoader[Any], request: Request) -> DataLoader[Any]:
     """The prepared copy of a loader."""
     if request.shard.count > 1:
-        refuse_unserved("prepare()", loader, request.shard)
+        refuse_unserved("prepare()", loader, request.shard, request.options.presharded)
         refuse_datapipe(loader)
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatched = request.options.dispatch_batches

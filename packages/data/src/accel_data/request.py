@@ -112,7 +112,7 @@ def named(rng_types: Iterable[str] | None) -> tuple[str, ...]:
     return ("generator",) if rng_types is None else as_rng_types("rng_types", list(rng_types))
 
 
-def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard) -> None:
+def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard, presharded: bool = False) -> None:
     """Raises for what would be read twice, or could not be told apart, where data is shared out."""
     if shard.count == 1:
         return
@@ -129,6 +129,13 @@ def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard) -> None:
             f"{asked} with a DistributedSampler for {inner.num_replicas} replicas: its part would be sharded again, and "
             f"most samples never read. Use shuffle={inner.shuffle} instead of the sampler, or leave the loader out of "
             f"prepare()."
+        )
+    split = getattr(getattr(loader.dataset, "_distributed", None), "world_size", 1)
+    if type(split) is int and split > 1 and not presharded:
+        raise ValueError(
+            f"{asked} whose dataset split_dataset_by_node() has split for {split} nodes: its part would be shared out again, and "
+            f"most samples never read. Leave that call out; or say that every rank has a part of its own, by "
+            f"DataLoaderConfiguration(presharded=True)."
         )
     if loader.num_workers and not loader.in_order and not getattr(sampler, "drop_last", False):
         raise ValueError(

@@ -17,7 +17,7 @@ from accel_core.loading import index_sampler
 from accel_core.reads import Read, length_of, looked_ahead
 from accel_core.seeding import derive_seed, loader_seed
 from accel_data.batches import BatchSamplerShard, Lone
-from accel_data.generators import between_epochs, given_generators, restore_between, settle
+from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.order import DrawnOrder, Order, SequentialOrder, ShuffledOrder
 from accel_data.position import EpochOpening, EpochProgress, Epochs, Start, tell_epoch
 from accel_data.seedable import SeedableRandomSampler
@@ -168,6 +168,16 @@ class EpochSource:
     def _between_epochs(self) -> dict[str, Any]:
         """The states of the user's generators. Workers that persist draw the base of their seeds once, not for every epoch."""
         return between_epochs(given_generators(self.sampler), begun=self._draws_base_once and self._has_drawn_base)
+
+    def check(self, start: Start) -> None:
+        """Raises `ValueError` for a position behind the end of an epoch, where torch's own samplers tell how long that is."""
+        sampler = getattr(self.sampler, "sampler", self.sampler)
+        if type(sampler) in (SequentialSampler, RandomSampler) and start.samples > len(sampler):
+            raise ValueError(
+                f"load_state_dict() was given a position behind {start.samples} samples, but an epoch has {len(sampler)}. Load it "
+                f"into the loader that was saved, or begin a new epoch without a state."
+            )
+        check_between(given_generators(self.sampler), start.extras)
 
     def restore(self, start: Start) -> None:
         """The next iteration begins there."""

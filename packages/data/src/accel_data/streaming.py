@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,7 +21,7 @@ from accel_core.feed import Rows
 from accel_core.reads import length_of, looked_ahead
 from accel_core.samples import Positions
 from accel_data.counting import Collated, Counting, taken
-from accel_data.generators import between_epochs, given_generators, restore_between, settle
+from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.position import EpochOpening, Epochs, Start, tell_epoch
 
 if TYPE_CHECKING:
@@ -146,12 +146,8 @@ class StreamSource:
         """How many ranks have streams of their own; None if there is one stream."""
         return None
 
-    def restore(self, start: Start) -> None:
-        """The next iteration begins there.
-
-        Raises:
-            ValueError: if the position belongs to another number of ranks with streams of their own.
-        """
+    def check(self, start: Start) -> None:
+        """Raises `ValueError` for a position in the streams of another number of ranks that have their own."""
         ranks = start.extras.get("ranks")
         if start.samples and ranks != self.owners:
             raise ValueError(
@@ -159,6 +155,11 @@ class StreamSource:
                 f"loader goes on in those of {self.owners or 'no'} such ranks. Go on with as many ranks as were saved and the "
                 f"same presharded, or begin a new epoch without a state."
             )
+        check_between(given_generators(self.dataset), start.extras)
+
+    def restore(self, start: Start) -> None:
+        """The next iteration begins there. Raises as `check`."""
+        self.check(start)
         extras = restore_between(given_generators(self.dataset), dict(start.extras))
         self.epochs.restore(Start(start.epoch, start.samples, extras))
 
@@ -225,8 +226,8 @@ class StreamSource:
                 progress.samples = fetched.samples
                 if fetched.extras:
                     progress.extras = {**progress.extras, **fetched.extras}
-                    if not remaining and "stream" in fetched.extras:
-                        progress.extras["stream"] = {**fetched.extras["stream"], "standing": "end"}
+                if not remaining:
+                    progress.extras = at_the_end(progress.extras)
                 yield placed
             progress.finished = True
 
@@ -238,6 +239,8 @@ class StreamSource:
         self, start: Start, fetched: Callable[[], Iterable[Any]], stateful: Stateful | None
     ) -> Iterator[Fetched]:
         """The batches behind `start`."""
+        if start.extras.get("ended"):
+            return self._read_through(fetched, start)
         saved = start.extras.get("stream")
         if stateful is None or (saved is None and not self.epochs.begins_from_a_state):
             return self._from_the_beginning(fetched, start, stateful)
@@ -252,12 +255,17 @@ class StreamSource:
         restarted = partial(_restarted, fetched, partial(self.tell_epoch, start.epoch))
         return self._from_a_state(fetched if goes_on else restarted, start, stateful)
 
+    def _read_through(self, fetched: Callable[[], Iterable[Any]], start: Start) -> Iterator[Fetched]:
+        """Nothing of an epoch that was at its end. It is read all the same, for what the dataset draws from is to go on."""
+        for _ in self._from_the_beginning(fetched, Start(start.epoch), None):
+            pass
+        yield from ()
+
     def _from_the_beginning(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
     ) -> Iterator[Fetched]:
         """The batches behind `start` of a pass that begins at the beginning of the epoch."""
-        behind = self._batches_behind(start.samples)
-        return self._counted(islice(self._told(fetched()), behind, None), start, stateful)
+        return self._counted(self._left_out(self._told(fetched()), start.samples), start, stateful)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
@@ -285,6 +293,17 @@ class StreamSource:
             known = count is not None or self._is_regular
             yield Fetched(batch, rows, samples, inside(stateful), positions if known else None)
 
+    def _left_out(self, batches: Iterator[tuple[Any, int | None]], samples: int) -> Iterator[tuple[Any, int | None]]:
+        """The batches behind so many samples."""
+        behind = self._batches_behind(samples)
+        read = sum(1 for _ in islice(batches, behind))
+        if read < behind:
+            raise ValueError(
+                f"A position behind {samples} samples was loaded, but {type(self.dataset).__name__} yields only {read} batches in "
+                f"this epoch. Load it for the dataset of the run that was saved, or begin a new epoch without a state."
+            )
+        yield from batches
+
     def _batches_behind(self, samples: int) -> int:
         """How many batches are left out to go on behind so many samples."""
         size = self.batch_size or 1
@@ -299,6 +318,13 @@ class StreamSource:
 def inside(stateful: Stateful | None) -> dict[str, Any]:
     """What a position inside an epoch needs beside the number of samples."""
     return {} if stateful is None else {"stream": snapshot(stateful, "inside")}
+
+
+def at_the_end(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a position behind the last batch: how many samples that had depends on the ranks, so it is said to be the end."""
+    if "stream" not in extras:
+        return {**extras, "ended": True}
+    return {**extras, "stream": {**extras["stream"], "standing": "end"}}
 
 
 def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) -> dict[str, Any]:

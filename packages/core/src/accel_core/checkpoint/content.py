@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import streams
+from accel_core.accumulation import is_state
 from accel_core.checkpoint.agreement import exchange
 from accel_core.checkpoint.layouts import Alias, Entry, Partial, State
 from accel_core.checkpoint.model_state import names_of
@@ -228,6 +229,79 @@ def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
 def has_state(obj: object) -> bool:
     """Whether an object gives its state, and takes it back."""
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def check_value(name: str, value: Any, device: torch.device | None) -> None:
+    """Raises `CheckpointError` for a value that no save leaves in a unit of ours: so a load restores nothing then.
+
+    Args:
+        name: of a unit, such as "random", or of an opaque entry of one; what objects of the user's hold is not looked at.
+        value: what is decoded.
+        device: whose random stream is among those that would be restored; None: the CPU's alone.
+    """
+    kind, _, rest = name.partition(".")
+    why = "it is of another kind"
+    if name == RANDOM:
+        why = _misfit_of_streams(value, device)
+    elif name == ACCUMULATION and is_state(value):
+        why = ""
+    elif kind == OPTIMIZER and "/" in rest:
+        why = "" if _is_opaque(value) else why
+    elif kind == OPTIMIZER and rest.endswith(VALUES):
+        why = "" if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()) else why
+    elif kind == OPTIMIZER:
+        why = "" if _is_optimizer(value) else why
+    elif name != ACCUMULATION:
+        why = ""
+    if why:
+        raise _lie(name, why)
+
+
+def check_opaque(name: str, parts: Sequence[Mapping[str, Any]]) -> None:
+    """The same of an opaque entry of an optimizer, before its tensors are read: these may be large."""
+    for part in parts:
+        skeleton = part["skeleton"]
+        known = isinstance(skeleton, dict) and skeleton.keys() == {"state", "laid_out"}
+        if not known or not all(isinstance(skeleton[key], kind) for key, kind in (("state", dict), ("laid_out", list))):
+            raise _lie(name, "it is of another kind")
+
+
+def _lie(name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: {why}. Load another "
+        f"checkpoint."
+    )
+
+
+def _misfit_of_streams(value: Any, device: torch.device | None) -> str:
+    """Why random streams would not take a value; empty if they would."""
+    try:
+        streams.check(value, device)
+    except CheckpointError:  # what is missing here: the value may be right
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever values of another kind bring about)
+        return f"{type(error).__name__}: {error!s:.200}"
+    return ""
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() >= {"kind", "groups", "whole"} or type(value["kind"]) is not str:
+        return False
+    groups = value["groups"]
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and _are_names(group.get("names")) for group in groups
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether it is what an optimizer keeps of a parameter, by key, and which keys of it are laid out like that."""
+    if not isinstance(value, dict) or value.keys() != {"state", "laid_out"} or not isinstance(value["state"], dict):
+        return False
+    return isinstance(value["laid_out"], list) and all(key in value["state"] for key in value["laid_out"])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -35,9 +35,11 @@ from accel_core.checkpoint.content import (
     within,
 )
 from accel_core.checkpoint.files.disk import read_all
+from accel_core.checkpoint.files.manifest import TRIES, identity
 from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
 from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
-from accel_core.errors import CheckpointError
+from accel_core.checkpoint.record import warn_of_batches
+from accel_core.errors import CheckpointError, CollectiveMismatchError
 from accel_core.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -65,29 +67,49 @@ class LoadRequest:
 def load(run: Run, request: LoadRequest) -> dict[str, Any]:
     """Restores all of a run, and returns the record of the checkpoint. A collective.
 
+    Where a save replaces the checkpoint that is being read, the new one is read instead, from the beginning.
+
     Raises:
         CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing what does not.
         OSError: on every rank, if a rank cannot read it.
     """
+    restored: list[str] = []
+    for last in (*[False] * (TRIES - 1), True):
+        tried = everywhere(run.world, "to look for the checkpoint", lambda: identity(request.folder))
+        try:
+            return _load(run, request, restored)
+        except (CheckpointError, OSError) as error:  # which every rank has
+            found = everywhere(run.world, "to look for the checkpoint again", lambda: identity(request.folder))
+            if not last and found != tried:
+                continue
+            if not restored:
+                raise
+            raise CheckpointError(
+                f"{error}\nPart of the run was restored by then: do not train on from here. Load another checkpoint, or start anew."
+            ) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]:
+    """The same, once; `restored` gets the id of the checkpoint when something of it is about to be restored."""
     world = run.world
-    checkpoint = here(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder))
+    checkpoint = here(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
     with checkpoint:
         _check_same(everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id))
         left = _run_hooks(run, request)
         restoring = _Restoring(run, checkpoint, left)
-        misfits = everywhere(world, "to compare what is prepared", lambda: list(restoring.misfits()))
+        misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
         _raise_misfits(checkpoint.folder, misfits)
-        _restore(restoring)
+        if world.is_main:
+            warn_of_batches(checkpoint.manifest.record, run.prepared, run.accumulation)
+        restored.append(checkpoint.manifest.id)
+        try:
+            restoring.restore()
+        except (CheckpointError, CollectiveMismatchError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{checkpoint.folder}: {type(error).__name__}: {error}") from error
         return dict(checkpoint.manifest.record)
-
-
-def _restore(restoring: _Restoring) -> None:
-    try:
-        restoring.restore()
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(
-            f"{error}\nPart of the run was restored by then: do not train on from here. Load another checkpoint, or start anew."
-        ) from error
 
 
 def _check_same(identities: Sequence[str]) -> None:
@@ -149,11 +171,22 @@ class _Restoring:
         self._left = left
         self._place = run.world.rank, run.world.size
         self._states: dict[int, dict[str, Entry]] = {}
+        self._jobs: list[Job] = []  # by which the models are read
         self._optimizers: list[SavedState] = []
         self._objects: dict[str, Any] = {}
 
-    def misfits(self) -> Iterator[str]:
-        """What does not fit, a line each. Changes nothing."""
+    def misfits(self) -> list[str]:
+        """What does not fit, a line each. Changes nothing.
+
+        Raises:
+            CheckpointError: for what no save leaves: it fits nowhere.
+        """
+        lines = list(self._misfits())
+        if not lines:
+            self._jobs = self._jobs_of_models()
+        return lines
+
+    def _misfits(self) -> Iterator[str]:
         yield from self._misfits_in_number()
         for number in range(len(self._run.models())):
             if number not in self._left:
@@ -167,7 +200,15 @@ class _Restoring:
                 found = self._run.relay.optimizer_misfits(optimizer, names, saved)
                 yield from (f"{unit}: {line}" for line in found)
         yield from self._misfits_of_objects()
+        yield from self._misfits_of_loaders()
         yield from self._misfits_of_window()
+        self._objects[RANDOM] = self._checkpoint.object_of(RANDOM, self._source_of_streams)
+
+    @property
+    def _source_of_streams(self) -> int:
+        """The rank that saved the random streams which this one goes on from."""
+        rank, _ = self._place
+        return rank if rank < self._checkpoint.world_size else 0
 
     def restore(self) -> None:
         """Restores everything, step by step on all ranks."""
@@ -262,8 +303,19 @@ class _Restoring:
             except CheckpointError as error:
                 yield str(error)
 
+    def _misfits_of_loaders(self) -> Iterator[str]:
+        """Of those loaders that say what they would refuse."""
+        for number, loader in enumerate(self._run.prepared.loaders):
+            unit = f"{LOADER}.{number}"
+            check = getattr(loader, "check_state_dict", None)
+            if check is not None and unit in self._objects:
+                try:
+                    check(self._objects[unit])
+                except Exception as error:  # noqa: BLE001  (a state of another kind may bring about anything)
+                    yield _refusal(unit, loader, error)
+
     def _misfits_of_window(self) -> Iterator[str]:
-        state = self._checkpoint.object(ACCUMULATION, *self._place)
+        state = self._objects[ACCUMULATION] = self._checkpoint.object(ACCUMULATION, *self._place)
         steps = self._run.accumulation.steps
         if state["open"] and state["steps"] != steps:
             yield (
@@ -284,17 +336,24 @@ class _Restoring:
             return self._checkpoint.object_of(unit, 0)
         return self._checkpoint.object(unit, *self._place)
 
-    def _restore_models(self) -> None:
+    def _jobs_of_models(self) -> list[Job]:
+        """What fills the models, once it is known that all of it is there."""
+        aliases = self._checkpoint.index.aliases
         jobs: list[Job] = []
         for entries in self._states.values():
             for name, entry in entries.items():
-                stored = self._checkpoint.index.aliases.get(name, name)
+                if not isinstance(entry, (Alias, Opaque)):
+                    jobs += self._checkpoint.jobs(aliases.get(name, name), entry, *self._place)
+        return jobs
+
+    def _restore_models(self) -> None:
+        aliases = self._checkpoint.index.aliases
+        for entries in self._states.values():
+            for name, entry in entries.items():
                 if isinstance(entry, Opaque):
                     assert entry.assign is not None, name
-                    entry.assign(self._checkpoint.opaque(stored, entry.part))
-                elif not isinstance(entry, Alias):
-                    jobs += self._checkpoint.jobs(stored, entry, *self._place)
-        read_all(jobs)
+                    entry.assign(self._checkpoint.opaque(aliases.get(name, name), entry.part))
+        read_all(self._jobs)
 
     def _restore_optimizers(self) -> None:
         names = self._run.names()
@@ -321,31 +380,31 @@ class _Restoring:
         try:
             each.load_state_dict(self._objects[unit])
         except Exception as error:
-            raise CheckpointError(
-                f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise CheckpointError(_refusal(unit, each, error)) from error
 
     def _restore_objects(self) -> None:
         for unit, each in self._run.stateful().items():
             if not unit.startswith(f"{LOADER}."):
                 self._give(unit, each)
-        state = self._checkpoint.object(ACCUMULATION, *self._place)
+        state = self._objects[ACCUMULATION]
         self._run.accumulation.load_state_dict(state)
         for gate in self._run.prepared.gates():
             gate.resume()
         self._restore_streams(state["total_backwards"])
 
     def _restore_streams(self, step: int) -> None:
-        rank, _ = self._place
+        rank, saved = self._run.world.rank, self._objects[RANDOM]
         if rank < self._checkpoint.world_size:
-            streams.restore(self._checkpoint.object_of(RANDOM, rank), self._run.world.device)
+            streams.restore(saved, self._run.world.device)
         else:
-            first = self._checkpoint.object_of(RANDOM, 0)
             seed = self._run.seed()
             if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
-                seed = derive_seed(_RESUMED, *first[streams.TORCH][:16].tolist())
+                seed = derive_seed(_RESUMED, *saved[streams.TORCH][:16].tolist())
             streams.begin(seed, rank, step, self._run.world.device)
+
+
+def _refusal(unit: str, each: Any, error: Exception) -> str:
+    return f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: {type(error).__name__}: {error}"
 
 
 def _kind(entry: Entry) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +13,19 @@ from typing import Any
 import torch
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.content import ACCUMULATION, COMPONENTS, RANDOM, VALUES
+from accel_core.checkpoint.content import (
+    ACCUMULATION,
+    COMPONENTS,
+    LOADER,
+    MODEL,
+    OBJECT,
+    OPTIMIZER,
+    RANDOM,
+    SCHEDULER,
+    VALUES,
+    check_opaque,
+    check_value,
+)
 from accel_core.checkpoint.files.index import Index
 from accel_core.checkpoint.files.manifest import Manifest, read_manifest
 from accel_core.checkpoint.files.part_file import PartReader
@@ -24,6 +37,7 @@ from accel_core.errors import CheckpointError
 Job = Callable[[], None]
 
 _ALWAYS = {ACCUMULATION, RANDOM}
+_TRACKED = {"project": (str, type(None)), "run_id": (str,), "step": (int,), "trackers": (dict,)}
 
 
 class Checkpoint:
@@ -31,14 +45,16 @@ class Checkpoint:
 
     Args:
         folder: that holds its manifest.
+        device: whose random stream is to be restored; None: none is.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
         OSError: if it cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
         self.folder = folder
+        self._device = device
         self.manifest: Manifest = read_manifest(folder)
         self.index = Index.read(folder, self.manifest)
         self._check()
@@ -62,16 +78,26 @@ class Checkpoint:
 
     def _check(self) -> None:
         """What every load asks of a record and an index."""
-        record, missing = self.manifest.record, _ALWAYS - self.index.objects.keys()
-        world, left, models = (record.get(name) for name in ("world", "left_to_hooks", "models"))
-        size = world.get("size") if isinstance(world, dict) else None
-        known = isinstance(left, list) and all(isinstance(each, str) for each in left)
-        if missing or type(size) is not int or size < 1 or type(models) is not int or not known:
+        lies = sorted(self._lies())
+        if lies:
             raise CheckpointError(
-                f"{self.folder} lies: its hashes hold, but no save_state() leaves such a record, or such an index: the world is "
-                f"{world!r:.80}, models: {models!r:.80}, left to hooks: {left!r:.80}, missing: {sorted(missing)}. Load another "
-                f"checkpoint."
+                f"{self.folder} lies: its hashes hold, but no save_state() leaves such a record, or such an index: "
+                f"{', '.join(lies)}. Load another checkpoint."
             )
+
+    def _lies(self) -> Iterator[str]:
+        record = self.manifest.record
+        for name, is_right in _RECORD.items():
+            if not is_right(record.get(name)):
+                yield f"{name.replace('_', ' ')}: {record.get(name)!r:.80}"
+        needed = set(_ALWAYS)
+        for kind in (OPTIMIZER, SCHEDULER, LOADER, OBJECT):
+            needed |= {f"{kind}.{number}" for number in range(len(self.units(kind)))}
+        needed |= {f"{unit}.{VALUES}" for unit in needed if unit.startswith(f"{OPTIMIZER}.")}
+        if missing := needed - self.index.objects.keys():
+            yield f"missing: {sorted(missing)}"
+        if strange := [unit for unit in self.units(MODEL) if not _is_model(unit)]:
+            yield f"models that are called {strange!r:.80}"
 
     def reader(self, file: str) -> PartReader:
         """The reader of a file, which is opened, and its header verified, once."""
@@ -187,10 +213,43 @@ class Checkpoint:
         out.copy_(total / len(parts))
 
     def _decoded(self, entry: Mapping[str, Any], name: str) -> Any:
-        return decode(entry["skeleton"], self._tensors(entry), name)
+        value = decode(entry["skeleton"], self._tensors(entry), name)
+        check_value(name, value, self._device)
+        return value
 
     def _tensors(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {path: self.reader(place["file"]).tensor(place["key"]) for path, place in entry["tensors"].items()}
+
+
+def _is_model(unit: Any) -> bool:
+    return isinstance(unit, str) and re.fullmatch(rf"{MODEL}\.[0-9]+", unit) is not None
+
+
+def _are_tracked(value: Any) -> bool:
+    """Whether they say, by rank, where a run is recorded; or nothing."""
+    return isinstance(value, list) and all(
+        not each or (isinstance(each, dict) and all(type(each.get(key)) in types for key, types in _TRACKED.items()))
+        for each in value
+    )
+
+
+def _are_positions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        each is None or (isinstance(each, dict) and type(each.get("global_batch")) in (int, type(None)))
+        for each in value
+    )
+
+
+_RECORD: Mapping[str, Callable[[Any], bool]] = {
+    "world": lambda value: isinstance(value, dict) and type(value.get("size")) is int and value["size"] > 0,
+    "models": lambda value: type(value) is int and value >= 0,
+    "left_to_hooks": lambda value: isinstance(value, list) and all(map(_is_model, value)),
+    "iteration": lambda value: value is None or (type(value) is int and value >= 0),
+    "tracking": _are_tracked,
+    "window": lambda value: isinstance(value, dict) and type(value.get("steps")) is int,
+    "positions": _are_positions,
+}
+"""What a load takes from a record, and what it has to be."""
 
 
 class SavedState:
@@ -217,6 +276,9 @@ class SavedState:
         for values in checkpoint.objects(f"{unit}.{VALUES}"):  # a rank has those of the parameters that it owns
             self.values.update(values)
         self.pending: list[Job] = []
+        for name, record in checkpoint.index.tensors.items():
+            if record["kind"] == "opaque" and name.startswith(f"{unit}/"):
+                check_opaque(name, record["parts"])
 
     def described(self) -> Mapping[str, SavedEntry]:
         """Every entry."""

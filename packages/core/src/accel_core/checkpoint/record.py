@@ -5,6 +5,8 @@ Nothing of the training is restored from it. Trackers go on with the run that it
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +40,29 @@ def whereabouts(prepared: Prepared, accumulation: Accumulation) -> dict[str, Any
     }
 
 
-def _position(loader: Any) -> dict[str, int] | None:
-    """Epoch and samples, of a loader that says them."""
+def _position(loader: Any) -> dict[str, int | None] | None:
+    """Epoch and samples, of a loader that says them, and the rows of a batch over all ranks."""
     state = loader.state_dict() if callable(getattr(loader, "state_dict", None)) else {}
     names = ("seed", "epoch", "samples")
-    return {name: state[name] for name in names} if all(type(state.get(name)) is int for name in names) else None
+    if not all(type(state.get(name)) is int for name in names):
+        return None
+    return {**{name: state[name] for name in names}, "global_batch": getattr(loader, "total_batch_size", None)}
+
+
+def warn_of_batches(record: Mapping[str, Any], prepared: Prepared, accumulation: Accumulation) -> None:
+    """Warns if a step of the optimizer is about to use more samples, or fewer, than in the run that was saved."""
+    steps = record.get("window", {}).get("steps", 1)
+    for number, (loader, saved) in enumerate(zip(prepared.loaders, record.get("positions", ()), strict=False)):
+        sizes = (getattr(loader, "total_batch_size", None), (saved or {}).get("global_batch"))
+        if None in sizes:
+            continue
+        here, there = sizes[0] * accumulation.steps, sizes[1] * steps
+        if here != there:
+            warnings.warn(
+                f"load_state() goes on with {here} samples in a step of the optimizer, and the run that was saved had {there} "
+                f"(loader {number}, over all ranks and micro-batches): what is left has {there / here:.3g} times as many steps, so a "
+                f"schedule that counts steps does not end with the training. Keep the global batch, by split_batches=True, another "
+                f"batch_size or gradient_accumulation_steps; or make the schedule for the steps that are left.",
+                stacklevel=2,
+            )
+            return

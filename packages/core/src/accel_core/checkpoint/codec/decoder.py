@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from accel_core.checkpoint.codec.class_names import find_class
 from accel_core.checkpoint.codec.numpy_types import ARRAY, SCALAR
 from accel_core.checkpoint.codec.special_types import (
+    ALIKE,
     ENUM,
     SPECIALS,
     TAG,
@@ -87,14 +89,18 @@ class Decoder:
 
     def _dict(self, entry: dict[str, Any]) -> dict[Any, Any]:
         result = {}
+        alike = Counter[int]()
         for number, item in enumerate(entry["items"]):
             if type(item) is not list or len(item) != 2:
                 raise Unfit(f"is a dict whose item {number} is no list of a key and a value")
             key = self._child(KEY, *item[:1] * 2)
             try:
-                hash(key)
+                found = hash(key)
             except TypeError as error:
                 raise Unfit(f"is a dict with a {type_name(type(key))} as a key, which cannot be one") from error
+            alike[found] += 1
+            if alike[found] > ALIKE:
+                raise Unfit(f"is a dict of which more than {ALIKE} keys have one hash")
             result[key] = self._child(ITEM, key, item[1])
         if len(result) != len(entry["items"]):
             raise Unfit("is a dict that has a key twice")

@@ -25,6 +25,9 @@ from torch import nn
 from accel_core.checkpoint.codec.class_names import class_name, find_class
 from accel_core.checkpoint.codec.trail import Unfit, shown, type_name
 
+ALIKE = 100
+"""The most keys of one hash: finding each takes as long as all of them, so thousands would take minutes."""
+
 LONG = 1024
 """Bytes beyond this many are kept as a tensor, and not in the skeleton."""
 
@@ -151,6 +154,13 @@ def _split_set(value: set[Any] | frozenset[Any]) -> tuple[list[Any]]:
     if holds_tensor(frozenset(value)):
         raise Unfit("is a set with a tensor in it, which is found by identity only", "Give a list of its elements.")
     return (list(value),)
+
+
+def _join_set(items: list[Any]) -> set[Any]:
+    alike = Counter(map(hash, items))
+    if alike and max(alike.values()) > ALIKE:
+        raise ValueError(f"more than {ALIKE} of its items have one hash")
+    return set(items)
 
 
 def _join_deque(items: list[Any], maxlen: int | None) -> deque[Any]:
@@ -307,8 +317,8 @@ SPECIALS: dict[type, Special] = {
         range,
     ),
     tuple: Special("tuple", _ITEMS, lambda value: (list(value),), tuple),
-    set: Special("set", _ITEMS, _split_set, set),
-    frozenset: Special("frozenset", _ITEMS, _split_set, frozenset),
+    set: Special("set", _ITEMS, _split_set, _join_set),
+    frozenset: Special("frozenset", _ITEMS, _split_set, lambda items: frozenset(_join_set(items))),
     deque: Special(
         "deque", {"items": (list,), "maxlen": (int, _NONE)}, lambda value: (list(value), value.maxlen), _join_deque
     ),

@@ -6,13 +6,16 @@ import contextlib
 import ctypes
 import functools
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import xxhash
 
 from accel_core.checkpoint.weights.tensor_files import cannot_be_written
+from accel_core.errors import CheckpointError
 
 CHUNK = 256 << 10
 """Bytes a write: small enough that what was just hashed is still in the cache of the processor."""
@@ -89,9 +92,56 @@ def new_file(path: Path) -> Iterator[Output]:
 
 
 def open_file(path: Path) -> int:
-    """The descriptor of a file that is to be read, for the caller to close. Raises OSError, naming `path`."""
+    """The descriptor of a file that is to be read, for the caller to close.
+
+    Raises:
+        CheckpointError: if it is no regular file. A pipe would be waited for, and a device may have no end.
+        OSError: naming `path`.
+    """
     with _reading(path):
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Not blocking, for opening a pipe waits for who writes to it; of a regular file it changes nothing.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise CheckpointError(f"{path} was to be read, but it is no regular file. Load another checkpoint.")
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All of a regular file.
+
+    Args:
+        path: of the file.
+        most: how many bytes it may have; no memory is taken for a larger one.
+
+    Raises:
+        CheckpointError: if it is no regular file, or larger.
+        OSError: naming `path`.
+    """
+    descriptor = open_file(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise CheckpointError(
+                f"{path} was to be read, but it has {size} bytes, and such a file has at most {most}. Load another checkpoint."
+            )
+        content = bytearray(size)
+        return bytes(content[: read_into(descriptor, memoryview(content), 0, path)])
+    finally:
+        os.close(descriptor)
+
+
+def hash_of(descriptor: int, length: int, path: Path) -> str:
+    """The hash of the first bytes of a file, or of all if it has fewer, without memory for more than `READ` of them."""
+    hasher = xxhash.xxh3_128()
+    place = memoryview(bytearray(min(READ, length)))
+    for begin in range(0, length, READ):
+        part = place[: length - begin]
+        count = read_into(descriptor, part, begin, path)
+        hasher.update(part[:count])
+        if count < len(part):
+            break
+    return hasher.hexdigest()
 
 
 def read_into(descriptor: int, place: memoryview, offset: int, path: Path) -> int:

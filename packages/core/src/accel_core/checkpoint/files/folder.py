@@ -11,11 +11,13 @@ import errno
 import os
 import re
 import secrets
+import stat
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accel_core.checkpoint.files.lock import Lock, holder
 from accel_core.checkpoint.files.manifest import (
     DATA,
     NAME,
@@ -50,6 +52,7 @@ class Draft:
 
     folder: Path
     id: str
+    lock: Lock | None = field(default=None, compare=False, repr=False)
 
     @property
     def data(self) -> Path:
@@ -66,7 +69,7 @@ class Draft:
 
         Raises:
             CheckpointError: before anything is written, if the place is taken: by a file, by the checkpoint of another
-                library or of a newer version, by a manifest of another kind.
+                library or of a newer version, by a manifest of another kind, by a run that is saving there.
             OSError: naming the folder, if it cannot be made or written to.
         """
         draft = cls(folder, secrets.token_hex(8) if id is None else id)
@@ -75,9 +78,10 @@ class Draft:
         with failing_with(text, folder):
             kept = _check_place(folder)
             _make_folders(folder)
+            _check_alone(folder)
             _sweep(folder, kept)
             os.mkdir(draft.data)
-        return draft
+            return replace(draft, lock=Lock(draft.data))
 
     def publish(self, manifest: Manifest) -> None:
         """Makes the files in `data`, which are on the disk, the checkpoint of the folder.
@@ -98,6 +102,11 @@ class Draft:
             sync_folder(self.data)
             sync_folder(self.folder)  # the data before the manifest that names them
         write_manifest(self.folder, manifest)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     def sweep(self) -> None:
         """Removes the data of the previous checkpoint, after `publish`.
@@ -115,7 +124,9 @@ class Draft:
         with contextlib.suppress(OSError):  # called because of a failure, which is the one to tell
             found = unseal(self.folder)
             if not isinstance(found, Manifest) or found.id != self.id:
-                _remove(self.data)
+                with _opened(self.folder) as descriptor:
+                    _remove(self.data.name, descriptor)
+        self._let_go()
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -131,11 +142,14 @@ def remove_checkpoint(folder: Path) -> None:
         if folder.is_symlink():
             os.unlink(folder)
             return
-        if (folder / NAME).exists():
-            os.replace(folder / NAME, folder / REMOVED)
-            sync_folder(folder)
-        for name in sorted(os.listdir(folder), key=lambda name: (name == REMOVED, name)):
-            _remove(folder / name)
+        with _opened(folder, follow=False) as descriptor:
+            names = set(os.listdir(descriptor))
+            if NAME in names:
+                os.replace(NAME, REMOVED, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+                os.fsync(descriptor)
+                names = names - {NAME} | {REMOVED}
+            for name in sorted(names, key=lambda name: (name == REMOVED, name)):
+                _remove(name, descriptor)
         os.rmdir(folder)
 
 
@@ -144,7 +158,9 @@ def is_leftover(folder: Path) -> bool:
     with os.scandir(folder) as entries:
         found = list(entries)
     names = {entry.name for entry in found}
-    return NAME not in names and (REMOVED in names or all(map(_is_rubbish, found)))
+    if NAME in names or any(holder(folder / name) for name in names if DATA.fullmatch(name)):
+        return False
+    return REMOVED in names or all(map(_is_rubbish, found))
 
 
 def warn_of_rest(what: str, error: OSError) -> None:
@@ -196,15 +212,26 @@ def _make_folders(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+def _check_alone(folder: Path) -> None:
+    """Raises while another run saves there: each would sweep what the other has not published."""
+    for name in os.listdir(folder):
+        if DATA.fullmatch(name) and (found := holder(folder / name)):
+            raise CheckpointError(
+                f"A checkpoint was to be saved in {folder}, but another run is saving there: {found}. Save into another folder, or "
+                f"end that run."
+            )
+
+
 def _sweep(folder: Path, kept: set[str] | None) -> None:
-    """Removes what is named like ours and is not `kept`; of data folders none if that is None."""
-    with os.scandir(folder) as entries:
-        rubbish = [entry for entry in entries if _is_rubbish(entry)]
-    for entry in rubbish:
-        if not DATA.fullmatch(entry.name) or (
-            kept is not None and entry.name not in kept and not _is_named(folder, entry.name)
-        ):
-            _remove(Path(entry.path))
+    """Removes what is named like ours and is not `kept`; of data folders none if that is None, and none that is written to."""
+    with _opened(folder) as descriptor:
+        with os.scandir(descriptor) as entries:
+            rubbish = [entry.name for entry in entries if _is_rubbish(entry)]
+        for name in rubbish:
+            if not DATA.fullmatch(name) or (
+                kept is not None and name not in kept and not _is_named(folder, name) and not holder(folder / name)
+            ):
+                _remove(name, descriptor)
 
 
 def _is_named(folder: Path, data: str) -> bool:
@@ -220,11 +247,26 @@ def _is_rubbish(entry: os.DirEntry[str]) -> bool:
     return entry.name == REMOVED or TEMPORARY.fullmatch(entry.name) is not None
 
 
-def _remove(path: Path) -> None:
-    """Removes a file, a link, or a folder with everything in it."""
-    if path.is_symlink() or not path.is_dir():
-        os.unlink(path)
+@contextlib.contextmanager
+def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = True) -> Iterator[int]:
+    """The descriptor of a folder: whatever takes the place of its name meanwhile, this stays the folder."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(folder, flags, dir_fd=inside)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove(name: str, inside: int) -> None:
+    """Removes a file, a link, or a folder with everything in it, of the folder with the descriptor `inside`.
+
+    By descriptors all the way down: where a folder is swapped for a link, what the link leads to is left alone.
+    """
+    if not stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=inside)
         return
-    for name in os.listdir(path):
-        _remove(path / name)
-    os.rmdir(path)
+    with _opened(name, inside, follow=False) as descriptor:
+        for each in os.listdir(descriptor):
+            _remove(each, descriptor)
+    os.rmdir(name, dir_fd=inside)

@@ -24,8 +24,9 @@ import torch
 import xxhash
 
 from accel_core.checkpoint.boxes import Box
+from accel_core.checkpoint.files.disk import hash_of, open_file, read_file
 from accel_core.checkpoint.files.manifest import FileRecord
-from accel_core.checkpoint.files.part_file import StoredFile
+from accel_core.checkpoint.files.stored import DTYPES, StoredFile, is_shape
 from accel_core.checkpoint.plan import StoredBox
 from accel_core.errors import CheckpointError
 
@@ -66,9 +67,13 @@ class Index:
             CheckpointError: if it is not what the manifest says, or not an index.
         """
         path = folder / manifest.data / NAME
-        text = path.read_bytes()
-        found = xxhash.xxh3_128_hexdigest(text)
-        if found != manifest.index.hash:
+        descriptor = open_file(path)
+        try:  # before memory is taken for it
+            found = hash_of(descriptor, manifest.index.nbytes, path)
+        finally:
+            os.close(descriptor)
+        text = read_file(path, manifest.index.nbytes) if found == manifest.index.hash else b""
+        if xxhash.xxh3_128_hexdigest(text) != manifest.index.hash:
             raise CheckpointError(
                 f"{path}: the file has the hash {found}, and the manifest says {manifest.index.hash}: it is damaged. Load "
                 f"another checkpoint."
@@ -139,10 +144,16 @@ def _check_form(name: str, record: Mapping[str, Any]) -> None:
     kind, parts = record["kind"], record["parts"]
     if kind not in _KINDS:
         raise ValueError(f"{name!r} is of the unknown kind {kind!r}")
+    if kind == "opaque":
+        if not all(isinstance(part[member], str) for part in parts for member in ("part", "signature")):
+            raise ValueError(f"a part of {name!r} has no name, or no signature")
+        return
     if kind == "replicated" and len(parts) != 1:
         raise ValueError(f"{name!r} has {len(parts)} parts, and one is enough")
-    if kind != "opaque" and not _are_sizes(record["shape"], len(record["shape"])):
-        raise ValueError(f"{name!r} has the shape {record['shape']!r}")
+    if kind == "partial" and sorted(part["rank"] for part in parts) != list(range(max(len(parts), 1))):
+        raise ValueError(f"{name!r} has not one part of each rank")
+    if not is_shape(record["shape"]) or record["dtype"] not in DTYPES:
+        raise ValueError(f"{name!r} has the shape {record['shape']!r:.80} and the dtype {record['dtype']!r:.80}")
     if kind == "elementwise":
         for part in parts:
             if not all(_are_sizes(part[member], len(record["shape"])) for member in ("offsets", "sizes")):

@@ -29,18 +29,27 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from accel_core.checkpoint.files.disk import read_file
 from accel_core.checkpoint.weights.tensor_files import sync_folder
 from accel_core.errors import CheckpointError
+
+T = TypeVar("T")
 
 NAME = "manifest.json"
 FORMAT = "accel-checkpoint"
 VERSION = 1
 HASH = "xxh3_128"
 INDEX = "index.json"
+
+TRIES = 10
+"""How often reading a checkpoint is begun because a save has replaced it."""
+
+LARGEST = 64 << 20
+"""Bytes of a manifest: none is read, or written, that has more."""
 
 REMOVED = f"{NAME}.removed"  # what the manifest is called while the folder is taken away
 DATA = re.compile(r"data-[0-9a-f]{16}")
@@ -145,12 +154,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 def examine(folder: Path) -> Manifest | Flaw:
     """The manifest of a folder, or why it cannot be read; the files that it names are looked for. Reads little."""
-    manifest = unseal(folder)
-    if isinstance(manifest, Flaw):
-        return manifest
-    wrong = wrong_files(folder, manifest)
-    if not wrong:
-        return manifest
+    while True:
+        manifest = unseal(folder)
+        if isinstance(manifest, Flaw):
+            return manifest
+        wrong = wrong_files(folder, manifest)
+        if not wrong:
+            return manifest
+        if identity(folder) == manifest.id:
+            break  # else a save has replaced it, and removed its files
     shown = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
     return Flaw("damaged", f"is damaged: of the files that its manifest names, in {manifest.data}, {shown}")
 
@@ -162,17 +174,43 @@ def unseal(folder: Path) -> Manifest | Flaw:
         OSError: if the file system fails.
     """
     try:
-        content = (folder / NAME).read_bytes()
+        content = read_file(folder / NAME, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
         return _without_manifest(folder)
-    except IsADirectoryError:
-        return Flaw("foreign", f"holds a manifest of another kind: {NAME} is a folder")
+    except CheckpointError:
+        found = "is a folder" if (folder / NAME).is_dir() else f"is no regular file of at most {LARGEST} bytes"
+        return Flaw("foreign", f"holds a manifest of another kind: {NAME} {found}")
     members = _members(content)
     if isinstance(members, Flaw):
         # What ends in a seal of ours is ours, however little of the rest can be read.
         sealed = members.kind != "newer" and _SEALED.search(content[-_TAIL - len(_SEAL) :])
         return (_broken_seal(content) if sealed else None) or members
     return _broken_seal(content) or _manifest(members)
+
+
+def identity(folder: Path) -> str:
+    """The id of the checkpoint in a folder; empty if there is none that can be read. Never raises."""
+    try:
+        found = unseal(folder)
+    except OSError:
+        return ""
+    return found.id if isinstance(found, Manifest) else ""
+
+
+def unreplaced(folder: Path, work: Callable[[], T]) -> T:
+    """What `work` returns, which reads a checkpoint; it is called anew where a save has replaced that meanwhile.
+
+    Raises:
+        CheckpointError, OSError: what `work` raised of a checkpoint that is still there, or at the tenth time.
+    """
+    for _ in range(TRIES - 1):
+        before = identity(folder)
+        try:
+            return work()
+        except (CheckpointError, OSError):
+            if identity(folder) == before:
+                raise
+    return work()
 
 
 def is_complete(folder: Path) -> bool:
@@ -228,6 +266,11 @@ def _sealed(folder: Path, manifest: Manifest) -> bytes:
             f"dicts with text as keys, lists, texts, finite numbers, True, False and None."
         ) from error
     body = text[: -len('"\n}')].encode()
+    if len(body) + _TAIL > LARGEST:
+        raise CheckpointError(
+            f"A checkpoint was to be published in {folder}, but its manifest has {len(body) + _TAIL} bytes, and no reader takes "
+            f"more than {LARGEST}. Make the record of the run smaller: the configuration of trackers, say."
+        )
     seal = xxh3_128_hexdigest(body)
     if lies := _lies({**json.loads(text), "seal": seal}):
         raise CheckpointError(

@@ -20,7 +20,17 @@ import torch
 import xxhash
 
 from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.files.disk import CHUNK, READ, Output, memory, new_file, open_file, read_all, read_into
+from accel_core.checkpoint.files.disk import (
+    CHUNK,
+    READ,
+    Output,
+    hash_of,
+    memory,
+    new_file,
+    open_file,
+    read_all,
+    read_into,
+)
 from accel_core.checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.errors import CheckpointError
@@ -205,11 +215,20 @@ class PartReader:
         self.read_box(key, Box.whole(self._tensor(key).shape), out, cast)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A new CPU tensor. Raises as `read`."""
+        """A new CPU tensor. Raises as `read`, and if there is no memory for it."""
         stored = self._tensor(key)
+        if stored.nbytes > BLOCK:  # no memory is taken for what does not even begin as it should
+            self._buffered(key, stored, 0)
         with torch.inference_mode(False):
+            try:
+                data = torch.empty(stored.nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{self.path}: {key!r} has {stored.nbytes} bytes, and there is no memory for so many ({error!s:.200}). "
+                    f"{_ANOTHER}"
+                ) from error
             # As bytes, for torch makes no empty tensors of some of the dtypes.
-            out = torch.empty(stored.nbytes, dtype=torch.uint8).view(DTYPES[stored.dtype]).view(stored.shape)
+            out = data.view(DTYPES[stored.dtype]).view(stored.shape)
         self.read(key, out)
         return out
 
@@ -283,7 +302,7 @@ class PartReader:
                 f"{self.path}: the file has {found} bytes, and the checkpoint says {self.stored.nbytes}: the file is damaged. "
                 f"{_ANOTHER}"
             )
-        header = self._hash(memoryview(bytearray(self.stored.header_bytes)), 0)
+        header = hash_of(self._descriptor, self.stored.header_bytes, self.path)
         if header != self.stored.header_hash:
             raise CheckpointError(
                 f"{self.path}: the header has the hash {header}, and the checkpoint says {self.stored.header_hash}: the file is "

@@ -22,6 +22,12 @@ BLOCK = 4 << 20
 HASH_LENGTH = 32
 """Characters of a hash: 128 bits, in hexadecimal."""
 
+_HEADER, _ENTRY = 1 << 20, 2048
+"""Bytes that a header may have, and for each tensor beside its name: more than any that was written."""
+
+_DIMS = 64
+"""The most dims that torch computes with."""
+
 # Quantised dtypes of torch itself are no plain numbers: their scales lie elsewhere in the tensor.
 DTYPES: Mapping[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -95,6 +101,9 @@ class StoredFile:
         fields = _fields(name, "", value, _FILE)
         tensors = {key: _tensor(name, key, entry) for key, entry in fields["tensors"].items()}
         end = fields["header_bytes"]
+        most = _HEADER + sum(_ENTRY + 12 * len(key) for key in tensors)
+        if end > most:
+            raise _lie(name, "header_bytes", end, f"at most {most}, which is more than such tensors need")
         for key, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if tensor.offset != end:
                 raise _lie(name, f"tensors.{key}.offset", tensor.offset, f"{end}, where the bytes before it end")
@@ -121,6 +130,16 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def is_shape(value: Any) -> bool:
+    """Whether it is a list of sizes that torch can make a tensor of, also where one of them is 0."""
+    return (
+        isinstance(value, list)
+        and len(value) <= _DIMS
+        and all(map(_is_size, value))
+        and math.prod(max(size, 1) for size in value) < 1 << 59
+    )
+
+
 def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(rf"[0-9a-f]{{{HASH_LENGTH}}}", value) is not None
 
@@ -136,7 +155,7 @@ _FILE: Fields = {
 
 _TENSOR: Fields = {
     "dtype": (lambda value: isinstance(value, str) and value in DTYPES, f"a dtype of torch {torch.__version__}"),
-    "shape": (lambda value: isinstance(value, list) and all(map(_is_size, value)), "a list of sizes"),
+    "shape": (is_shape, "a list of sizes"),
     "offset": (_is_size, "a number of bytes"),
     "nbytes": (_is_size, "a number of bytes"),
     "hashes": (lambda value: isinstance(value, list) and all(map(_is_hash, value)), "a list of hashes"),

@@ -173,6 +173,14 @@ def verify(folder: Path, report: Report | None = None) -> list[Damage]:
         CheckpointError: if it is no checkpoint, or of a newer version: then nothing is known about its files.
         FileNotFoundError: if there is no such folder.
     """
+    while True:
+        before = manifests.identity(folder)
+        damaged = _damage(folder, report)
+        if not damaged or manifests.identity(folder) == before:  # else a save has replaced what was read
+            return damaged
+
+
+def _damage(folder: Path, report: Report | None) -> list[Damage]:
     manifest = manifests.unseal(folder)
     if not isinstance(manifest, Manifest):
         if manifest.kind == "damaged":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel_core.checkpoint.files.manifest import unreplaced
 from accel_core.checkpoint.files.stored import DTYPES
 from accel_core.checkpoint.inspection.survey import Contents, place_of
 
@@ -43,6 +44,10 @@ def compare(first: Path, second: Path) -> list[Difference]:
         CheckpointError: if one of them is no checkpoint, or damaged where it was read.
         FileNotFoundError: if one of the folders does not exist.
     """
+    return unreplaced(first, lambda: unreplaced(second, lambda: _compared(first, second)))
+
+
+def _compared(first: Path, second: Path) -> list[Difference]:
     pair = Contents.of(first), Contents.of(second)
     with pair[0].readers() as ours, pair[1].readers() as theirs:
         sides = _Side(pair[0].index, ours), _Side(pair[1].index, theirs)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_core.checkpoint.files.index import Index
-from accel_core.checkpoint.files.manifest import Manifest, read_manifest
+from accel_core.checkpoint.files.manifest import Manifest, read_manifest, unreplaced
 from accel_core.checkpoint.files.part_file import PartReader
 
 _ORDER = ("model", "optimizer", "scheduler", "loader", "object")
@@ -47,8 +47,12 @@ class Contents:
             CheckpointError: if the folder holds no checkpoint, or one of these files is damaged.
             FileNotFoundError: if there is no such folder.
         """
-        manifest = read_manifest(folder)
-        return cls(folder, manifest, Index.read(folder, manifest))
+
+        def read() -> Contents:
+            manifest = read_manifest(folder)
+            return cls(folder, manifest, Index.read(folder, manifest))
+
+        return unreplaced(folder, read)
 
     @property
     def nbytes(self) -> int:

@@ -291,6 +291,15 @@ def _misfits_groups(optimizer: Any, named: Mapping[int, str], saved: SavedOptimi
         unknown = [key for key in options if key not in group and key != "names" and key not in OF_SCHEDULERS]
         if unknown:
             yield f"group {number} of this optimizer has no option {_listed(unknown)}, which the checkpoint sets"
+        for key, value in options.items():
+            if _is_number(group.get(key)) and not _is_number(value):
+                yield f"group {number} of this optimizer has a number as {key!r}, and the checkpoint {value!r:.80}"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ hashes, and written, so that this takes the memory of one tensor.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from accel_core.checkpoint.boxes import Box
 from accel_core.checkpoint.content import MODEL
-from accel_core.checkpoint.files.manifest import Flaw, unseal
+from accel_core.checkpoint.files.manifest import Flaw, unreplaced, unseal
 from accel_core.checkpoint.reading import Checkpoint
 from accel_core.checkpoint.weights import saving, sources
 from accel_core.checkpoint.weights.sources import Stored, listed
@@ -39,8 +40,8 @@ class Exported:
 
 
 def export_weights(
-    source: Path,
-    directory: Path,
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
     *,
     model: int | None = None,
@@ -68,10 +69,11 @@ def export_weights(
         NotADirectoryError: if `directory` is a file.
         ValueError: for several models of which none was chosen, for a size that is none, …
     """
+    source, directory = Path(source), Path(directory)
     limit = saving.parse_size(max_shard_size)
     _check_target(directory, overwrite)
     with ExitStack() as files:
-        stored = _opened(source, model, files)
+        stored = unreplaced(source, lambda: _opened(source, model, files))
         aliases = {name: each.key for name, each in stored.items() if each.key != name and each.key in stored}
         unique = {name: each for name, each in stored.items() if name not in aliases}
         sketch = {name: _sketch(source, name, each) for name, each in unique.items()}

@@ -26,7 +26,8 @@ from torch import nn
 
 from accel_core.checkpoint.boxes import Box
 from accel_core.checkpoint.content import MODEL
-from accel_core.checkpoint.files.manifest import Flaw, unseal
+from accel_core.checkpoint.files.disk import read_file
+from accel_core.checkpoint.files.manifest import LARGEST, Flaw, unreplaced, unseal
 from accel_core.checkpoint.plan import StoredBox, StoredBoxes
 from accel_core.checkpoint.reading import Checkpoint
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
@@ -75,7 +76,7 @@ def stored_in(checkpoint: Path, files: ExitStack) -> dict[str, Stored]:
         FileNotFoundError: if there is none.
         ValueError: if the path leads to something else, and for a checkpoint of several models.
     """
-    held = _stored_in_checkpoint(checkpoint, files)
+    held = unreplaced(checkpoint, lambda: _stored_in_checkpoint(checkpoint, files))
     if held is not None:
         return held
     path = _entry(checkpoint)
@@ -180,7 +181,7 @@ def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = json.loads(read_file(index, LARGEST))["weight_map"]
         parts = [Path(part) for part in weight_map.values()]
         sound = all(isinstance(part, str) for part in weight_map.values()) and bool(parts)
     except (ValueError, KeyError, TypeError, AttributeError):
