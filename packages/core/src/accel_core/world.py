@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import weakref
@@ -171,7 +172,9 @@ class World:
         world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
         world._store, world._url, world._connections = store, url, connections
         _check_timeouts(group, timeout)
-        return world._share(group)
+        world._share(group)
+        world._message_group(tuple(range(place.size)))  # now, while all ranks are together
+        return world
 
     def _start_alone(self) -> ProcessGroup:
         """torch's default group with this process alone, for a world that was made without."""
@@ -204,9 +207,14 @@ class World:
 
         self._connections = connections = self._connections or Connections(store)
         subgroups, whole = self._subgroups, weakref.ref(group)
+        message_groups = _message_groups.setdefault(group, {})
 
         def break_off() -> None:
-            groups = [whole(), *subgroups.values()]  # of those that it is no member of, a rank has a number
+            groups = [
+                whole(),
+                *subgroups.values(),
+                *message_groups.values(),
+            ]  # of those that it is no member of, a rank has a number
             connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
 
         self.watch = on_duty[group] = Watch(
@@ -294,9 +302,7 @@ class World:
         if len(members) == self.size:
             return group
         if members not in self._subgroups:
-            connections = self._connections
-            made_here = contextlib.nullcontext() if connections is None else connections.made_here()
-            with self.collective("World.subgroup()"), made_here:
+            with self.collective("World.subgroup()"), self._connecting():
                 subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
             if self.rank in members:
                 _check_timeouts(subgroup, self.timeout)
@@ -306,8 +312,7 @@ class World:
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
         if self.size > 1:
-            with self.collective("wait_for_everyone()"):
-                dist.barrier(self.group, device_ids=None if self.device.type == "cpu" else [self.device.index])
+            self.channel().arrive("wait_for_everyone()")
 
     def collective(self, name: str, members: tuple[int, ...] | None = None) -> AbstractContextManager[object]:
         """A block in which the ranks communicate: the Watch knows it by `name`, and explains what breaks in it.
@@ -334,11 +339,29 @@ class World:
         if group not in self._channels:
             from accel_core.channel import Channel
 
-            ranks = None if group is None else dist.get_process_group_ranks(group)
-            rank, size = (self.rank, self.size) if ranks is None else (ranks.index(self.rank), len(ranks))
-            members = None if ranks is None else tuple(ranks)
-            self._channels[group] = Channel(group, rank, size, self.device, self.watch, members)
+            members = None if group is None else tuple(dist.get_process_group_ranks(group))
+            ranks = members or tuple(range(self.size))
+            connect = functools.partial(self._message_group, ranks)
+            self._channels[group] = Channel(
+                connect, ranks.index(self.rank), len(ranks), self.device, self.watch, members
+            )
         return self._channels[group]
+
+    def _message_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """The process group in which the messages of these ranks travel, and nothing else. A collective of these ranks."""
+        whole = self.group
+        assert whole is not None, "a world of one sends no messages"
+        # A group that somebody else started outlives this world, and so do the groups that were made beside it.
+        groups = _message_groups.setdefault(whole, {})
+        if ranks not in groups:
+            with self._connecting():
+                groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            _check_timeouts(groups[ranks], self.timeout)
+        return groups[ranks]
+
+    def _connecting(self) -> AbstractContextManager[None]:
+        """A block that makes a process group, whose connections can be broken off later."""
+        return contextlib.nullcontext() if self._connections is None else self._connections.made_here()
 
     def close_before_end(self, tenant: Tenant) -> None:
         """Has `tenant.close()` called before the group ends, or the process. The reference is weak."""
@@ -385,6 +408,7 @@ class World:
             watch.leave(failed=not patient)
         store, self._store = self._store, None
         if store is not None and group is _default_group():
+            _message_groups.pop(group, {}).clear()
             del group
             self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0)))
         if watch is not None:
@@ -408,11 +432,20 @@ class World:
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
 _shared: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+# By default group: the groups beside it in which messages travel, by their ranks.
+_message_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 # Every world with a group that somebody still uses, its group ended or not: its tenants are closed at exit.
 _all: weakref.WeakSet[World] = weakref.WeakSet()
 # The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
 # quick to start the next world must not find the server of the last one about to vanish.
 _met: dict[str, tuple[Store, int]] = {}
+
+
+def message_groups(group: ProcessGroup) -> list[ProcessGroup]:
+    """The process groups beside this default group in which this rank's messages travel."""
+    return list(_message_groups.get(group, {}).values())
 
 
 def _end_all() -> None:

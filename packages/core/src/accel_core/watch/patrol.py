@@ -262,7 +262,7 @@ class Patrol:
     def _times_seen(self, waiting: Report, found: list[Missing], everyone: dict[int, Report]) -> int:
         """In how many reports running of the ranks concerned this has been found, with none of them a step further."""
         ranks = [waiting.rank, *(each.rank for each in found if not each.certain)]
-        calls = [(rank, call.name, call.since) for rank in ranks for call in everyone[rank].waiting]
+        calls = [(rank, call.meeting, call.since) for rank in ranks for call in everyone[rank].waiting]
         what = calls, [(each.rank, each.certain) for each in found]
         numbers = [everyone[rank].number for rank in ranks]
         before, last, times = self._suspicion

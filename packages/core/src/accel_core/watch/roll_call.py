@@ -56,6 +56,7 @@ class Call:
         line: the user's line.
         members: the ranks that take part; None: all.
         since: when that began, by the clock of its rank: tells two such times apart.
+        inner: the innermost collective inside of that one; empty if there is none.
     """
 
     name: str
@@ -63,6 +64,15 @@ class Call:
     line: str
     members: tuple[int, ...] | None = None
     since: float = 0.0
+    inner: str = ""
+
+    @property
+    def meeting(self) -> str:
+        """The collective in which other ranks have to be, so that this one comes to its end."""
+        return self.inner or self.name
+
+    def __str__(self) -> str:
+        return f"{self.inner} inside of {self.name}" if self.inner not in ("", self.name) else self.name
 
     def involves(self, rank: int) -> bool:
         """Whether it waits for this rank."""
@@ -153,7 +163,7 @@ def judged(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abse
     everyone = {mine.rank: mine, **others}
     looked_at = set()
     for report in everyone.values():
-        waits = frozenset((call.name, call.members) for call in report.waiting)
+        waits = frozenset((call.meeting, call.members) for call in report.waiting)
         if waits and waits not in looked_at and report.rank not in absent:
             looked_at.add(waits)  # who waits in the same is told the same
             found = missing(report, {rank: each for rank, each in everyone.items() if rank != report.rank}, absent)
@@ -227,10 +237,10 @@ def _elsewhere(waited_for: Sequence[Call], report: Report, moving: set[int]) -> 
         return None if still else Missing(report.rank, reason, True)
     if report.rank in moving:
         return None
-    names = {call.name for call in waited_for} | {REFUSED}
-    if REFUSED in {call.name for call in waited_for} or any(call.name in names for call in report.calls):
+    names = {call.meeting for call in waited_for} | {REFUSED}
+    if REFUSED in {call.meeting for call in waited_for} or any(call.meeting in names for call in report.calls):
         return None  # it is there, or was a moment ago
-    return Missing(report.rank, f"waits in {report.calls[0].name}", False)
+    return Missing(report.rank, f"waits in {report.calls[0]}", False)
 
 
 def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]) -> str:
@@ -239,7 +249,7 @@ def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]
     ranks = " and ".join(str(each.rank) for each in found)
     reasons = {each.rank: each.reason for each in found if each.certain}
     return (
-        f"The ranks do not come together: rank {mine.rank} waits in {call.name} for rank {ranks}, in vain.\n"
+        f"The ranks do not come together: rank {mine.rank} waits in {call} for rank {ranks}, in vain.\n"
         f"{table(mine, others, reasons)}\n{_advice(found)}"
     )
 
@@ -268,7 +278,7 @@ def standing(report: Report) -> str:
     """Where a rank stands, as a line for people."""
     if report.left:
         return f"has {report.left}, at {report.line}"
-    calls = [f"in {call.name} for {call.seconds:.0f} s, at {call.line}" for call in report.calls]
+    calls = [f"in {call} for {call.seconds:.0f} s, at {call.line}" for call in report.calls]
     return "; ".join(calls) or f"at {report.line}"
 
 

@@ -106,7 +106,8 @@ class Watch:
     def explain(self, error: BaseException) -> None:
         """Adds to the error of a broken connection why it broke; takes `PATIENCE` seconds at most. No collective."""
         self._told = True
-        name, _ = self.inside.get(threading.get_ident()) or ("a collective", None)
+        entry = self.inside.get(threading.get_ident())
+        name = "a collective" if entry is None else entry.name
         add_to(error, self.verdict or self._patrol.ask(Broken(name, timed_out(error)), PATIENCE))
         with contextlib.suppress(dist.DistError):
             self._board.acknowledge()

@@ -1,0 +1,131 @@
+"""A rank that is in another call than the others: every rank ends by an error that names both, and none is aborted.
+
+Real ranks and real ends. Most of the time they wait for each other, so the launches run side by side.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from side_by_side import side_by_side
+
+from accel_core import Accelerator, InitProcessGroupKwargs, World
+from accel_core.testing import RanksFailed, run_ranks
+from accel_core.testing.ranks import RankReport
+from accel_core.world import message_groups
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the launches of all
+
+Launches = dict[Hashable, Future[list[Any]]]
+
+
+def small_message_of_torch(accelerator: Accelerator, folder: Path) -> None:
+    """A library exchange on one rank, and four bytes of the same kind of collective on the other."""
+    if accelerator.is_main_process:
+        accelerator.reduce(torch.ones(1))  # here 0
+    else:
+        received = torch.zeros(2)
+        dist.all_gather_single(received, torch.ones(1))  # here 1
+
+
+def save_alone(accelerator: Accelerator, folder: Path) -> None:
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "alone")  # here 0
+    else:
+        dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))  # here 1
+
+
+def prepare_late(accelerator: Accelerator, folder: Path) -> None:
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(2))  # here 0
+    else:
+        accelerator.prepare(torch.nn.Linear(4, 1))  # here 1
+
+
+def other_parameters(accelerator: Accelerator, folder: Path) -> None:
+    width = 4 if accelerator.is_main_process else 5
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, width))
+    accelerator.prepare(model)  # here 0, here 1
+
+
+def reduce_in_a_backward(accelerator: Accelerator, folder: Path) -> None:
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    output = model(torch.ones(2, 4))
+    if accelerator.is_main_process:
+        output.register_hook(lambda gradient: accelerator.reduce(gradient))  # here 0
+    accelerator.backward(output.sum())  # here 1
+
+
+WHERE: dict[Callable[[Accelerator, Path], None], list[str]] = {
+    small_message_of_torch: ["in reduce('sum') for", "in torch.distributed.all_gather_single() for"],
+    save_alone: ["in save_state() for", "in torch.distributed.all_gather() for"],
+    prepare_late: ["The ranks called different collectives", "rank 0: gather: ", "rank 1: prepare(): "],
+    other_parameters: [
+        "The ranks called prepare() with arguments that do not fit together",
+        "rank 0: prepare(): 1.weight: float32[4, 2], 1.bias: float32[4]; 2 alike on all ranks",
+        "rank 1: prepare(): 1.weight: float32[5, 2], 1.bias: float32[5]; 2 alike on all ranks",
+        "Build the same model on every rank",
+    ],
+    reduce_in_a_backward: ["rank 0: in reduce('sum') inside of backward() for", "rank 1: in backward() for"],
+}
+
+
+def run(calls: Callable[[Accelerator, Path], None], folder: Path) -> None:
+    calls(Accelerator(cpu=True), folder)
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel_core.testing.ranks.GRACE", 15.0)
+        return side_by_side({calls: partial(run_ranks, run, 2, calls, folder, timeout=60) for calls in WHERE})
+
+
+def reports_of(launch: Future[list[Any]]) -> list[RankReport]:
+    with pytest.raises(RanksFailed) as caught:
+        launch.result()
+    return caught.value.reports
+
+
+@pytest.mark.parametrize("calls", WHERE, ids=lambda calls: calls.__name__)
+def test_all_ranks_end_and_every_ranks_call_and_line_is_named(
+    launches: Launches, calls: Callable[[Accelerator, Path], None]
+) -> None:
+    reports = reports_of(launches[calls])
+    everything = "".join(report.traceback + report.output for report in reports)
+    for report in reports:
+        assert "killed" not in report.state, str(report)
+        assert report.exit_code == 1, str(report)
+    for fact in WHERE[calls]:
+        assert fact in everything, everything
+    assert re.search(r"rank 0: .*# here 0", everything), everything
+    assert re.search(r"rank 1: .*# (here 0, )?here 1", everything), everything
+
+
+def own_groups() -> tuple[int, int, list[timedelta], int]:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
+    default = dist.group.WORLD
+    assert default is not None
+    pair = World.current().subgroup([0, 1])
+    before = len(message_groups(default))
+    for group in (None, pair):
+        World.current().channel(group).arrive("here")
+    groups = message_groups(default)
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    accelerator.end_training()
+    return before, len(groups), timeouts, len(message_groups(default))
+
+
+def test_messages_have_one_group_per_set_of_ranks_with_the_timeout_asked_for() -> None:
+    wait = timedelta(seconds=77)
+    assert run_ranks(own_groups, 2) == [(1, 1, [wait], 0)] * 2
