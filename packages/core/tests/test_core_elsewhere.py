@@ -5,7 +5,12 @@ Real ranks and real ends. Most of the time they wait for each other, so the laun
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -129,3 +134,96 @@ def own_groups() -> tuple[int, int, list[timedelta], int]:
 def test_messages_have_one_group_per_set_of_ranks_with_the_timeout_asked_for() -> None:
     wait = timedelta(seconds=77)
     assert run_ranks(own_groups, 2) == [(1, 1, [wait], 0)] * 2
+
+
+def go_on() -> list[str]:
+    """A script that catches the error of the Watch, and tries again."""
+    accelerator = Accelerator(cpu=True)
+    if not accelerator.is_main_process:
+        with pytest.raises(RuntimeError):
+            dist.barrier()
+    said = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            accelerator.gather(torch.ones(1))
+        said.append(str(caught.value))
+    return said
+
+
+def test_script_that_goes_on_after_a_verdict_hears_it_once_and_ends_quietly(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for first, second in run_ranks(go_on, 2):
+        assert "do not come together" in first or "as an earlier error of this rank says" in first
+        assert "as an earlier error of this rank says" in second
+        assert "rank 0: " not in second
+    output = capfd.readouterr().out
+    assert output.count("do not come together") <= 1, "the rank whose first error was torch's own is told on its stderr"
+    for noise in ("Exception ignored", "ends without the others", "Traceback"):
+        assert noise not in output, output
+
+
+def save_after_the_others_have_ended() -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.save_state("never")
+    accelerator.end_training()
+
+
+def test_saving_on_the_main_process_alone_is_advised_as_such() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(save_after_the_others_have_ended, 2)
+    said = caught.value.reports[0].traceback
+    assert "rank 1: has ended its training, at " in said
+    assert "save_state() is called by all ranks: take it out of a condition such as" in said
+
+
+def loopback() -> set[str]:
+    World.current(cpu=True)
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path("/proc/net", name).read_text().splitlines()
+        if port in row
+    ]
+    return {row[1].removesuffix(port) for row in rows if row[3] == "0A" and row[1].endswith(port)}
+
+
+def test_store_of_a_run_on_one_machine_listens_at_the_loopback_alone() -> None:
+    first, second = run_ranks(loopback, 2)
+    assert first == second
+    assert first in ({"0100007F"}, {"00000000000000000000000001000000"}), first
+
+
+ABORTED = """
+import os, torch
+from accel_core import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.gather(torch.ones(1))
+if accelerator.process_index == 1:
+    os.abort()  # here
+accelerator.gather(torch.ones(1))
+"""
+
+
+def test_rank_that_a_backend_aborts_shows_its_line_and_the_others_name_the_signal(tmp_path: Path) -> None:
+    """The launch of a script: what shows the line is on where nobody has asked for it."""
+    script = tmp_path / "aborted.py"
+    script.write_text(ABORTED)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = ranks[0].communicate(timeout=60)[1], ranks[1].communicate(timeout=60)[1]
+    assert (ranks[0].returncode, ranks[1].returncode) == (1, -signal.SIGABRT)
+    assert f'File "{script}", line 7 in <module>' in second
+    assert re.search(r"rank 1: process \d+ on .* ended without a word, by SIGABRT: a crash; gloo", first), first

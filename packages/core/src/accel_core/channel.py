@@ -146,9 +146,9 @@ class Channel:
         self._previous: Hashable = None
 
     @property
-    def group(self) -> ProcessGroup:
-        """The process group in which messages travel. The first access connects it, which is a collective."""
-        if self._group is None:
+    def group(self) -> ProcessGroup | None:
+        """The process group in which messages travel; None for a rank alone. The first access connects it: a collective."""
+        if self._group is None and self.size > 1:
             self._group = self._connect()
         return self._group
 

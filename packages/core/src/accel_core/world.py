@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import os
 import sys
@@ -30,7 +31,7 @@ from accel_core.handlers import InitProcessGroupKwargs
 from accel_core.launch_environment import Place, read_place
 from accel_core.meeting import assemble, claim, claim_device, identity, not_met, open_store, round_of
 from accel_core.sections import read_section
-from accel_core.watch.marks import explain, on_duty
+from accel_core.watch.marks import explain, explanation, on_duty, running
 from accel_core.watch.notices import Notices, broken_connection_in
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class World:
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._channels: dict[ProcessGroup | None, Channel] = {}
         self._tenants: list[weakref.ref[Tenant]] = []
+        self._shows_crashes = False  # since this world began; else somebody else has seen to that
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self.told: Mapping[str, Option[Any]] | None = None
 
@@ -192,6 +194,12 @@ class World:
         _shared[group] = self
         _all.add(self)
         self._set_watch(group)
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(
+                AttributeError, OSError, ValueError
+            ):  # stderr has no descriptor, in a notebook say
+                faulthandler.enable()  # a rank that a backend aborts shows where it stood
+                self._shows_crashes = True
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
@@ -401,6 +409,9 @@ class World:
         self._subgroups.clear()
         self._channels.clear()
         _all.discard(self)
+        if self._shows_crashes:
+            faulthandler.disable()
+            self._shows_crashes = False
         if group is None or _shared.pop(group, None) is None:
             return
         watch, self.watch = self.watch, None
@@ -410,10 +421,11 @@ class World:
         if store is not None and group is _default_group():
             _message_groups.pop(group, {}).clear()
             del group
-            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0)))
+            together = patient and not (watch is not None and watch.verdict)
+            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if together else timedelta(0)))
         if watch is not None:
             watch.stop()
-            if watch.verdict and patient:
+            if watch.verdict and patient and not watch.raised:
                 raise WorldError(
                     f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
                 )
@@ -470,13 +482,15 @@ def _fatal_error() -> BaseException | None:
 
 def _tell_why(error: BaseException) -> None:
     """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
-    lost = broken_connection_in(error)
-    error_file.leave(error, follows=lost is not None)
+    lost, watch = broken_connection_in(error), running()
+    found = str(lost)
+    if lost is not None and watch is not None and watch.verdict:
+        explain(lost)  # which takes no time then: agents read the file as soon as it is there
+    error_file.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
     notices = Notices.running()
     if lost is None and notices is not None:
         notices.post(error, certain=True)
     elif lost is not None:
-        found = str(lost)
         explain(lost)
         if str(lost) != found:
             print(str(lost)[len(found) :].lstrip(), file=sys.stderr)  # noqa: T201  (the traceback stands there already)

@@ -58,8 +58,8 @@ class Mailbox:
     def __init__(self, world: World, group: ProcessGroup | None = None) -> None:
         channel = world.channel(group)
         self.rank, self.size = channel.rank, channel.size
-        self._group = None if self.size == 1 else channel.group
-        self._device = torch.device("cpu") if self._group is None or _has_cpu(self._group) else channel.device
+        self._group = channel.group
+        self._device = torch.device("cpu") if self.size == 1 or _has_cpu(channel.group) else channel.device
         self._needs: deque[int] = deque(maxlen=MEMORY)
         self._frames: list[Frame] = []
         self._encoders = [Encoder() for _ in range(self.size - 1)]
@@ -190,7 +190,7 @@ class Mailbox:
         return _rounded(max(self._needs, default=0))
 
 
-def _has_cpu(group: ProcessGroup) -> bool:
+def _has_cpu(group: ProcessGroup | None) -> bool:
     """Whether a group can carry what lies on the CPU."""
     return any(entry.split(":")[0] == "cpu" for entry in dist.get_backend_config(group).split(","))
 

@@ -75,7 +75,12 @@ def add_to(error: BaseException, text: str) -> None:
     if text:
         # Not a note (PEP 678): it would be missing from `str(error)`, from logs, and before Python 3.11.
         error.args = (f"{error}\n{text}",)
-        setattr(error, _EXPLAINED, True)
+        setattr(error, _EXPLAINED, text)
+
+
+def explanation(error: BaseException) -> str:
+    """What `explain` has added to an error; empty if nothing."""
+    return str(getattr(error, _EXPLAINED, ""))
 
 
 class Entry(NamedTuple):

@@ -42,6 +42,9 @@ ROOTED = frozenset(
 )
 """Collectives that a rank may leave while others wait for somebody else in them: it may have ended its training since."""
 
+SAVING = frozenset(["save_state()", "load_state()", "save_model()", "get_state_dict()"])
+"""Collectives that scripts put under a condition, because elsewhere the main process calls them alone."""
+
 LOST = 120.0
 """Seconds of silence after which a rank of which nothing can be known is given up: its machine or the network is gone."""
 
@@ -133,11 +136,12 @@ class Report:
 
 
 class Absent(NamedTuple):
-    """A rank that has not reported: for how many seconds, what is known of its process, and how to name that."""
+    """A rank that has not reported: for how many seconds, what is known of its process, how to name that, and what ended it."""
 
     seconds: float
     state: State
     process: str
+    signal: str = ""
 
 
 class Missing(NamedTuple):
@@ -192,13 +196,18 @@ def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abs
 def lost(absent: Absent) -> str:
     """Why a rank that is silent will never answer, as far as that is known; else empty."""
     if absent.state == "gone":
-        return ended(absent.process)
+        return ended(absent.process, absent.signal)
     return stopped(absent.process) if absent.state == "stopped" else ""
 
 
-def ended(process: str) -> str:
-    """What is to be said of a process that is not there any more."""
-    return f"{process} ended without a word: killed from outside (out of memory?), os._exit(), or a crash"
+def ended(process: str, signal: str = "") -> str:
+    """What is to be said of a process that is not there any more, and of the signal that ended it, if that is known."""
+    why = {
+        "": "killed from outside (out of memory?), os._exit(), or a crash",
+        "SIGABRT": "a crash; gloo crashes so where the ranks are in different collectives, and its output says where it stood",
+        "SIGKILL": "killed from outside (out of memory?)",
+    }.get(signal, "a crash, or a signal from outside")
+    return f"{process} ended without a word{f', by {signal}' if signal else ''}: {why}"
 
 
 def stopped(process: str) -> str:
@@ -250,7 +259,7 @@ def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]
     reasons = {each.rank: each.reason for each in found if each.certain}
     return (
         f"The ranks do not come together: rank {mine.rank} waits in {call} for rank {ranks}, in vain.\n"
-        f"{table(mine, others, reasons)}\n{_advice(found)}"
+        f"{table(mine, others, reasons)}\n{_advice(call, found)}"
     )
 
 
@@ -282,7 +291,13 @@ def standing(report: Report) -> str:
     return "; ".join(calls) or f"at {report.line}"
 
 
-def _advice(found: Sequence[Missing]) -> str:
+def _advice(call: Call, found: Sequence[Missing]) -> str:
+    name = f"{call.name.partition('(')[0]}()"
+    if name in SAVING and not any(each.certain and ENDED not in each.reason for each in found):
+        return (
+            f"{name} is called by all ranks: take it out of a condition such as `if accelerator.is_main_process`. The main "
+            f"process alone writes what is to be written once."
+        )
     if any(ENDED in each.reason for each in found):
         return (
             "All ranks are to leave the loop after equally many batches: prepare the loader, or put the loop into "
