@@ -26,7 +26,7 @@ from side_by_side import side_by_side
 from accel_core import Accelerator, InitProcessGroupKwargs, World
 from accel_core.testing import RanksFailed, run_ranks
 from accel_core.testing.ranks import RankReport
-from accel_core.world import message_groups
+from accel_core.world import groups_beside
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the launches of all
 
@@ -122,13 +122,13 @@ def own_groups() -> tuple[int, int, list[timedelta], int]:
     default = dist.group.WORLD
     assert default is not None
     pair = World.current().subgroup([0, 1])
-    before = len(message_groups(default))
+    before = len(groups_beside(default))
     for group in (None, pair):
         World.current().channel(group).arrive("here")
-    groups = message_groups(default)
+    groups = groups_beside(default)
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     accelerator.end_training()
-    return before, len(groups), timeouts, len(message_groups(default))
+    return before, len(groups), timeouts, len(groups_beside(default))
 
 
 def test_messages_have_one_group_per_set_of_ranks_with_the_timeout_asked_for() -> None:

@@ -55,7 +55,15 @@ def other_parameters() -> None:
     accelerator.prepare(torch.nn.Linear(4, 1 + accelerator.process_index))  # here 0, here 1
 
 
-CASES = [gather_beside_a_forward, clip_beside_a_forward, reduce_in_a_backward, other_parameters]
+def uneven_forwards() -> None:
+    accelerator, model = prepared()
+    output = model(torch.ones(2, 4))
+    if accelerator.is_main_process:
+        output = model(torch.ones(2, 4))  # here 0
+    accelerator.backward(output.sum())  # here 1
+
+
+CASES = [gather_beside_a_forward, clip_beside_a_forward, reduce_in_a_backward, other_parameters, uneven_forwards]
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def open_store(url: str, place: Place, timeout: timedelta) -> Store:
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listener and listener.detach(),
+        master_listen_fd=None if listener is None else listener.detach(),
     )
 
 

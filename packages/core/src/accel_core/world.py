@@ -175,7 +175,7 @@ class World:
         world._store, world._url, world._connections = store, url, connections
         _check_timeouts(group, timeout)
         world._share(group)
-        world._message_group(tuple(range(place.size)))  # now, while all ranks are together
+        world.group_beside(group, "messages")  # now, while all ranks are together
         return world
 
     def _start_alone(self) -> ProcessGroup:
@@ -215,14 +215,11 @@ class World:
 
         self._connections = connections = self._connections or Connections(store)
         subgroups, whole = self._subgroups, weakref.ref(group)
-        message_groups = _message_groups.setdefault(group, {})
+        beside = _beside.setdefault(group, {})
 
         def break_off() -> None:
-            groups = [
-                whole(),
-                *subgroups.values(),
-                *message_groups.values(),
-            ]  # of those that it is no member of, a rank has a number
+            # Of those that it is no member of, a rank has a number.
+            groups = [whole(), *subgroups.values(), *beside.values()]
             connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
 
         self.watch = on_duty[group] = Watch(
@@ -349,23 +346,31 @@ class World:
 
             members = None if group is None else tuple(dist.get_process_group_ranks(group))
             ranks = members or tuple(range(self.size))
-            connect = functools.partial(self._message_group, ranks)
+            connect = functools.partial(self._group_of, ranks, "messages")
             self._channels[group] = Channel(
                 connect, ranks.index(self.rank), len(ranks), self.device, self.watch, members
             )
         return self._channels[group]
 
-    def _message_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """The process group in which the messages of these ranks travel, and nothing else. A collective of these ranks."""
+    def group_beside(self, group: ProcessGroup, purpose: str) -> ProcessGroup:
+        """A process group of the ranks of another one, with this world's timeout, made once for each purpose.
+
+        Collectives of unlike sizes that ranks might enter at the same time belong into groups of their own: gloo ends the
+        process of a rank that receives more than it expects. A collective of the members, the first time.
+        """
+        return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
+
+    def _group_of(self, ranks: tuple[int, ...], purpose: str) -> ProcessGroup:
         whole = self.group
-        assert whole is not None, "a world of one sends no messages"
+        assert whole is not None, "a world of one without a group sends no messages"
         # A group that somebody else started outlives this world, and so do the groups that were made beside it.
-        groups = _message_groups.setdefault(whole, {})
-        if ranks not in groups:
+        groups = _beside.setdefault(whole, {})
+        if (ranks, purpose) not in groups:
             with self._connecting():
-                groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-            _check_timeouts(groups[ranks], self.timeout)
-        return groups[ranks]
+                made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            _check_timeouts(made, self.timeout)
+            groups[ranks, purpose] = made
+        return groups[ranks, purpose]
 
     def _connecting(self) -> AbstractContextManager[None]:
         """A block that makes a process group, whose connections can be broken off later."""
@@ -419,7 +424,7 @@ class World:
             watch.leave(failed=not patient)
         store, self._store = self._store, None
         if store is not None and group is _default_group():
-            _message_groups.pop(group, {}).clear()
+            _beside.pop(group, {}).clear()
             del group
             together = patient and not (watch is not None and watch.verdict)
             self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if together else timedelta(0)))
@@ -444,8 +449,8 @@ class World:
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
 _shared: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
-# By default group: the groups beside it in which messages travel, by their ranks.
-_message_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = (
+# By default group: those that were made beside it, by their ranks and for what they are.
+_beside: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 # Every world with a group that somebody still uses, its group ended or not: its tenants are closed at exit.
@@ -455,9 +460,9 @@ _all: weakref.WeakSet[World] = weakref.WeakSet()
 _met: dict[str, tuple[Store, int]] = {}
 
 
-def message_groups(group: ProcessGroup) -> list[ProcessGroup]:
-    """The process groups beside this default group in which this rank's messages travel."""
-    return list(_message_groups.get(group, {}).values())
+def groups_beside(group: ProcessGroup) -> list[ProcessGroup]:
+    """The process groups of this rank that were made beside this default group."""
+    return list(_beside.get(group, {}).values())
 
 
 def _end_all() -> None:

@@ -25,7 +25,7 @@ from accel_core.repointing import Repointing
 from accel_core.strategies import check_alike, place_model
 from accel_fsdp.activation_checkpointing import checkpoint_units
 from accel_fsdp.gathering import Gathering
-from accel_fsdp.held import gathered_parameters, keep_in_parts
+from accel_fsdp.held import gather_apart, gathered_parameters, keep_in_parts
 from accel_fsdp.materialising import is_meta
 from accel_fsdp.optimizers import carry, carrying
 from accel_fsdp.outputs import return_no_views
@@ -278,6 +278,7 @@ def shard(
         # The root is needed first in the backward, so torch's own choice is to keep it gathered until then.
         kept = None if reshard and part is model else False
         fully_shard(part, reshard_after_forward=kept, mp_policy=dtypes, **settings)
+    gather_apart(model, place.world)
     model.set_reduce_scatter_unused_params(options.reduce_unused_parameters)  # type: ignore[operator]
 
 

@@ -52,7 +52,7 @@ class Watch:
     Attributes:
         verdict: why the ranks will not come together; empty as long as they may.
         inside: by thread, the collective that it is in; None once it has left its last one.
-        raised: whether a collective of this rank has raised with the verdict.
+        raised: whether a collective of this rank has raised with what was found out.
         checks: compare collectives across the ranks; None unless that was asked for.
 
     Args:
@@ -116,8 +116,9 @@ class Watch:
         if self.raised:
             add_to(error, AGAIN)
             return
-        self.raised = bool(self.verdict)
-        add_to(error, self.verdict or self._patrol.ask(Broken(name, timed_out(error)), PATIENCE))
+        text = self.verdict or self._patrol.ask(Broken(name, timed_out(error)), PATIENCE)
+        self.raised = bool(text)
+        add_to(error, text)
         with contextlib.suppress(dist.DistError):
             self._board.acknowledge()
 

@@ -185,8 +185,10 @@ def _meeting(frame: FrameType, module: str) -> str:
         return ""
     import torch.distributed as dist
 
-    group = frame.f_locals.get("group")
-    whole = group is None or group is dist.group.WORLD
+    group, world = frame.f_locals.get("group"), dist.group.WORLD
+    whole = group is None or (
+        isinstance(group, dist.ProcessGroup) and world is not None and group.size() == world.size()
+    )
     return f"torch.distributed.{frame.f_code.co_name}()" if whole else ""
 
 

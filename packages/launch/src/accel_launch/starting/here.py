@@ -51,7 +51,7 @@ class LonelyRendezvous(RendezvousHandler):
             is_master=True,
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=listener and listener.detach(),
+            master_listen_fd=None if listener is None else listener.detach(),
         )
         self._meeting_point = RendezvousStoreInfo(host, self._store.port)
 
