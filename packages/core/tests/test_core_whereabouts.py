@@ -92,7 +92,7 @@ def test_thread_that_computes_inside_of_a_collective_does_not_wait_there(monkeyp
     monkeypatch.setattr("accel_core.watch.presence.time.monotonic", lambda: now[0])
     monkeypatch.setattr("accel_core.watch.presence.time.process_time", lambda: used[0])
     presence = Presence(3)
-    presence.inside[threading.get_ident()] = ("backward()", None)
+    presence.inside[threading.get_ident()] = Entry("backward()")
     presence.report()
     for computes, seconds in [(1.0, 0.0), (0.0, 1.5), (1.0, 0.0)]:
         now[0] += 1.5
@@ -106,7 +106,7 @@ def test_rank_is_free_as_long_as_one_thread_that_takes_part_is_in_no_collective(
     thread.start()
     assert entered.wait(10)
     try:
-        presence.inside[threading.get_ident()] = ("gather()", None)
+        presence.inside[threading.get_ident()] = Entry("gather()")
         assert not presence.report().free, "the other thread has taken part in nothing"
         assert presence.goes_on() is False
         presence.inside[thread.ident or 0] = None
@@ -120,7 +120,7 @@ def test_rank_is_free_as_long_as_one_thread_that_takes_part_is_in_no_collective(
 
 
 def entry(name: str, *members: int) -> Entry:
-    return name, members
+    return Entry(name, members)
 
 
 def test_presence_counts_how_long_a_thread_has_been_in_the_same_collective(monkeypatch: pytest.MonkeyPatch) -> None:

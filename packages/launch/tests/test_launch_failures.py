@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -148,6 +149,9 @@ def test_rank_that_stops_answering_ends_all_and_is_named(collective: dict[str, R
         "accel launch: rank 1 had been halted (SIGSTOP, or a debugger), and did not answer; then rank 0 failed first"
         in result.errors
     )
+    last = result.errors[result.errors.index("accel launch:") :]
+    assert re.search(r"\): The ranks do not come together: rank 0 waits in .* for rank 1, in vain\. …\n", last), last
+    assert "gloo" not in last
 
 
 def test_run_with_checkpoints_resumes_after_a_rank_was_killed(collective: dict[str, Result]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from accel_core.errors import CollectiveMismatchError
 from accel_core.watch.marks import collective
 from accel_core.watch.notices import announce
+from accel_core.world import groups_beside
 
 _DONE, _NO_ROOM = "done", "ran out of memory"
 
@@ -82,8 +83,9 @@ class Ballot:
 
 
 def _collectives_begun(group: dist.ProcessGroup) -> int:
-    """How many collectives of a group this rank has begun, whether they have ended or not."""
-    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    """How many collectives this rank has begun in a group and in those beside it, whether they have ended or not."""
+    groups = [group, *groups_beside(group)]
+    backends: list[Any] = [each._get_backend(device) for each in groups for device in each._device_types]
     return sum(backend._get_sequence_number_for_group() for backend in dict.fromkeys(backends))
 
 

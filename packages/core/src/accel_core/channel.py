@@ -18,6 +18,11 @@ unusually large exchange costs at most `MEMORY` oversized ones.
 **Device.** There is one transport per group, on the device of the channel. Tensors that live elsewhere are copied to it
 and back. A second transport for CPU tensors would bring back the hang: a rank with CPU tensors would wait in one while
 a rank with tensors on an accelerator waits in the other.
+
+**Group.** Messages do not share a process group with the collectives of torch (those of DDP, of FSDP, of the user).
+Where one rank is in an exchange and another in a collective of torch, gloo would take the message of one for that of the
+other, and a message that is larger than expected ends the process of its receiver by SIGABRT. In two groups both wait,
+until the Watch says where each rank stands.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -112,7 +117,7 @@ class Channel:
     `letters` is where callers keep the letters that they will send again, under keys of their own.
 
     Args:
-        group: the process group; None: the default group.
+        connect: gives the process group in which messages travel; called for the first one, by every rank.
         rank: this process's rank in the group.
         size: how many ranks the group has.
         device: where the group's collectives work, with its index.
@@ -122,14 +127,15 @@ class Channel:
 
     def __init__(
         self,
-        group: ProcessGroup | None,
+        connect: Callable[[], ProcessGroup],
         rank: int,
         size: int,
         device: torch.device,
         watch: Watch | None = None,
         members: tuple[int, ...] | None = None,
     ) -> None:
-        self.group = group
+        self._connect = connect
+        self._group: ProcessGroup | None = None
         self.rank = rank
         self.size = size
         self.device = device
@@ -138,6 +144,13 @@ class Channel:
         self._frames: dict[int, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
         self._previous: Hashable = None
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group in which messages travel; None for a rank alone. The first access connects it: a collective."""
+        if self._group is None and self.size > 1:
+            self._group = self._connect()
+        return self._group
 
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.

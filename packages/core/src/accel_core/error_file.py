@@ -17,12 +17,13 @@ from pathlib import Path
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def leave(error: BaseException, *, follows: bool) -> None:
+def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
     """Writes the file, if an agent has asked for one and nobody has written it yet.
 
     Args:
         error: what ends this process.
         follows: whether it only follows from another rank's failure.
+        why: what the Watch has found out, which says more than the words of a backend whose connection broke.
     """
     name = os.environ.get(VARIABLE)
     if not name or Path(name).exists():
@@ -30,7 +31,7 @@ def leave(error: BaseException, *, follows: bool) -> None:
     now = time.time()
     told = {
         "message": {
-            "message": "".join(traceback.format_exception_only(error)).strip(),
+            "message": why or "".join(traceback.format_exception_only(error)).strip(),
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(now)),

@@ -91,7 +91,7 @@ def joined(
     try:
         join = Join([*joinables, _Followers(joinables[0], world, prepared, others)])
         # One collective as a whole: a rank that has ended takes part in the backwards of the others from its end.
-        with collective("join_uneven_inputs()"):
+        with collective("join_uneven_inputs()", whole=True):
             yield
             with warnings.catch_warnings():  # torch sets a filter, and leaves it
                 join.__exit__(None, None, None)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_core.accelerator import Accelerator
+    from accel_core.channel import Channel
 
 
 class LocalSGD:
@@ -136,19 +137,19 @@ class LocalSGD:
             means = collectives.reduce([parameter.detach() for parameter in parameters], world, "mean", group=group)
             for parameter, mean in zip(parameters, means, strict=True):
                 parameter.copy_(mean)
-            _take_from_first(list(self._model.buffers()), world.channel(group).device, group)
+            _take_from_first(list(self._model.buffers()), world.channel(group))
         # A loss scale shrinks on the rank whose gradients overflow; steps that ranks take together need one.
         for each in self._accelerator._scales():
             each.load_state_dict(collectives.broadcast_object(each.state_dict(), world, group=group))
 
 
-def _take_from_first(tensors: list[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
+def _take_from_first(tensors: list[torch.Tensor], channel: Channel) -> None:
     """Overwrites tensors with those of the group's first rank: one collective per dtype. Their shapes are the same."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in same])
+        flat = torch.cat([tensor.reshape(-1).to(channel.device) for tensor in same])
         with collective("LocalSGD"):
-            dist.broadcast(flat, group=group, group_src=0)
+            dist.broadcast(flat, group=channel.group, group_src=0)
         for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 

@@ -8,6 +8,7 @@ start. It costs each rank a few messages to the store, once, when its world star
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import socket
 import time
@@ -42,15 +43,32 @@ def open_store(url: str, place: Place, timeout: timedelta) -> Store:
     if parts.scheme != "tcp" or parts.query or parts.hostname is None or parts.port is None or place.agent:
         store: Store = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))[0]
         return store
+    hosts = place.rank == 0
+    # In a world of several machines the same name may be the loopback here, and not there.
+    listener = loopback_listener(parts.hostname, parts.port) if hosts and place.local_size == place.size else None
     return dist.TCPStore(
         parts.hostname,
         parts.port,
         place.size,
-        is_master=place.rank == 0,
+        is_master=hosts,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def loopback_listener(host: str, port: int) -> socket.socket | None:
+    """A socket for a store at `host`, bound to the loopback, where other machines cannot reach it; None if `host` is not there.
+
+    torch by itself listens at all addresses of the machine, and its store lets everybody in. None too if the port is taken:
+    torch says so better, or shares a store that this process has there already.
+    """
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_loopback:
+            return socket.create_server(address[:2], family=family)
+    return None
 
 
 def claim(store: Store, url: str, place: Place) -> None:

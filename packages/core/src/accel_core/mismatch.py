@@ -64,6 +64,8 @@ def _advice(descriptions: Sequence[Description]) -> str:
     if len(_calls(descriptions)) > 1:
         return "Give the options of a collective the same values on every rank."
     name = _names(descriptions).pop()
+    if name == "prepare":
+        return "Build the same model on every rank: the same layers, shapes and dtypes, and the same parameters frozen."
     dims = _differing_dims(descriptions) if name == "gather" else []
     if dims:
         first, *others = [f"dim={dim}" for dim in dims]

@@ -160,7 +160,8 @@ def _without_timeout(world: World) -> Iterator[None]:
     Where nobody watches over the ranks, the timeout is all that ends a wait in vain, and stays; as it does where the backend
     takes no other one.
     """
-    backend = None if world.group is None or world.watch is None else world.group._get_backend(world.device)
+    group = world.channel().group
+    backend = None if group is None or world.watch is None else group._get_backend(world.device)
     if backend is None or not hasattr(backend, "options"):
         yield
         return

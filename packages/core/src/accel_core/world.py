@@ -11,6 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
+import functools
 import os
 import sys
 import weakref
@@ -29,7 +31,7 @@ from accel_core.handlers import InitProcessGroupKwargs
 from accel_core.launch_environment import Place, read_place
 from accel_core.meeting import assemble, claim, claim_device, identity, not_met, open_store, round_of
 from accel_core.sections import read_section
-from accel_core.watch.marks import explain, on_duty
+from accel_core.watch.marks import explain, explanation, on_duty, running
 from accel_core.watch.notices import Notices, broken_connection_in
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class World:
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._channels: dict[ProcessGroup | None, Channel] = {}
         self._tenants: list[weakref.ref[Tenant]] = []
+        self._shows_crashes = False  # since this world began; else somebody else has seen to that
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self.told: Mapping[str, Option[Any]] | None = None
 
@@ -171,7 +174,9 @@ class World:
         world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
         world._store, world._url, world._connections = store, url, connections
         _check_timeouts(group, timeout)
-        return world._share(group)
+        world._share(group)
+        world.group_beside(group, "messages")  # now, while all ranks are together
+        return world
 
     def _start_alone(self) -> ProcessGroup:
         """torch's default group with this process alone, for a world that was made without."""
@@ -189,6 +194,12 @@ class World:
         _shared[group] = self
         _all.add(self)
         self._set_watch(group)
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(
+                AttributeError, OSError, ValueError
+            ):  # stderr has no descriptor, in a notebook say
+                faulthandler.enable()  # a rank that a backend aborts shows where it stood
+                self._shows_crashes = True
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
@@ -204,9 +215,11 @@ class World:
 
         self._connections = connections = self._connections or Connections(store)
         subgroups, whole = self._subgroups, weakref.ref(group)
+        beside = _beside.setdefault(group, {})
 
         def break_off() -> None:
-            groups = [whole(), *subgroups.values()]  # of those that it is no member of, a rank has a number
+            # Of those that it is no member of, a rank has a number.
+            groups = [whole(), *subgroups.values(), *beside.values()]
             connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
 
         self.watch = on_duty[group] = Watch(
@@ -294,9 +307,7 @@ class World:
         if len(members) == self.size:
             return group
         if members not in self._subgroups:
-            connections = self._connections
-            made_here = contextlib.nullcontext() if connections is None else connections.made_here()
-            with self.collective("World.subgroup()"), made_here:
+            with self.collective("World.subgroup()"), self._connecting():
                 subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
             if self.rank in members:
                 _check_timeouts(subgroup, self.timeout)
@@ -306,8 +317,7 @@ class World:
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
         if self.size > 1:
-            with self.collective("wait_for_everyone()"):
-                dist.barrier(self.group, device_ids=None if self.device.type == "cpu" else [self.device.index])
+            self.channel().arrive("wait_for_everyone()")
 
     def collective(self, name: str, members: tuple[int, ...] | None = None) -> AbstractContextManager[object]:
         """A block in which the ranks communicate: the Watch knows it by `name`, and explains what breaks in it.
@@ -334,11 +344,37 @@ class World:
         if group not in self._channels:
             from accel_core.channel import Channel
 
-            ranks = None if group is None else dist.get_process_group_ranks(group)
-            rank, size = (self.rank, self.size) if ranks is None else (ranks.index(self.rank), len(ranks))
-            members = None if ranks is None else tuple(ranks)
-            self._channels[group] = Channel(group, rank, size, self.device, self.watch, members)
+            members = None if group is None else tuple(dist.get_process_group_ranks(group))
+            ranks = members or tuple(range(self.size))
+            connect = functools.partial(self._group_of, ranks, "messages")
+            self._channels[group] = Channel(
+                connect, ranks.index(self.rank), len(ranks), self.device, self.watch, members
+            )
         return self._channels[group]
+
+    def group_beside(self, group: ProcessGroup, purpose: str) -> ProcessGroup:
+        """A process group of the ranks of another one, with this world's timeout, made once for each purpose.
+
+        Collectives of unlike sizes that ranks might enter at the same time belong into groups of their own: gloo ends the
+        process of a rank that receives more than it expects. A collective of the members, the first time.
+        """
+        return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
+
+    def _group_of(self, ranks: tuple[int, ...], purpose: str) -> ProcessGroup:
+        whole = self.group
+        assert whole is not None, "a world of one without a group sends no messages"
+        # A group that somebody else started outlives this world, and so do the groups that were made beside it.
+        groups = _beside.setdefault(whole, {})
+        if (ranks, purpose) not in groups:
+            with self._connecting():
+                made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            _check_timeouts(made, self.timeout)
+            groups[ranks, purpose] = made
+        return groups[ranks, purpose]
+
+    def _connecting(self) -> AbstractContextManager[None]:
+        """A block that makes a process group, whose connections can be broken off later."""
+        return contextlib.nullcontext() if self._connections is None else self._connections.made_here()
 
     def close_before_end(self, tenant: Tenant) -> None:
         """Has `tenant.close()` called before the group ends, or the process. The reference is weak."""
@@ -378,6 +414,9 @@ class World:
         self._subgroups.clear()
         self._channels.clear()
         _all.discard(self)
+        if self._shows_crashes:
+            faulthandler.disable()
+            self._shows_crashes = False
         if group is None or _shared.pop(group, None) is None:
             return
         watch, self.watch = self.watch, None
@@ -385,11 +424,13 @@ class World:
             watch.leave(failed=not patient)
         store, self._store = self._store, None
         if store is not None and group is _default_group():
+            _beside.pop(group, {}).clear()
             del group
-            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if patient else timedelta(0)))
+            together = patient and not (watch is not None and watch.verdict)
+            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if together else timedelta(0)))
         if watch is not None:
             watch.stop()
-            if watch.verdict and patient:
+            if watch.verdict and patient and not watch.raised:
                 raise WorldError(
                     f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
                 )
@@ -408,11 +449,20 @@ class World:
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
 _shared: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+# By default group: those that were made beside it, by their ranks and for what they are.
+_beside: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 # Every world with a group that somebody still uses, its group ended or not: its tenants are closed at exit.
 _all: weakref.WeakSet[World] = weakref.WeakSet()
 # The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
 # quick to start the next world must not find the server of the last one about to vanish.
 _met: dict[str, tuple[Store, int]] = {}
+
+
+def groups_beside(group: ProcessGroup) -> list[ProcessGroup]:
+    """The process groups of this rank that were made beside this default group."""
+    return list(_beside.get(group, {}).values())
 
 
 def _end_all() -> None:
@@ -437,13 +487,15 @@ def _fatal_error() -> BaseException | None:
 
 def _tell_why(error: BaseException) -> None:
     """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
-    lost = broken_connection_in(error)
-    error_file.leave(error, follows=lost is not None)
+    lost, watch = broken_connection_in(error), running()
+    found = str(lost)
+    if lost is not None and watch is not None and watch.verdict:
+        explain(lost)  # which takes no time then: agents read the file as soon as it is there
+    error_file.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
     notices = Notices.running()
     if lost is None and notices is not None:
         notices.post(error, certain=True)
     elif lost is not None:
-        found = str(lost)
         explain(lost)
         if str(lost) != found:
             print(str(lost)[len(found) :].lstrip(), file=sys.stderr)  # noqa: T201  (the traceback stands there already)

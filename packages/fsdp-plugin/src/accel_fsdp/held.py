@@ -5,16 +5,24 @@ All private attributes of `torch.distributed.fsdp` that this package uses are us
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from accel_fsdp.sharding import local_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_core.world import World
+
+MOST_SIZES = 64
+"""How many process groups units of unlike sizes gather in; each has two threads."""
 
 
 def cut_parameters(units: Iterable[nn.Module]) -> list[Any]:
@@ -106,6 +114,52 @@ def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
         for cut in group.fsdp_params:
             cut.post_forward_mesh_info = info
             cut._init_sharded_post_forward_param_metadata(torch.empty(cut._orig_size, device="meta"))
+
+
+def gather_apart(model: nn.Module, world: World) -> None:
+    """Has units of unlike sizes gather in process groups of their own, on CPUs. A collective, made once per size.
+
+    Where one rank calls the model once more than another, they gather different units. In one group, gloo would end the
+    process of the one with the smaller unit; in two they wait, and the Watch names both. Other backends end nobody.
+    """
+    if world.device.type != "cpu" or world.size == 1:
+        return
+    for state in dict.fromkeys(state for module in model.modules() if (state := engine_state(module)) is not None):
+        for group in state._fsdp_param_groups:
+            if isinstance(group._all_gather_comm, GatherApart):
+                continue
+            shapes = [(tuple(cut.sharded_param.shape), cut.sharded_param.dtype) for cut in group.fsdp_params]
+            number = zlib.crc32(repr([shapes, group.mp_policy.param_dtype]).encode()) % MOST_SIZES
+            shards = group._all_gather_process_group
+            group._all_gather_comm = GatherApart(shards, world.group_beside(shards, f"units of size {number}"))
+            world.close_before_end(group._all_gather_comm)
+
+
+class GatherApart:
+    """The all-gather of a unit in another process group than the one it is asked to use.
+
+    Args:
+        shards: the group of the mesh.
+        apart: the one that takes its place.
+    """
+
+    def __init__(self, shards: ProcessGroup, apart: ProcessGroup) -> None:
+        self._groups = {shards: apart}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers. In the group that is given, if that is not the one of the mesh: the engine gathers again in a part of it."""
+        group = self._groups.get(group, group)
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    def close(self) -> None:
+        """Lets go of the groups: the model may outlive them."""
+        self._groups = {}
 
 
 def engine_state(module: nn.Module) -> Any:

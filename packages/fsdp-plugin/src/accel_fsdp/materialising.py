@@ -239,7 +239,7 @@ class _Filling:
             whole.copy_(source)
         if whole.numel():
             # As bytes, for not every backend has every dtype.
-            dist.broadcast(whole.view(-1).view(torch.uint8), group=self._world.group, group_src=0)
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=self._world.channel().group, group_src=0)
         return whole
 
 

@@ -22,10 +22,10 @@ from accel_core.dressing import dress
 from accel_core.fused_backward import is_fused
 from accel_core.precision import cast_parameters, dress_calls
 from accel_core.repointing import Repointing
-from accel_core.strategies import place_model
+from accel_core.strategies import check_alike, place_model
 from accel_fsdp.activation_checkpointing import checkpoint_units
 from accel_fsdp.gathering import Gathering
-from accel_fsdp.held import gathered_parameters, keep_in_parts
+from accel_fsdp.held import gather_apart, gathered_parameters, keep_in_parts
 from accel_fsdp.materialising import is_meta
 from accel_fsdp.optimizers import carry, carrying
 from accel_fsdp.outputs import return_no_views
@@ -151,6 +151,7 @@ def prepare(
     Raises:
         ValueError: on every rank, before anything is cut, for what cannot be cut as it is asked for.
     """
+    check_alike(model, place.world)
     empty = is_meta(model)
     ignored = ignored_parameters(model, options.ignored_modules)
     check(model, ignored)
@@ -231,7 +232,7 @@ def share_weights(model: nn.Module, world: World) -> None:
             sent = part.to(world.device).contiguous()  # the same memory, if it is there already
             if sent.numel():
                 # As bytes: gloo knows no narrow floats.
-                dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=world.group)
+                dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=world.channel().group)
             if sent is not part:
                 part.copy_(sent)
 
@@ -277,6 +278,7 @@ def shard(
         # The root is needed first in the backward, so torch's own choice is to keep it gathered until then.
         kept = None if reshard and part is model else False
         fully_shard(part, reshard_after_forward=kept, mp_policy=dtypes, **settings)
+    gather_apart(model, place.world)
     model.set_reduce_scatter_unused_params(options.reduce_unused_parameters)  # type: ignore[operator]
 
 

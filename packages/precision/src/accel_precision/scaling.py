@@ -333,4 +333,4 @@ def _found(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def _agree(world: World, found: torch.Tensor) -> None:
     with world.collective("unscale_gradients()"):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=world.group)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=world.channel().group)

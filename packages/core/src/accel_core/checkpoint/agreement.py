@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_core.collectives import broadcast_object, gather_objects
 from accel_core.errors import CheckpointError, CollectiveMismatchError
+from accel_core.watch.whereabouts import raising_line
 
 if TYPE_CHECKING:
     from accel_core.world import World
 
 T = TypeVar("T")
+
+_LINE = "_accel_line"
 
 
 def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
@@ -102,9 +105,18 @@ def on_main(world: World, work: Callable[[], T]) -> T:
 
 
 def portable(error: Exception | None) -> Exception | None:
-    """An error that can be unpickled anywhere: others may have constructors that their pickles do not call rightly."""
+    """An error that can be unpickled anywhere: others may have constructors that their pickles do not call rightly.
+
+    One that is not ours takes along the line at which it occurred.
+    """
     if error is None or type(error) is CheckpointError:
         return error
+    carried = _portable(error)
+    setattr(carried, _LINE, raising_line(error, or_ours=not isinstance(error, OSError)))
+    return carried
+
+
+def _portable(error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
     if type(error).__module__ == "builtins":
@@ -114,7 +126,8 @@ def portable(error: Exception | None) -> Exception | None:
 
 def located(error: Exception, rank: int) -> Exception:
     """The error, with the rank on which it occurred in its text."""
-    place = f" (on rank {rank})"
+    line = getattr(error, _LINE, "")
+    place = f" (on rank {rank})" + (f", at {line}" if line else "")
     if isinstance(error, OSError) and error.errno is not None:
         return type(error)(error.errno, f"{error.strerror}{place}", error.filename)
     return type(error)(f"{error}{place}") if len(error.args) == 1 else error

@@ -298,7 +298,7 @@ def _broadcast(entry: Elementwise, sources: Mapping[Box, int], target: torch.Ten
                 target[box.slices].copy_(own[box].detach())
             for portion in _portions(target[box.slices]) if world.size > 1 else ():
                 place = _travelling(portion, world, filled=rank == world.rank)
-                dist.broadcast(place, group=world.group, group_src=rank)
+                dist.broadcast(place, group=world.channel().group, group_src=rank)
                 if rank != world.rank:
                     _settle(portion, place)
 
@@ -306,7 +306,7 @@ def _broadcast(entry: Elementwise, sources: Mapping[Box, int], target: torch.Ten
 def _passed(way: Callable[..., Any], content: torch.Tensor, peer: int, world: World) -> None:
     """Sends or receives bytes, and returns when that is done."""
     # In a batch NCCL takes the communicator that the group has; alone, it would make one for each pair of ranks.
-    for work in dist.batch_isend_irecv([dist.P2POp(way, content, group=world.group, group_peer=peer)]):
+    for work in dist.batch_isend_irecv([dist.P2POp(way, content, group=world.channel().group, group_peer=peer)]):
         work.wait()
 
 

@@ -22,7 +22,7 @@ from accel_core.errors import WorldError
 from accel_core.handlers import KwargsHandler
 from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout
-from accel_core.strategies.placing import place_model
+from accel_core.strategies.placing import check_alike, place_model
 from accel_core.strategies.strategy import Strategy
 from accel_core.vocabulary import SEVERAL_PROCESSES
 from accel_core.watch.marks import explain
@@ -126,9 +126,13 @@ class DDP(Strategy):
         The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
         buckets, so that gradients still travel while the backward goes on.
         """
-        place_model(model, request)
         trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
-        return self._wrap(model, request) if trains and not isinstance(model, DistributedDataParallel) else model
+        wraps = trains and not isinstance(model, DistributedDataParallel)
+        if wraps:
+            assert self._world is not None, "layout() runs in the constructor of the Accelerator"
+            check_alike(model, self._world)
+        place_model(model, request)
+        return self._wrap(model, request) if wraps else model
 
     @hookimpl
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

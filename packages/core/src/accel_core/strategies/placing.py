@@ -1,10 +1,11 @@
-"""What every strategy that keeps a model whole does with it before anything else."""
+"""What strategies do with a model before anything else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from accel_core.compilation import compile_calls
 from accel_core.precision import apply_policy
@@ -13,6 +14,27 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_core.prepare import PrepareRequest
+    from accel_core.world import World
+
+
+def check_alike(model: nn.Module, world: World) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers over the ranks, and which are trained. A collective.
+
+    Raises:
+        CollectiveMismatchError: on every rank, if they differ. Without it a rank would take the parameters of others for its own.
+    """
+    if world.size == 1:
+        return
+    from accel_core.channel import Letter
+    from accel_core.mismatch import describe
+
+    frozen = {name: " (frozen)" for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    leaves = [
+        (f"{name}{frozen.get(name, '')}", tensor.dtype, ["*"] if is_lazy(tensor) else tensor.shape)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    channel = world.channel()
+    channel.exchange(Letter(describe("prepare()", "", leaves), (), (), channel.device), ())
 
 
 def place_model(model: nn.Module, request: PrepareRequest) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -43,10 +43,15 @@ def running() -> Watch | None:
     return on_duty.get(dist.group.WORLD) if dist.is_initialized() else None  # type: ignore[arg-type]
 
 
-def collective(name: str) -> AbstractContextManager[object]:
-    """A block in which all ranks of the default group take part, marked under the name by which the user knows it."""
+def collective(name: str, *, whole: bool = False) -> AbstractContextManager[object]:
+    """A block in which all ranks of the default group take part, marked under the name by which the user knows it.
+
+    Args:
+        name: as in messages: "gather()".
+        whole: whether ranks may meet in it from different collectives inside.
+    """
     watch = running()
-    return contextlib.nullcontext() if watch is None else Collective(watch, name)
+    return contextlib.nullcontext() if watch is None else Collective(watch, name, whole=whole)
 
 
 def explain(error: BaseException) -> None:
@@ -70,17 +75,41 @@ def add_to(error: BaseException, text: str) -> None:
     if text:
         # Not a note (PEP 678): it would be missing from `str(error)`, from logs, and before Python 3.11.
         error.args = (f"{error}\n{text}",)
-        setattr(error, _EXPLAINED, True)
+        setattr(error, _EXPLAINED, text)
+
+
+def explanation(error: BaseException) -> str:
+    """What `explain` has added to an error; empty if nothing."""
+    return str(getattr(error, _EXPLAINED, ""))
+
+
+class Entry(NamedTuple):
+    """A collective as the user called it.
+
+    Args:
+        name: what the user called: "backward()".
+        members: the ranks that take part; None: all.
+        inner: the innermost collective inside of it, which is the one that ranks have in common; empty if there is none.
+        whole: collectives inside of it do not count, because ranks may meet from different ones.
+    """
+
+    name: str
+    members: tuple[int, ...] | None = None
+    inner: str = ""
+    whole: bool = False
 
 
 class Collective:
-    """A block in which a thread takes part in a collective. Inside another one it marks nothing: the outer name counts.
+    """A block in which a thread takes part in a collective.
+
+    Inside of another one, both names are known: people read the outer one, and ranks meet in the inner one.
 
     Args:
         watch: is told.
         name: what the user called, as in messages: "gather()".
         members: the ranks that take part; None: all.
         details: what has to agree between them beside the name, for the checks.
+        whole: whether collectives inside of it do not count.
     """
 
     __slots__ = ("_details", "_entry", "_outer", "_watch")
@@ -91,23 +120,26 @@ class Collective:
         name: str,
         members: tuple[int, ...] | None = None,
         details: Description | None = None,
+        whole: bool = False,
     ) -> None:
         self._watch = watch
-        self._entry = (name, members)
+        self._entry = Entry(name, members, "", whole)
         self._details = details
-        self._outer = False
+        self._outer: Entry | None = None
 
     def __enter__(self) -> None:
         inside, thread = self._watch.inside, threading.get_ident()
-        self._outer = inside.get(thread) is not None
-        if not self._outer:
+        self._outer = outer = inside.get(thread)
+        if outer is None:
             inside[thread] = self._entry
             if self._watch.checks is not None:
                 self._compare(self._watch.checks)
+        elif not outer.whole:
+            inside[thread] = Entry(outer.name, self._entry.members, self._entry.name)
 
     def _compare(self, checks: Checks) -> None:
         try:
-            checks.compare(*self._entry, self._details)
+            checks.compare(self._entry.name, self._entry.members, self._details)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -117,5 +149,4 @@ class Collective:
     ) -> None:
         if error is not None:
             explain(error)
-        if not self._outer:
-            self._watch.inside[threading.get_ident()] = None
+        self._watch.inside[threading.get_ident()] = self._outer

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+from accel_core.watch.marks import Entry
 from accel_core.watch.roll_call import Call, Report
 from accel_core.watch.whereabouts import Stand, cpu_seconds, stand_of
-
-Entry = tuple[str, tuple[int, ...] | None]
-"""A collective as the user called it, and the ranks that take part; None: all."""
 
 GAP = 2.0
 """Of a longer time between two looks only so much counts: the process itself had been stopped."""
@@ -58,7 +56,7 @@ class Presence:
             for thread, entry in entries.items()
         }
         calls = tuple(
-            Call(entry[0], now - begun, stands[thread].line, entry[1], begun)
+            Call(entry.name, now - begun, stands[thread].line, entry.members, begun, entry.inner)
             for thread, (entry, begun) in self._since.items()
         )
         free = any(thread in stands and thread not in entries and not stands[thread].joins for thread in taking_part)
@@ -97,8 +95,8 @@ class Presence:
         if marked is not None or thread != self._thread:
             return marked
         if stand.meeting:
-            return stand.meeting, None
-        return ("backward()", None) if stand.differentiates and idle else None  # what else would it wait for?
+            return Entry(stand.meeting)
+        return Entry("backward()") if stand.differentiates and idle else None  # what else would it wait for?
 
     def _begun(self, thread: int, entry: Entry, now: float) -> float:
         known, begun = self._since.get(thread, (None, now))

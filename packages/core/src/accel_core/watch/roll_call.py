@@ -42,6 +42,9 @@ ROOTED = frozenset(
 )
 """Collectives that a rank may leave while others wait for somebody else in them: it may have ended its training since."""
 
+SAVING = frozenset(["save_state()", "load_state()", "save_model()", "get_state_dict()"])
+"""Collectives that scripts put under a condition, because elsewhere the main process calls them alone."""
+
 LOST = 120.0
 """Seconds of silence after which a rank of which nothing can be known is given up: its machine or the network is gone."""
 
@@ -56,6 +59,7 @@ class Call:
         line: the user's line.
         members: the ranks that take part; None: all.
         since: when that began, by the clock of its rank: tells two such times apart.
+        inner: the innermost collective inside of that one; empty if there is none.
     """
 
     name: str
@@ -63,6 +67,15 @@ class Call:
     line: str
     members: tuple[int, ...] | None = None
     since: float = 0.0
+    inner: str = ""
+
+    @property
+    def meeting(self) -> str:
+        """The collective in which other ranks have to be, so that this one comes to its end."""
+        return self.inner or self.name
+
+    def __str__(self) -> str:
+        return f"{self.inner} inside of {self.name}" if self.inner not in ("", self.name) else self.name
 
     def involves(self, rank: int) -> bool:
         """Whether it waits for this rank."""
@@ -123,11 +136,12 @@ class Report:
 
 
 class Absent(NamedTuple):
-    """A rank that has not reported: for how many seconds, what is known of its process, and how to name that."""
+    """A rank that has not reported: for how many seconds, what is known of its process, how to name that, and what ended it."""
 
     seconds: float
     state: State
     process: str
+    signal: str = ""
 
 
 class Missing(NamedTuple):
@@ -153,7 +167,7 @@ def judged(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abse
     everyone = {mine.rank: mine, **others}
     looked_at = set()
     for report in everyone.values():
-        waits = frozenset((call.name, call.members) for call in report.waiting)
+        waits = frozenset((call.meeting, call.members) for call in report.waiting)
         if waits and waits not in looked_at and report.rank not in absent:
             looked_at.add(waits)  # who waits in the same is told the same
             found = missing(report, {rank: each for rank, each in everyone.items() if rank != report.rank}, absent)
@@ -182,13 +196,18 @@ def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abs
 def lost(absent: Absent) -> str:
     """Why a rank that is silent will never answer, as far as that is known; else empty."""
     if absent.state == "gone":
-        return ended(absent.process)
+        return ended(absent.process, absent.signal)
     return stopped(absent.process) if absent.state == "stopped" else ""
 
 
-def ended(process: str) -> str:
-    """What is to be said of a process that is not there any more."""
-    return f"{process} ended without a word: killed from outside (out of memory?), os._exit(), or a crash"
+def ended(process: str, signal: str = "") -> str:
+    """What is to be said of a process that is not there any more, and of the signal that ended it, if that is known."""
+    why = {
+        "": "killed from outside (out of memory?), os._exit(), or a crash",
+        "SIGABRT": "a crash; gloo crashes so where the ranks are in different collectives, and its output says where it stood",
+        "SIGKILL": "killed from outside (out of memory?)",
+    }.get(signal, "a crash, or a signal from outside")
+    return f"{process} ended without a word{f', by {signal}' if signal else ''}: {why}"
 
 
 def stopped(process: str) -> str:
@@ -227,10 +246,10 @@ def _elsewhere(waited_for: Sequence[Call], report: Report, moving: set[int]) -> 
         return None if still else Missing(report.rank, reason, True)
     if report.rank in moving:
         return None
-    names = {call.name for call in waited_for} | {REFUSED}
-    if REFUSED in {call.name for call in waited_for} or any(call.name in names for call in report.calls):
+    names = {call.meeting for call in waited_for} | {REFUSED}
+    if REFUSED in {call.meeting for call in waited_for} or any(call.meeting in names for call in report.calls):
         return None  # it is there, or was a moment ago
-    return Missing(report.rank, f"waits in {report.calls[0].name}", False)
+    return Missing(report.rank, f"waits in {report.calls[0]}", False)
 
 
 def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]) -> str:
@@ -239,8 +258,8 @@ def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]
     ranks = " and ".join(str(each.rank) for each in found)
     reasons = {each.rank: each.reason for each in found if each.certain}
     return (
-        f"The ranks do not come together: rank {mine.rank} waits in {call.name} for rank {ranks}, in vain.\n"
-        f"{table(mine, others, reasons)}\n{_advice(found)}"
+        f"The ranks do not come together: rank {mine.rank} waits in {call} for rank {ranks}, in vain.\n"
+        f"{table(mine, others, reasons)}\n{_advice(call, found)}"
     )
 
 
@@ -268,11 +287,17 @@ def standing(report: Report) -> str:
     """Where a rank stands, as a line for people."""
     if report.left:
         return f"has {report.left}, at {report.line}"
-    calls = [f"in {call.name} for {call.seconds:.0f} s, at {call.line}" for call in report.calls]
+    calls = [f"in {call} for {call.seconds:.0f} s, at {call.line}" for call in report.calls]
     return "; ".join(calls) or f"at {report.line}"
 
 
-def _advice(found: Sequence[Missing]) -> str:
+def _advice(call: Call, found: Sequence[Missing]) -> str:
+    name = f"{call.name.partition('(')[0]}()"
+    if name in SAVING and not any(each.certain and ENDED not in each.reason for each in found):
+        return (
+            f"{name} is called by all ranks: take it out of a condition such as `if accelerator.is_main_process`. The main "
+            f"process alone writes what is to be written once."
+        )
     if any(ENDED in each.reason for each in found):
         return (
             "All ranks are to leave the loop after equally many batches: prepare the loader, or put the loop into "

@@ -36,6 +36,9 @@ LINGER = timedelta(seconds=2)
 PATIENCE = 4.0
 """Seconds in which a rank whose connection broke looks for the reason, before it raises without one."""
 
+AGAIN = "The ranks did not come together, as an earlier error of this rank says. Nothing can communicate any more: let it end."
+"""Added to the errors that follow where a script goes on after a verdict."""
+
 GRACE = 5.0
 """Seconds after a verdict in which what waits has to raise, before the process is ended from here."""
 
@@ -49,6 +52,7 @@ class Watch:
     Attributes:
         verdict: why the ranks will not come together; empty as long as they may.
         inside: by thread, the collective that it is in; None once it has left its last one.
+        raised: whether a collective of this rank has raised with what was found out.
         checks: compare collectives across the ranks; None unless that was asked for.
 
     Args:
@@ -76,6 +80,7 @@ class Watch:
         self._rank, self._size, self._break_off = rank, size, break_off
         self._presence = Presence(rank, spins)
         self.inside = self._presence.inside
+        self.raised = False
         self._told = False
         # A store may outlive a group, and the next one of the same ranks must not find what was said in the last.
         number = store.add(f"accel/watches/{rank}", 1)
@@ -106,8 +111,14 @@ class Watch:
     def explain(self, error: BaseException) -> None:
         """Adds to the error of a broken connection why it broke; takes `PATIENCE` seconds at most. No collective."""
         self._told = True
-        name, _ = self.inside.get(threading.get_ident()) or ("a collective", None)
-        add_to(error, self.verdict or self._patrol.ask(Broken(name, timed_out(error)), PATIENCE))
+        entry = self.inside.get(threading.get_ident())
+        name = "a collective" if entry is None else entry.name
+        if self.raised:
+            add_to(error, AGAIN)
+            return
+        text = self.verdict or self._patrol.ask(Broken(name, timed_out(error)), PATIENCE)
+        self.raised = bool(text)
+        add_to(error, text)
         with contextlib.suppress(dist.DistError):
             self._board.acknowledge()
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
 import socket
 import sys
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -80,12 +82,20 @@ class Process:
         """Whether it runs, was stopped by a signal, or has ended. Only a process of this machine can be looked at."""
         if self.machine != _machine() or not self.started:
             return "unknown"
-        letter, started = _status(self.pid)
+        letter, started, _ = _status(self.pid)
         if letter == _UNREADABLE:
             return "unknown"
         if started != self.started or letter in ("Z", "X"):
             return "gone"
         return "stopped" if letter in ("T", "t") else "running"
+
+    def signal(self) -> str:
+        """The name of the signal that ended it; empty if none did, or once its parent has been told, which is soon after the end."""
+        if self.machine != _machine():
+            return ""
+        letter, started, status = _status(self.pid)
+        number = status & 0x7F if letter == "Z" and started == self.started else 0
+        return signal.Signals(number).name if number in set(signal.Signals) else ""
 
     def to_dict(self) -> dict[str, Any]:
         """What `Process(**...)` takes."""
@@ -141,14 +151,25 @@ def line_of(frame: FrameType) -> str:
     if found is None:
         return "the end of the script"  # exit handlers run, for instance
     # A frame that stands between two lines, in compiled code for instance, has none.
-    code, number = found.f_code, found.f_lineno or found.f_code.co_firstlineno
-    text = linecache.getline(code.co_filename, number, found.f_globals).strip()
-    return f"{code.co_filename}, line {number}, in {code.co_name}" + (f": {text}" if text else "")
+    return _line(found, found.f_lineno or found.f_code.co_firstlineno)
 
 
 def calling_line() -> str:
     """The line of the user's from which this is called."""
     return line_of(sys._getframe(1))
+
+
+def raising_line(error: BaseException, *, or_ours: bool = False) -> str:
+    """The innermost line of the user's that an error has passed; if there is none, that which raised it, or nothing."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    passed = [each for each in frames if not _is_machinery(each[0])] or (frames if or_ours else [])
+    return _line(*passed[-1]) if passed else ""
+
+
+def _line(frame: FrameType, number: int) -> str:
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    return f"{code.co_filename}, line {number}, in {code.co_name}" + (f": {text}" if text else "")
 
 
 def _is_machinery(frame: FrameType) -> bool:
@@ -164,8 +185,10 @@ def _meeting(frame: FrameType, module: str) -> str:
         return ""
     import torch.distributed as dist
 
-    group = frame.f_locals.get("group")
-    whole = group is None or group is dist.group.WORLD
+    group, world = frame.f_locals.get("group"), dist.group.WORLD
+    whole = group is None or (
+        isinstance(group, dist.ProcessGroup) and world is not None and group.size() == world.size()
+    )
     return f"torch.distributed.{frame.f_code.co_name}()" if whole else ""
 
 
@@ -178,13 +201,13 @@ def _machine() -> str:
         return ""
 
 
-def _status(pid: int) -> tuple[str, str]:
-    """The letter of a process's state, and when it started; both empty if there is none."""
+def _status(pid: int) -> tuple[str, str, int]:
+    """The letter of a process's state, when it started, and as what it has ended; empty if there is none."""
     try:
         # The name of the program stands in parentheses and may hold anything.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "", ""
+        return "", "", 0
     except OSError:
-        return _UNREADABLE, ""
-    return fields[0], fields[19]
+        return _UNREADABLE, "", 0
+    return fields[0], fields[19], int(fields[49])

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from accel_core.meeting import loopback_listener
 from accel_launch.starting.meeting_point import HERE
 
 
@@ -43,7 +44,15 @@ class LonelyRendezvous(RendezvousHandler):
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
         self._run_id = run_id
-        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        listener = loopback_listener(host, port)
+        self._store = TCPStore(
+            host,
+            port if listener is None else listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
         self._meeting_point = RendezvousStoreInfo(host, self._store.port)
 
     def get_backend(self) -> str:
