@@ -1134,7 +1134,7 @@ class Accelerator(ProcessControl):
             log_kwargs: for each tracker, by name, what its own log is to be given.
 
         Raises:
-            RuntimeError: before `init_trackers`.
+            RuntimeError: before `init_trackers`, on processes that record.
             TypeError, ValueError: for arguments of another type, and a name that no tracker has. Values that cannot be recorded, such as
                 two of one name, are left out with a warning; under `TrackingKwargs(strict=True)` they are an error, too.
             TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`; else that is a warning, once.
