@@ -24,6 +24,7 @@ from accel_core.precision import cast_parameters, dress_calls
 from accel_core.repointing import Repointing
 from accel_core.strategies import place_model
 from accel_fsdp.activation_checkpointing import checkpoint_units
+from accel_fsdp.export import save_whole
 from accel_fsdp.gathering import Gathering
 from accel_fsdp.held import gathered_parameters, keep_in_parts
 from accel_fsdp.materialising import is_meta
@@ -308,6 +309,7 @@ def follow(
     # torch calls its class "FSDP" and the user's name; ours passes for the user's class, as every dress does.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(type(model), attribute, getattr(user, attribute))
+    save_whole(model)
 
 
 def keep_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
