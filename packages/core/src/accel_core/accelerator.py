@@ -555,6 +555,32 @@ class Accelerator(ProcessControl):
             remove_policy(inner)
         return inner
 
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        """Has another method of a prepared model run as its forward does: under the strategy, and in the precision.
+
+            model = accelerator.prepare(agent)
+            accelerator.mark_forward_method(model, "act")
+            loss = loss_fn(model.act(observation))  # gradients are averaged as after model(observation)
+
+        No collective. Copies of the model have it too; `free_memory` takes it away.
+
+        Args:
+            model: a prepared model.
+            name: of a method that computes with parameters.
+
+        Raises:
+            ValueError: if the model is not prepared, or has no such method.
+        """
+        record = self._prepared.find_model(model)
+        if record is None:
+            raise ValueError(
+                f"mark_forward_method() was given a {type(model).__name__} that is not prepared. Pass the model that prepare() "
+                f"returned."
+            )
+        from accel_core.forward_methods import mark
+
+        mark(record.prepared, record.original, name)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state of a model, under the user's parameter names. Collective under every strategy.
 

@@ -15,6 +15,7 @@ from accel_core import gradients
 from accel_core.batch_stream import is_batch_stream
 from accel_core.compilation import forget_compiled
 from accel_core.config import as_sequence
+from accel_core.forward_methods import unmark
 from accel_core.handlers import AutocastKwargs
 from accel_core.optimizer import gate_of
 from accel_core.precision import remove_policy
@@ -250,6 +251,7 @@ class Prepared:
             if gate is not None:
                 gate.remove(optimizer)
         for record in self.models:
+            unmark(record.prepared)
             remove_policy(record.original)
             forget_compiled(record.original)
         for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
