@@ -23,7 +23,14 @@ from accel_core.deprecation import Deprecation
 from accel_core.feed import Feed
 from accel_core.hookspecs import LAYOUT_HOOKS
 from accel_core.optimizer import OptimizerGate, gate_of, place_state
-from accel_core.options import chosen_strategy, refuse_keywords, refuse_unknown, renamed
+from accel_core.options import (
+    checked_placement,
+    chosen_strategy,
+    refuse_keywords,
+    refuse_unknown,
+    renamed,
+    warn_of_unread,
+)
 from accel_core.precision import remove_policy
 from accel_core.prepare import (
     ORDER,
@@ -32,11 +39,13 @@ from accel_core.prepare import (
     PrepareRequest,
     check_device_map,
     check_device_placement,
+    check_reading,
     check_state_kept,
     has_device_map,
     held_by,
     kind_of,
     require,
+    warn_of_empty,
 )
 from accel_core.process_control import ProcessControl
 from accel_core.project import resolve_project
@@ -180,6 +189,8 @@ class Accelerator(ProcessControl):
         kwargs_handlers = renamed(older_names, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older_names, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older_names)
+        placement = checked_placement(device_placement)
+        warn_of_unread()
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
         self._project = resolve_project(project.value, project_config, project.source)
         parts = assemble(
@@ -206,7 +217,7 @@ class Accelerator(ProcessControl):
                 handlers=() if kwargs_handlers is None else kwargs_handlers,
             )
         )
-        self.device_placement = device_placement
+        self.device_placement = placement
         self._dataloader_config = dataloader_config
         splits = getattr(parts.loader, "split_batches", False)
         self._scheduler_rule = rule_of(
@@ -474,6 +485,7 @@ class Accelerator(ProcessControl):
             self._layout.data_group,
             slice_fn_for_dispatch,
         )
+        warn_of_empty(prepared)
         self._prepared.loaders.append(prepared)
         return prepared
 
@@ -688,6 +700,7 @@ class Accelerator(ProcessControl):
         """
         if self._prepared.unchecked:
             self._prepared.check_orphans()
+            check_reading(self._feed, self._layout.shard.count)
         if type(loss) is not torch.Tensor or loss.dim():
             _check_loss(loss, kwargs)
         if learning_rate is not None or self._prepared.fused:
@@ -750,6 +763,7 @@ class Accelerator(ProcessControl):
             )
         if self._prepared.unchecked:
             self._prepared.check_orphans()
+            check_reading(self._feed, self._layout.shard.count)
         self._accumulation.whole_window()
         with self._world.collective("forward_backward()"):
             return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
