@@ -45,6 +45,8 @@ def exported(folder):
     facts = {"names": accelerator.unwrap_model(model).save_pretrained(folder / "plain", **line)}
     model.save_pretrained(folder / "given", state_dict=accelerator.get_state_dict(model), **line)
     assert type(model.state_dict()["head.weight"]).__name__ == "DTensor"
+    part = accelerator.prepare(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    facts["part"] = (type(accelerator.unwrap_model(part)[:2]), list(part[:2]) == list(part)[:2])
     for name, call in {
         "refused": lambda: accelerator.save({"nested": [model.state_dict()]}, folder / "parts.bin"),
         "failed": lambda: failing.save_pretrained(folder / "plain"),
@@ -64,6 +66,7 @@ def test_save_pretrained_of_a_sharded_model_writes_all_weights_and_parts_are_not
         for key, value in Saves().state_dict().items():
             assert torch.equal(found[key], value)
     for facts in (first, second):
+        assert facts["part"] == (nn.Sequential, True)
         assert "state = accelerator.get_state_dict(model), then accelerator.save(state, file)" in facts["refused"]
         assert "no space for plain" in facts["failed"]
     assert not (tmp_path / "parts.bin").exists()
