@@ -105,6 +105,7 @@ GROUPS = {
         "prepare_scheduler",
         "build_model",
         "unwrap_model",
+        "mark_forward_method",
         "verify_device_map",
     ),
     "Loading": (

@@ -68,6 +68,13 @@ def test_a_pickle_is_dressed_when_it_is_read() -> None:
     assert net(torch.tensor(2.0)) == 20
 
 
+def test_what_an_object_makes_of_its_own_class_is_not_dressed() -> None:
+    whole = dress(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), Louder)
+    part = whole[:2]
+    assert type(part) is nn.Sequential
+    assert list(part) == list(whole)[:2]
+
+
 class Outer(Dress):
     def greet(self):
         return "outer " + super().greet()

@@ -372,6 +372,17 @@ def test_repeated_steps_do_not_run_over_the_end_of_a_schedule() -> None:
     assert drive(Accelerator(gradient_accumulation_plugin=plugin), one_cycle, 8) == [5]
 
 
+def test_a_schedule_that_was_counted_per_process_stays_at_its_end_in_one_process_too() -> None:
+    """As in a larger world, so that a script behaves alike; without the option it raises in any world, as torch does."""
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+        return OneCycleLR(optimizer, max_lr=1.0, total_steps=3)
+
+    assert drive(Accelerator(step_scheduler_per_process=True), one_cycle, 6) == [2]
+    with pytest.raises(ValueError, match="Tried to step 4 times"):
+        drive(Accelerator(), one_cycle, 6)
+
+
 def test_a_scheduler_that_takes_a_metric_gets_it() -> None:
     accelerator = Accelerator()
     model = line()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -216,6 +217,15 @@ def test_a_view_can_be_copied() -> None:
     assert repr(copy.copy(state)) == repr(state)
 
 
+def test_partial_states_travel_in_pickles_and_are_those_of_the_process_that_loads_them(tmp_path: Path) -> None:
+    state = PartialState(cpu=True)
+    assert pickle.loads(pickle.dumps(state)).num_processes == 1
+    for copied in (copy.copy(state), copy.deepcopy({"state": state})["state"]):
+        assert copied.device == state.device
+    torch.save({"state": state}, tmp_path / "arguments.bin")
+    assert torch.load(tmp_path / "arguments.bin", weights_only=False)["state"].is_main_process
+
+
 def test_a_state_belongs_to_an_accelerator() -> None:
     with pytest.raises(TypeError, match=r"Take accelerator\.state, or PartialState\(\) where no Accelerator is"):
         AcceleratorState(mixed_precision="fp16", cpu=True)
@@ -223,6 +233,7 @@ def test_a_state_belongs_to_an_accelerator() -> None:
 
 def live_in_a_world() -> dict[str, Any]:
     state = PartialState(cpu=True, timeout=SECONDS)
+    assert pickle.loads(pickle.dumps(state)).process_index == state.process_index
     again = PartialState()
     found: dict[str, Any] = {
         "place": (state.process_index, state.local_process_index, state.num_processes, state.use_distributed),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -464,6 +465,34 @@ def test_init_trackers_may_be_repeated_before_the_first_record_but_not_with_some
     assert [(run.project, run.config) for run in tracker.runs] == [("project", {"lr": 1})]
 
 
+def test_after_the_end_trackers_still_give_the_closed_object_of_their_service() -> None:
+    tracker = Listing()
+    accelerator = accelerator_with(tracker)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    handle = accelerator.trackers[0]
+    assert handle.runs[0].project == "project"
+    assert handle.tracker is accelerator.get_tracker("listing", unwrap=True) is tracker.calls
+    assert accelerator.get_tracker("listing").runs is tracker.runs
+    with pytest.warns(RuntimeWarning, match=r"log\(\) was called after end_training\(\), and is not recorded"):
+        handle.log({"loss": 2.0})
+
+
+def test_what_a_tracker_warns_of_is_logged_where_a_filter_makes_errors_of_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accelerator = accelerator_with(Listing())
+    accelerator.init_trackers("project")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log_all(accelerator, {"loss": object()})
+        accelerator.end_training()
+        accelerator.log({"loss": 1.0})
+    assert "the value 'loss'" in caplog.text
+    assert "log() was called after end_training(), and is not recorded" in caplog.text
+
+
 def test_a_run_cannot_begin_after_the_end() -> None:
     accelerator = accelerator_with(Listing())
     accelerator.end_training()
@@ -874,10 +903,29 @@ def mistaken_on_ranks() -> list[str]:
     return said
 
 
-def test_mistakes_are_errors_on_every_rank() -> None:
+def test_mistakes_are_errors_on_every_rank_but_a_missing_start_only_where_something_is_recorded() -> None:
     first, second = run_ranks(mistaken_on_ranks, 2)
-    assert first == second
-    assert len(first) == 3
+    assert "before init_trackers()" in first[0]
+    assert first[1:] == second
+    assert len(second) == 2
+
+
+def started_on_the_main_process() -> list[Any]:
+    tracker = Listing()
+    accelerator = accelerator_with(tracker)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("project", {"lr": 1})
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.log_images({"image": torch.zeros(1, 2, 2)})
+    accelerator.log_table("table", ["a"], [[1]])
+    accelerator.get_tracker("listing").log({"own": 2.0})
+    accelerator.end_training()
+    return tracker.logged()
+
+
+def test_trackers_that_the_main_process_alone_starts_record_and_others_have_nothing_to_say() -> None:
+    first, second = run_ranks(started_on_the_main_process, 2)
+    assert (first, second) == ([({"loss": 1.0}, 0), ({"own": 2.0}, 1)], [])
 
 
 SCRIPT = """

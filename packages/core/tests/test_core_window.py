@@ -170,6 +170,18 @@ def test_a_window_without_any_weight_has_no_mean_and_a_gradient_of_zero() -> Non
     assert not model.head.weight.grad.any()
 
 
+def test_the_mean_of_losses_in_double_precision_is_not_rounded() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1).double())
+    x = torch.randn(3, 2, dtype=torch.float64)
+    mean = accelerator.forward_backward(model, [x], lambda output, batch: (output.pow(2).sum(), len(batch)))
+    assert mean.dtype is torch.float64
+    torch.testing.assert_close(mean, model(x).pow(2).sum().detach() / 3, rtol=1e-14, atol=0.0)
+    single = accelerator.prepare(nn.Linear(2, 1).bfloat16())
+    window = [torch.ones(1, 2, dtype=torch.bfloat16)]
+    assert accelerator.forward_backward(single, window, lambda output, _: (output.sum(), 1)).dtype is torch.float32
+
+
 @pytest.mark.parametrize("batch_type", ["mapping", "tensor", "inputs"])
 def test_how_a_model_is_called_with_a_batch(batch_type: str) -> None:
     ids, _ = sentences()

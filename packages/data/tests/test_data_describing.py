@@ -29,10 +29,10 @@ def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
     loader = DataLoader(range(100), batch_size=8)
     description = prepare(loader, 1, 4, feed=Feed(lookahead=2)).describe()
     assert (description.per_rank_batch, description.global_batch, description.effective_batch) == (8, 32, 64)
-    assert (description.steps, description.samples, description.ranks) == (4, 100, 4)
+    assert (description.batches, description.steps, description.samples, description.ranks) == (4, 2, 100, 4)
     assert str(description) == (
         "batch per rank 8, global batch 32 on 4 data-parallel rank(s), effective batch 64 with accumulation 2; "
-        "4 steps per epoch over 100 samples; an incomplete last global batch is filled from the first samples, "
+        "4 batches per rank and 2 steps per epoch over 100 samples; an incomplete last global batch is filled from the first samples, "
         "which metrics leave out; every rank reads its own part"
     )
 
@@ -50,6 +50,11 @@ def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
 def test_every_kind_of_loader_can_be_described(loader, ranks, options, expected):
     """D6."""
     assert re.search(expected, str(prepare(loader, 0, ranks, **options).describe()))
+
+
+def test_steps_are_windows_of_which_the_last_may_be_short():
+    description = prepare(DataLoader(range(26)), 0, 1, feed=Feed(lookahead=4)).describe()
+    assert (description.batches, description.steps) == (26, 7)
 
 
 def test_the_length_is_the_number_of_iterations_of_this_rank():

@@ -23,7 +23,14 @@ from accel_core.deprecation import Deprecation
 from accel_core.feed import Feed
 from accel_core.hookspecs import LAYOUT_HOOKS
 from accel_core.optimizer import OptimizerGate, gate_of, place_state
-from accel_core.options import chosen_strategy, refuse_keywords, refuse_unknown, renamed
+from accel_core.options import (
+    checked_placement,
+    chosen_strategy,
+    refuse_keywords,
+    refuse_unknown,
+    renamed,
+    warn_of_unread,
+)
 from accel_core.precision import remove_policy
 from accel_core.prepare import (
     ORDER,
@@ -32,11 +39,13 @@ from accel_core.prepare import (
     PrepareRequest,
     check_device_map,
     check_device_placement,
+    check_reading,
     check_state_kept,
     has_device_map,
     held_by,
     kind_of,
     require,
+    warn_of_empty,
 )
 from accel_core.process_control import ProcessControl
 from accel_core.project import resolve_project
@@ -180,6 +189,8 @@ class Accelerator(ProcessControl):
         kwargs_handlers = renamed(older_names, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older_names, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older_names)
+        placement = checked_placement(device_placement)
+        warn_of_unread()
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
         self._project = resolve_project(project.value, project_config, project.source)
         parts = assemble(
@@ -206,7 +217,7 @@ class Accelerator(ProcessControl):
                 handlers=() if kwargs_handlers is None else kwargs_handlers,
             )
         )
-        self.device_placement = device_placement
+        self.device_placement = placement
         self._dataloader_config = dataloader_config
         splits = getattr(parts.loader, "split_batches", False)
         self._scheduler_rule = rule_of(
@@ -474,6 +485,7 @@ class Accelerator(ProcessControl):
             self._layout.data_group,
             slice_fn_for_dispatch,
         )
+        warn_of_empty(prepared)
         self._prepared.loaders.append(prepared)
         return prepared
 
@@ -554,6 +566,32 @@ class Accelerator(ProcessControl):
         if not keep_fp32_wrapper:
             remove_policy(inner)
         return inner
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        """Has another method of a prepared model run as its forward does: under the strategy, and in the precision.
+
+            model = accelerator.prepare(agent)
+            accelerator.mark_forward_method(model, "act")
+            loss = loss_fn(model.act(observation))  # gradients are averaged as after model(observation)
+
+        No collective. Copies of the model have it too; `free_memory` takes it away.
+
+        Args:
+            model: a prepared model.
+            name: of a method that computes with parameters.
+
+        Raises:
+            ValueError: if the model is not prepared, or has no such method.
+        """
+        record = self._prepared.find_model(model)
+        if record is None:
+            raise ValueError(
+                f"mark_forward_method() was given a {type(model).__name__} that is not prepared. Pass the model that prepare() "
+                f"returned."
+            )
+        from accel_core.forward_methods import mark
+
+        mark(record.prepared, record.original, name)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state of a model, under the user's parameter names. Collective under every strategy.
@@ -662,6 +700,7 @@ class Accelerator(ProcessControl):
         """
         if self._prepared.unchecked:
             self._prepared.check_orphans()
+            check_reading(self._feed, self._layout.shard.count)
         if type(loss) is not torch.Tensor or loss.dim():
             _check_loss(loss, kwargs)
         if learning_rate is not None or self._prepared.fused:
@@ -724,6 +763,7 @@ class Accelerator(ProcessControl):
             )
         if self._prepared.unchecked:
             self._prepared.check_orphans()
+            check_reading(self._feed, self._layout.shard.count)
         self._accumulation.whole_window()
         with self._world.collective("forward_backward()"):
             return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
@@ -1134,7 +1174,7 @@ class Accelerator(ProcessControl):
             log_kwargs: for each tracker, by name, what its own log is to be given.
 
         Raises:
-            RuntimeError: before `init_trackers`.
+            RuntimeError: before `init_trackers`, on processes that record.
             TypeError, ValueError: for arguments of another type, and a name that no tracker has. Values that cannot be recorded, such as
                 two of one name, are left out with a warning; under `TrackingKwargs(strict=True)` they are an error, too.
             TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`; else that is a warning, once.

@@ -21,6 +21,10 @@ class Dress:
     Python change the class of one.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """One that is not dressed: `type(obj)(...)`, as in `sequential[:2]`, is nobody's prepared object."""
+        return cls.__bases__[1](*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         dressed = type(self)
         overrides, original = dressed.__bases__

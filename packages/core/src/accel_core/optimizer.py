@@ -8,6 +8,7 @@ and not to the gate, because LR schedulers take the `__func__` of `optimizer.ste
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from accel_core.deprecation import level_of_the_user
 from accel_core.fused_backward import is_fused, no_step
 
 if TYPE_CHECKING:
@@ -229,7 +231,24 @@ class OptimizerGate:
             prepared.check_orphans()
             self._frozen = prepared.frozen_of(optimizer)
             prepared.await_copies()
+        if self.settled == -1:
+            self._warn_without_windows()
         self._checked = True
+
+    def _warn_without_windows(self) -> None:
+        # Who accumulates without `accumulate` runs several backwards before the first step.
+        accumulation = self.accumulation
+        if (
+            accumulation.steps > 1
+            and not accumulation.serial
+            and accumulation.total_backwards - self.seen_backwards == 1
+        ):
+            warnings.warn(
+                f"gradient_accumulation_steps={accumulation.steps} was asked for, but optimizer.step() was called after one backward, outside "
+                f"of accumulate(): every batch is a step, with 1/{accumulation.steps} of its gradient. Write `with accelerator.accumulate(model):` "
+                f"around the body of the loop.",
+                stacklevel=level_of_the_user(),
+            )
 
     def _check_frozen(self, optimizer: Optimizer) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]

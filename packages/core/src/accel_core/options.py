@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from accel_core.deprecation import Deprecation
-from accel_core.plugins import list_offers
+from accel_core.deprecation import Deprecation, level_of_the_user
+from accel_core.outside import LOADER_OPTIONS, OPTIONS, PREFIX, variable_of
+from accel_core.plugins import Group, list_offers
+from accel_core.precision import Precision
 from accel_core.strategies.strategy import Strategy
+from accel_core.vocabulary import KNOWN_PROVIDERS
 
 T = TypeVar("T")
 
@@ -129,6 +134,49 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
                 f"{type(each).__name__}(...), or strategy={type(each).__name__}(...)."
             )
     return dict(objects)
+
+
+def checked_placement(value: object) -> bool:
+    """`device_placement` as it was given. Raises `TypeError`, with the argument that was meant, for what is no truth value.
+
+    It is the first argument: what stands there without a name is often a precision.
+    """
+    if isinstance(value, bool):
+        return value
+    meant = next((argument for group, argument in _MEANT.items() if _is_choice(group, value)), None)
+    hint = "" if meant is None else f" Type Accelerator({meant}={value!r}) if that was meant."
+    raise TypeError(f"device_placement={value!r} is a {type(value).__name__}: expected True or False.{hint}")
+
+
+_MEANT: Mapping[Group, str] = {"accel.precisions": "mixed_precision", "accel.strategies": "strategy"}
+
+
+def _is_choice(group: Group, value: object) -> bool:
+    """Whether a value chooses a component of this group."""
+    if isinstance(value, str):
+        return value in KNOWN_PROVIDERS[group] or any(each.name == value for each in list_offers(group))
+    return isinstance(value, Strategy if group == "accel.strategies" else Precision)
+
+
+def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
+    """Warns of variables of the environment that nothing reads, and whose names are those of options but for a letter or two.
+
+    Others belong to launchers, this one's or somebody else's.
+    """
+    known = {variable_of(option).removeprefix(PREFIX) for option in (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")}
+    for name in sorted(environ):
+        own = name.removeprefix(PREFIX)
+        if own == name or own in known or "__" in own:
+            continue
+        close = difflib.get_close_matches(own.upper(), known, n=1, cutoff=_CLOSE)
+        if close:
+            warnings.warn(
+                f"{name} is set, and nothing reads it. Type {PREFIX}{close[0]} if that was meant.",
+                stacklevel=level_of_the_user(),
+            )
+
+
+_CLOSE = 0.86  # one letter of a short name: USE_XPU, which is another's, is no misspelt USE_CPU
 
 
 def refuse_unknown(constructor: type, older: Mapping[str, object]) -> None:

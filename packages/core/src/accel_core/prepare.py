@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,18 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_core import gradients
 from accel_core.batch_stream import is_batch_stream
 from accel_core.compilation import forget_compiled
 from accel_core.config import as_sequence
+from accel_core.deprecation import level_of_the_user
+from accel_core.forward_methods import unmark
 from accel_core.handlers import AutocastKwargs
 from accel_core.optimizer import gate_of
 from accel_core.precision import remove_policy
 from accel_core.scheduler import is_scheduler, ungate_scheduler
 
 if TYPE_CHECKING:
+    from accel_core.feed import Feed
     from accel_core.optimizer import OptimizerGate
     from accel_core.precision import PrecisionPolicy
     from accel_core.world import World
@@ -250,6 +256,7 @@ class Prepared:
             if gate is not None:
                 gate.remove(optimizer)
         for record in self.models:
+            unmark(record.prepared)
             remove_policy(record.original)
             forget_compiled(record.original)
         for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
@@ -334,6 +341,46 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
                 f"of {len(left)} of them (shapes {left[:4]}) would be lost. Prepare the optimizer before its first step; state "
                 f"from a checkpoint comes back by load_state()."
             )
+
+
+def check_reading(feed: Feed, ranks: int) -> None:
+    """Warns where every data-parallel rank trains on all samples of a loader that nobody prepared. Called once, before the first backward.
+
+    A loop over a prepared loader costs nothing here. Else iterators of torch's loaders are looked for, of those that take the samples of a
+    data set in torch's own orders: other samplers, and iterable data sets, may share samples out by themselves.
+
+    Args:
+        feed: where prepared loaders report.
+        ranks: how many there are.
+    """
+    if ranks == 1 or feed.newest() is not None:
+        return
+    for each in gc.get_objects():
+        if not isinstance(each, _BaseDataLoaderIter):
+            continue
+        sampler = each._index_sampler
+        if type(getattr(sampler, "sampler", sampler)) in (SequentialSampler, RandomSampler):
+            warnings.warn(
+                f"{ranks} data-parallel ranks train on a loader over a {type(each._dataset).__name__} that was not prepared: unless its "
+                f"data set differs by rank, each of them reads all of it. Loop over what accelerator.prepare(loader) returns, or give it "
+                f"a torch.utils.data.DistributedSampler.",
+                stacklevel=level_of_the_user(),
+            )
+            return
+
+
+def warn_of_empty(loader: DataLoader[Any]) -> None:
+    """Warns if a prepared loader has no batch, so that a loop over it does nothing. Of those without a length nobody knows."""
+    try:
+        length = len(loader)
+    except TypeError:
+        return
+    if length == 0:
+        warnings.warn(
+            f"The prepared {type(loader).__name__} has no batch on this rank, so loops over it do nothing: its data set is empty, or drop_last "
+            f"leaves nothing of it for the batches of all ranks. Look at len(loader.dataset), and take a smaller batch size.",
+            stacklevel=level_of_the_user(),
+        )
 
 
 def check_device_map(model: nn.Module, world: World) -> None:

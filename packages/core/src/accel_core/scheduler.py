@@ -29,6 +29,7 @@ class SchedulerRule:
         repeat: steps per real optimizer step (the peer's rule is one per process).
         per_micro_batch: whether it advances by the micro-batches of the window.
         others: further optimizers that have to have stepped too.
+        stops: whether a schedule of a fixed length stays at its end, as its length was counted otherwise; else it raises there.
         by_hand: whether it was made for this scheduler alone.
     """
 
@@ -36,6 +37,7 @@ class SchedulerRule:
     repeat: int = 1
     per_micro_batch: bool = False
     others: tuple[Optimizer, ...] = ()
+    stops: bool = False
     by_hand: bool = False
 
     def steps(self, gate: OptimizerGate) -> int:
@@ -73,7 +75,7 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
             f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them "
             f"out."
         )
-    return SchedulerRule(with_optimizer, processes or 1, bool(adjust))
+    return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
 
 
 class _Gated(Dress):
@@ -81,9 +83,9 @@ class _Gated(Dress):
         """Steps as often as the rule says; without a prepared optimizer it steps once."""
         optimizer = self.optimizer  # type: ignore[attr-defined]
         gate = gate_of(optimizer)
-        times = vars(optimizer)[_RULE].steps(gate) if gate is not None and _RULE in vars(optimizer) else 1
-        for _ in range(times):
-            if times > 1 and _is_exhausted(self):
+        rule = vars(optimizer).get(_RULE) if gate is not None else None
+        for _ in range(1 if rule is None else rule.steps(gate)):
+            if rule is not None and rule.stops and _is_exhausted(self):
                 return
             super().step(*args, **kwargs)  # type: ignore[misc]
 

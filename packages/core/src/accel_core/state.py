@@ -130,6 +130,15 @@ class PartialState(_State):
         words = ONE_PROCESS if self.num_processes == 1 else SEVERAL_PROCESSES
         return DistributedType(_word(words, self._world))
 
+    def __copy__(self) -> PartialState:
+        return type(self).of(self._world)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialState:
+        return type(self).of(self._world)  # nothing of a world is copied
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # what a pickle gives is a view of the processes where it is loaded
+
     def __repr__(self) -> str:
         """The set-up, one fact a line."""
         return _lines(_facts(self))

@@ -103,7 +103,8 @@ class WindowLoop:
             raise
         finally:
             gradients.bring_back(earlier)
-        return torch.tensor(mean, device=self._world.device)
+        exact = any(loss.dtype is torch.float64 for loss, _ in parts)
+        return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """As many micro-batches on every rank, and whether each counts. A collective. Raises `ValueError` if a rank has none."""

@@ -16,7 +16,8 @@ class LoaderDescription:
         accumulation: batches of a window.
         ranks: how many ranks read different parts.
         samples: samples in the dataset.
-        steps: batches of an epoch on the rank that has most of them; windows are `steps / accumulation`, rounded up.
+        batches: of an epoch, on the rank that has most of them.
+        steps: optimizer steps of an epoch: its windows, of which the last may be short.
         reading: how the ranks come to their parts.
         ending: how an incomplete last global batch is handled.
     """
@@ -27,6 +28,7 @@ class LoaderDescription:
     accumulation: int
     ranks: int
     samples: int | None
+    batches: int | None
     steps: int | None
     reading: str
     ending: str
@@ -38,6 +40,7 @@ class LoaderDescription:
         return (
             f"batch per rank {shown(self.per_rank_batch, 'varies')}, global batch {shown(self.global_batch, 'varies')} on "
             f"{self.ranks} data-parallel rank(s), effective batch {shown(self.effective_batch, 'varies')} with "
-            f"accumulation {self.accumulation}; {shown(self.steps, 'unknown')} steps per epoch over "
-            f"{shown(self.samples, 'an unknown number of')} samples; {self.ending}; {self.reading}"
+            f"accumulation {self.accumulation}; {shown(self.batches, 'unknown')} batches per rank and "
+            f"{shown(self.steps, 'unknown')} steps per epoch over {shown(self.samples, 'an unknown number of')} "
+            f"samples; {self.ending}; {self.reading}"
         )

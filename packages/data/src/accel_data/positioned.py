@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.utils.data import DataLoader
@@ -172,7 +173,7 @@ class PositionedLoader(PreparedLoader):
     def describe(self) -> LoaderDescription:
         """The batch size in every sense, the steps of an epoch, and how its end is handled; `print` it."""
         source, accumulation = self._accel_source, self._accel_outlet.feed.lookahead
-        total, ranks = self.total_batch_size, source.shard.count
+        total, ranks, batches = self.total_batch_size, source.shard.count, source.most_steps()
         return LoaderDescription(
             per_rank_batch=None if total is None else total // ranks,
             global_batch=total,
@@ -180,7 +181,8 @@ class PositionedLoader(PreparedLoader):
             accumulation=accumulation,
             ranks=ranks,
             samples=source.identity.length,
-            steps=source.most_steps(),
+            batches=batches,
+            steps=None if batches is None else math.ceil(batches / accumulation),
             reading=source.reading(),
             ending=source.ending(),
         )

@@ -8,6 +8,7 @@ result of it all.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,13 @@ from torch import nn
 
 from accel_core.compilation import compile_calls
 from accel_core.dressing import dress
+from accel_core.forward_methods import mark
 from accel_core.fused_backward import is_fused
 from accel_core.precision import cast_parameters, dress_calls
 from accel_core.repointing import Repointing
 from accel_core.strategies import check_alike, place_model
 from accel_fsdp.activation_checkpointing import checkpoint_units
+from accel_fsdp.export import save_whole
 from accel_fsdp.gathering import Gathering
 from accel_fsdp.held import gather_apart, gathered_parameters, keep_in_parts
 from accel_fsdp.materialising import is_meta
@@ -310,6 +313,9 @@ def follow(
     # torch calls its class "FSDP" and the user's name; ours passes for the user's class, as every dress does.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(type(model), attribute, getattr(user, attribute))
+    save_whole(model)
+    if inspect.ismethod(getattr(model, "generate", None)):
+        mark(model, model, "generate")  # it may call an encoder before the model, which needs what the root gathers
 
 
 def keep_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:

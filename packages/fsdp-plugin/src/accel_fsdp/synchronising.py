@@ -43,6 +43,7 @@ class Synchronisation:
         whole: its parameters that are not cut.
 
     Attributes:
+        calls: how many calls of the model run, one inside the other.
         units: the model, and the modules in it that are gathered by themselves.
         cuts: the engine's records of its parameters.
         held_back: whether forwards that run now lead to backwards that do not synchronise.
@@ -55,6 +56,7 @@ class Synchronisation:
         "_kept",
         "_may_hold",
         "_states",
+        "calls",
         "cut_as",
         "cuts",
         "engine",
@@ -74,6 +76,7 @@ class Synchronisation:
         self._states = [engine_state(unit) for unit in self.units]
         self.cut_as: object = None
         self.whole = whole
+        self.calls = 0
         self.held_back = False
         self.travels = True
         self._may_hold = False
@@ -129,11 +132,16 @@ class ShardedModel(Dress):
         learns = torch.is_grad_enabled()
         if learns and own.travels is own.held_back:
             own.tell(not own.held_back)
+        own.calls += 1
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             self.reset_iter_state()  # type: ignore[attr-defined]
             raise
+        finally:
+            own.calls -= 1
+        if own.calls:  # a method such as `generate`, which goes on and may use what is gathered, has called its model
+            return output
         if learns:
             own.whole.follow(output, own)
         else:

@@ -6,8 +6,10 @@ wrapper keeps the user's parameters, so an optimizer may be built, and prepared,
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,6 +26,7 @@ from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout
 from accel_core.strategies.placing import check_alike, place_model
 from accel_core.strategies.strategy import Strategy
+from accel_core.tree import flatten
 from accel_core.vocabulary import SEVERAL_PROCESSES
 from accel_core.watch.marks import explain
 from accel_core.world import World
@@ -180,7 +183,25 @@ class DDP(Strategy):
 
 
 class _Wrapper(Dress):
-    """Adds to torch's wrapper that it names unused parameters, and that it and its copies let go of the process group."""
+    """What torch's wrapper lacks: attributes of the model, names of unused parameters, and an end with its process group."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Those of the wrapper; and what the user's model has, unless it is private."""
+        modules = vars(self).get("_modules", {})
+        if name in modules:
+            return modules[name]
+        if name.startswith("_") or "module" not in modules:
+            return super().__getattr__(name)  # type: ignore[misc]
+        found = getattr(modules["module"], name)
+        return _outside_of_forward(self, name, found) if inspect.ismethod(found) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        inner = None if name in own else own.get("_modules", {}).get("module")
+        if inner is not None and not hasattr(type(self), name) and name[0] != "_" and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getstate__(self) -> Any:
         """Raises for what torch would not give to the copy, or has no words for."""
@@ -246,6 +267,23 @@ class _Wrapper(Dress):
                 f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
                 f"requires_grad_(False) on them before prepare."
             ) from error
+
+
+def _outside_of_forward(wrapper: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the user's model, as the wrapper gives it: it may not return what would be trained on."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if wrapper.training and any(getattr(each, "grad_fn", None) is not None for each in flatten(result)[0]):
+            raise RuntimeError(
+                f"{name}() of {type(wrapper.module).__name__} was called under DDP, and returned tensors to learn from, but only calls "
+                f"of the model itself average gradients over the ranks, which would drift apart. Mark it behind prepare(): "
+                f"accelerator.mark_forward_method(model, {name!r}); or call it under torch.no_grad()."
+            )
+        return result
+
+    return call
 
 
 def _trainable(model: nn.Module) -> frozenset[str]:

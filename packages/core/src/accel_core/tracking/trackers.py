@@ -213,8 +213,14 @@ class Trackers:
         return self._in_hand(tracker)
 
     def caught_up(self, name: str) -> Any:
-        """The tracker, when it has recorded what was logged so far; a blank where it does not record."""
-        if not any(name_of(each) == name for each in self._components) or not self._is_recording("get_tracker()"):
+        """The tracker, when it has recorded what was logged so far; a blank where it does not record.
+
+        After the end it is closed, and still says where its run is.
+        """
+        if not any(name_of(each) == name for each in self._components):
+            return Blank(name)
+        is_closed = self._ended and self._recorders is not None and os.getpid() == self._process
+        if not is_closed and not self._is_recording("get_tracker()"):
             return Blank(name)
         recorder = next((each for each in self._started() if each.name == name), None)
         if recorder is None:  # they are being started
@@ -312,8 +318,12 @@ class Trackers:
         return known_names(self._chosen)
 
     def _is_recording(self, call: str) -> bool:
-        """Whether this process records; raises, on every rank, where a run is missing."""
-        if not self._names:
+        """Whether this process records; raises, where it does, if a run is missing.
+
+        A process that records nothing does not ask: scripts call `init_trackers` on the main process, and `log` on all.
+        """
+        if not self._components:
+            self._was_used = True
             return False
         if self._plan is None and not self._ended:
             raise RuntimeError(
@@ -321,8 +331,6 @@ class Trackers:
                 f"accelerator.init_trackers('my-project') first."
             )
         self._was_used = True
-        if not self._components:
-            return False
         if self._ended or os.getpid() != self._process:
             when = "after end_training()" if self._ended else "in a process that was forked from the one that records"
             where = "Call end_training() last" if self._ended else "Return what is to be recorded to that one"
@@ -432,4 +440,7 @@ class Trackers:
             self._warn(f"{text.rstrip('.')}. {_GOES_ON}")
 
     def _warn(self, text: str) -> None:
-        warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_user())
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_user())
+        except RuntimeWarning:  # a filter makes errors of warnings, and a tracker does not end a run
+            logger.warning("%s", text)

@@ -42,6 +42,7 @@ from torch import nn
 from accel_core.checkpoint.assembling import Gathering
 from accel_core.checkpoint.weights import tensor_files
 from accel_core.checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
+from accel_core.tree import flatten
 
 if TYPE_CHECKING:
     from accel_core.world import World
@@ -169,9 +170,11 @@ def save(
         save_on_each_node: writes on the local main process of every node.
 
     Raises:
-        TypeError, ValueError: for an object that safetensors cannot hold.
+        TypeError, ValueError: for an object that safetensors cannot hold; on every rank that calls it, for tensors of which it
+            has a part.
         OSError: if the file cannot be written.
     """
+    _refuse_parts(obj)
     if not (world.is_local_main if save_on_each_node else world.is_main):
         return
     if not safe_serialization:
@@ -185,6 +188,16 @@ def save(
     unique, aliases = tensor_files.untie(obj)
     tensor_files.check_safetensors(unique)
     replace_file(Path(f), partial(tensor_files.write_safetensors, unique, aliases, unique.__getitem__))
+
+
+def _refuse_parts(obj: Any) -> None:
+    # DTensors have `full_tensor`. Their module is not imported for this.
+    if any(isinstance(each, torch.Tensor) and hasattr(each, "full_tensor") for each in flatten(obj)[0]):
+        raise ValueError(
+            "save() was given tensors of which each rank has a part (DTensors), so the file would hold that of this rank alone. "
+            "Gather them on every rank first: state = accelerator.get_state_dict(model), then accelerator.save(state, file), or "
+            "model.save_pretrained(folder, state_dict=state). accelerator.save_model(model, folder) does all of it."
+        )
 
 
 def parse_size(size: int | str) -> int:
