@@ -125,7 +125,7 @@ class GradientSync:
             return  # ranks that have ended take part in what the reducer does, and in nothing else
         if not (self.changed or self._local) or any(_is_sparse(each) for each in self.known):
             return
-        used = torch.tensor([float(each.grad is not None) for each in self.known])
+        used = torch.tensor([float(each.grad is not None) for each in self.known], device=self.known[0].device)
         sent = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.known]
         with torch.no_grad():
             means, used = collectives.reduce((sent, used), world, "mean")
