@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_core import DDP, Accelerator, DistributedDataParallelKwargs, LocalSGD
+from accel_core.testing import RanksFailed, run_ranks
 
 ON_TWO = Together(2)
 
@@ -378,6 +380,28 @@ def test_loops_that_are_right_are_left_alone() -> None:
     for found in ON_TWO.run(legitimate):
         assert [name for name, holds in found.items() if not holds] == []
         assert "a wrapper that is prepared again" in found
+
+
+def apart(kind: str) -> None:
+    """One rank alone runs a second backward, or calls the model inside the wrapper."""
+    loop = Loop()
+    for seed in range(3):
+        odd = seed == 1 and loop.accelerator.is_main_process
+        loss = loop.loss(loop.inner if odd and kind == "raw" else None, seed=seed)
+        loop.accelerator.backward(loss, retain_graph=odd)
+        if odd and kind == "second":
+            loop.accelerator.backward(loss)
+        loop.step()
+
+
+@pytest.mark.parametrize("kind", ["raw", "second"])
+def test_ranks_that_do_not_do_the_same_all_end(kind: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(apart, 2, kind, timeout=100)
+    assert time.monotonic() - began < 60
+    if kind == "raw":
+        assert "gradients of 4 of its parameters have not been averaged" in str(raised.value)
 
 
 @ON_TWO

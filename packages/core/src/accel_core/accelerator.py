@@ -679,7 +679,7 @@ class Accelerator(ProcessControl):
         if closes and self._world.watch is not None:
             with self._world.watch.collective("backward()"):
                 relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
-                relay.synchronise_gradients()
+            relay.synchronise_gradients()  # behind the mark: a rank that has more to send than the others is told from them
         else:
             relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
 
