@@ -34,9 +34,6 @@ class TestDDP(StrategySuite):
     strategy = ddp
     worlds = (2,)
     cpu = False
-    lacks = {
-        "test_several_backwards_of_one_forward_add_up": "torch's reducer synchronises the first backward of a forward only"
-    }
 
 
 def net():

@@ -429,33 +429,6 @@ def test_a_step_on_gradients_that_stayed_local_is_refused() -> None:
         assert "Leave the step out together with the backward" in message
 
 
-@ON_TWO
-def unfrozen() -> str:
-    accelerator = Accelerator()
-    module = net()
-    module[0].requires_grad_(False)
-    model = accelerator.prepare(module)
-    model.train()
-    module[0].requires_grad_(True)
-    model.eval()
-    with pytest.raises(RuntimeError) as raised:
-        model.train()
-    inner = accelerator.unwrap_model(model)
-    accelerator.free_memory()
-    again = accelerator.prepare(inner)
-    again.train()
-    accelerator.backward(again(own(rows(), accelerator)).pow(2).mean())
-    assert close(gradients(again), reference_gradients(rows()))
-    return str(raised.value)
-
-
-def test_parameters_that_are_unfrozen_later_are_not_trained_apart() -> None:
-    """Law 8: DDP knows the parameters that required a gradient when it wrapped the model."""
-    for message in ON_TWO.run(unfrozen):
-        assert "2 parameters were unfrozen after prepare(): 0.bias, 0.weight" in message
-        assert "prepare the model and its optimizer again" in message
-
-
 def thaw() -> str:
     """A frozen model beside a trained one, held by one optimizer, is unfrozen after a step."""
     accelerator = Accelerator()

@@ -62,9 +62,12 @@ def in_a_world() -> dict[str, Any]:
     model.temperature = 1.0
     with torch.no_grad():
         found["evaluates"] = model.act(x)["action"].shape
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model.act(x)["action"].pow(2).mean())
     with pytest.raises(RuntimeError) as caught:
-        model.act(x)
+        optimizer.step()
     found["refused"] = str(caught.value)
+    optimizer.zero_grad()
     with pytest.raises(AttributeError) as caught:
         model.konfig
     found["absent"] = str(caught.value)
@@ -95,7 +98,7 @@ def test_what_the_model_has_is_reached_through_the_wrapper() -> None:
 
 def test_a_method_that_would_train_unsynchronised_is_refused_and_one_that_is_marked_averages_gradients() -> None:
     for facts in ON_TWO.run(in_a_world):
-        assert "accelerator.mark_forward_method(model, 'act')" in facts["refused"]
+        assert "accelerator.mark_forward_method(model, name)" in facts["refused"]
         torch.testing.assert_close(facts["gradient"], reference())
         assert facts["copies"] == [6.0, 6.0]
         assert facts["of copies"] == (2.0, 2.0)

@@ -21,9 +21,6 @@ class TestSingle(StrategySuite):
 class TestDDP(StrategySuite):
     strategy = "ddp"
     worlds = (2,)
-    lacks = {
-        "test_several_backwards_of_one_forward_add_up": "torch's reducer synchronises the first backward of a forward only"
-    }
 
 
 def in_views():
@@ -33,7 +30,6 @@ def in_views():
 class TestDDPInViews(StrategySuite):
     strategy = in_views
     worlds = (2,)
-    lacks = TestDDP.lacks
 
 
 TESTS = {name for name in dir(StrategySuite) if name.startswith("test_")}

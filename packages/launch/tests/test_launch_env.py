@@ -8,7 +8,7 @@ import platform
 import pytest
 import torch
 
-from accel_launch.checking import environment
+from accel_core.masking import HIDDEN
 from accel_launch.commands.env import main
 
 
@@ -62,7 +62,7 @@ def test_variables_that_bear_on_a_launch_are_there_and_secrets_are_not(capsys, m
     found = as_json(capsys)["environment"]
     assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert found["NCCL_SOCKET_IFNAME"] == "eth0"
-    assert found["SLURM_JWT"] == found["ACCELERATE_WANDB__API_KEY"] == environment.HIDDEN
+    assert found["SLURM_JWT"] == found["ACCELERATE_WANDB__API_KEY"] == HIDDEN
     assert found["GLOO_PROXY"] == "http://(hidden)@proxy:80"
     assert json.loads(found["ACCELERATE_CONFIG"])["file"]["ACCELERATE_CPU"] == [True, "config.yaml"]
     assert "UNRELATED" not in found

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 
 from accel_launch.importing.places import peer_paths
+from accel_launch.settings.catalog import Catalog
+from accel_launch.settings.command_line import CommandLine
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import chosen_path, load, own_path, read, write
+from accel_launch.settings.resolution import resolve
 
 
 @pytest.fixture
@@ -117,6 +121,57 @@ def test_what_is_no_mapping_of_options_is_refused_with_its_line(path, text, mess
 def test_a_file_that_cannot_be_read_says_why(path):
     path.write_bytes(b"a: \xff\xfe")
     with pytest.raises(SettingsError, match=r"config\.yaml cannot be read: .*codec"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({f"key{number}": number for number in range(30_000)}),
+        "a: " + "[" * 8_000 + "]" * 8_000,
+        "a: " + "[" * 16_000,
+        "a: " + "{" * 16_000,
+        "- " * 8_000,
+        "? " * 8_000,
+    ],
+    ids=["30,000 keys", "brackets", "open brackets", "braces", "lists", "keys"],
+)
+def test_hostile_files_take_no_time(path, text):
+    path.write_text(text)
+    began = time.perf_counter()
+    if text.startswith("{"):
+        assert len(read(path).data) == 30_000
+    else:
+        with pytest.raises(SettingsError, match="more than 100 levels|this is no YAML"):
+            read(path)
+    assert time.perf_counter() - began < 3
+
+
+def test_many_unknown_keys_are_refused_without_looking_for_what_each_may_have_meant(path):
+    path.write_text(json.dumps({f"key{number}": number for number in range(30_000)}))
+    began = time.perf_counter()
+    with pytest.raises(SettingsError, match="There are more mistakes in .*: mend these first") as raised:
+        resolve(Catalog(), CommandLine(), read(path), {})
+    assert len(raised.value.problems) == 51
+    assert time.perf_counter() - began < 10
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(path):
+    os.mkfifo(path)
+    with pytest.raises(SettingsError, match=r"config\.yaml cannot be read: it is no regular file"):
+        read(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(SettingsError, match="it is no regular file"):
+        read(path)
+    path.unlink()
+    with open(path, "wb") as stream:
+        stream.truncate(1 << 34)
+    with pytest.raises(SettingsError, match="larger than 1048576 bytes, and holds more than options"):
+        read(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SettingsError, match="cannot be read"):
         read(path)
 
 

@@ -244,7 +244,11 @@ class Accelerator(ProcessControl):
         steps = parts.accumulation.num_steps
         assert steps is not None, "the plugin checks it"
         self._feed = Feed(steps)
-        self._prepared = Prepared(self._world, self._relay.held_gradients if owners["held_gradients"] else None)
+        self._prepared = Prepared(
+            self._world,
+            self._relay.held_gradients if owners["held_gradients"] else None,
+            self._relay.check_gradients if owners["check_gradients"] else None,
+        )
         self._accumulation = Accumulation(
             steps,
             self._feed,
@@ -714,6 +718,7 @@ class Accelerator(ProcessControl):
         if closes and self._world.watch is not None:
             with self._world.watch.collective("backward()"):
                 relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
+            relay.synchronise_gradients()  # behind the mark: a rank that has more to send than the others is told from them
         else:
             relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
 

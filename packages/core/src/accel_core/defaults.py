@@ -84,6 +84,14 @@ class CoreDefaults:
         """Parameters are plain tensors, which every optimizer can step."""
 
     @hookimpl
+    def synchronise_gradients(self) -> None:
+        """Nothing is left local."""
+
+    @hookimpl
+    def check_gradients(self) -> None:
+        """Every gradient may be used."""
+
+    @hookimpl
     def held_gradients(self) -> Mapping[str, torch.Tensor]:
         """All gradients are in `.grad`."""
         return _NONE

@@ -71,9 +71,9 @@ class HookSpecs:
         for batch in loader:
             with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window; held_gradients
                 loss = model(batch)
-                accelerator.backward(loss)          # scale_loss, backward
+                accelerator.backward(loss)          # scale_loss, backward, synchronise_gradients
                 accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
-                optimizer.step()                    # optimizer_step, once per window
+                optimizer.step()                    # check_gradients, optimizer_step, once per window
                 scheduler.step()
                 optimizer.zero_grad()
             accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
@@ -213,6 +213,25 @@ class HookSpecs:
 
         When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
         Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        """
+
+    @owner
+    def synchronise_gradients(self) -> None:
+        """Synchronises what backwards have left local, such as a second one through the same graph.
+
+        When: after each `accelerator.backward` that closes a window, in a world larger than one, and at the end of the default
+            `forward_backward`. Usual owner: the strategy. Hot.
+        May be a collective where the script makes all ranks find the same; without such gradients it is none.
+        Default: nothing happens.
+        """
+
+    @owner
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised since their last backward.
+
+        When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No collective. Hot.
+        Arguments: an optimizer that may hold parameters of several prepared models, or of none.
+        Default: nothing happens.
         """
 
     @owner

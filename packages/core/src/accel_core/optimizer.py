@@ -70,6 +70,7 @@ class OptimizerGate:
 
     __slots__ = (
         "_checked",
+        "_checks_gradients",
         "_frozen",
         "_holds",
         "_inside",
@@ -102,6 +103,7 @@ class OptimizerGate:
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
         self._holds = prepared is not None and prepared.holds_gradients
+        self._checks_gradients = prepared is not None and prepared.check_gradients is not None
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self._checked = False
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
@@ -153,9 +155,13 @@ class OptimizerGate:
             self._check_frozen(optimizer)
         if not (args or kwargs):
             self._check_backward()
+            if self._checks_gradients:
+                self._check_gradients(optimizer)
             step: Callable[[], Any] = self._own_step
         else:
             self._check_closure()
+            if self._checks_gradients and args and callable(args[0]):
+                args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
             step = partial(self._own_step, *args, **kwargs)
         self._inside = True
         try:
@@ -259,6 +265,17 @@ class OptimizerGate:
                 f"a whole when it was prepared, so nobody averages their gradients, and the ranks would drift apart. Unfreeze before "
                 f"prepare(); or call accelerator.free_memory(), and prepare the model and its optimizer again."
             )
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        prepared = self.owner()
+        # Inside `LocalSGD` each rank is meant to step by itself.
+        if prepared is not None and prepared.apart is None and prepared.check_gradients is not None:
+            prepared.check_gradients(optimizer)
+
+    def _checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._check_gradients(optimizer)
+        return loss
 
     def _check_closure(self) -> None:
         # A closure runs forward and backward itself, so only that of the closing micro-batch would ever be called.

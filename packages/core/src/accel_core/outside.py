@@ -139,8 +139,10 @@ def _of_sections() -> dict[str, Told]:
     given = {name: value for name, value in found.items() if value is not None}
     for name, value in given.items():
         if name != name.upper():
+            from accel_core.masking import masked
+
             raise ValueError(
-                f"{value.source} was given, and variables are written in capital letters. Type {name.upper()}={value.text}."
+                f"{value.source} was given, and variables are written in capital letters. Type {name.upper()}={masked(name, value.text)}."
             )
     return given
 
@@ -166,7 +168,9 @@ def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, To
             for level in _LEVELS
         }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        from accel_core.masking import masked_text
+
+        shown = masked_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
         raise ValueError(
             f"{CHANNEL}={shown!r} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
             f"command line of the launcher, or in variables of their own, such as {PREFIX}MIXED_PRECISION=bf16."

@@ -89,11 +89,15 @@ class Prepared:
     Args:
         world: in a larger one, optimizers of models that are not prepared are refused.
         held: the hook `held_gradients`; None: nobody owns it.
+        check_gradients: the hook of that name; None: nobody owns it.
     """
 
-    def __init__(self, world: World, held: Held | None = None) -> None:
+    def __init__(
+        self, world: World, held: Held | None = None, check_gradients: Callable[[Optimizer], None] | None = None
+    ) -> None:
         self._world = world
         self._held = held
+        self.check_gradients = check_gradients
         self.models: list[PreparedModel] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -220,7 +224,7 @@ class Prepared:
         if self._world.size == 1 or not self.unchecked:
             self.unchecked = False
             return
-        known = {id(parameter) for parameter in self.parameters()}
+        known = {id(each) for record in self.models if not record.evaluation for each in record.parameters}
         for optimizer in self.optimizers:
             orphans = [name for name, parameter in _named(optimizer) if id(parameter) not in known]
             if orphans:
@@ -228,7 +232,8 @@ class Prepared:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {shown}. In a world "
                     f"of {self._world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
-                    f"build the optimizer from the parameters of the model that you prepare."
+                    f"build the optimizer from the parameters of the model that you prepare; what a model got after it was prepared is "
+                    f"averaged by nobody: change the model first, then prepare it."
                 )
         self.unchecked = False
 
@@ -259,6 +264,9 @@ class Prepared:
             unmark(record.prepared)
             remove_policy(record.original)
             forget_compiled(record.original)
+            release = getattr(record.prepared, "accel_release", None)
+            if release is not None:
+                release()
         for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
             forgotten.clear()
         self.unchecked = self.fused = self.drifted = False

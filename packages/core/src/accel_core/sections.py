@@ -167,13 +167,14 @@ def read_section(
 
 
 def _converted(name: str, field: Field, given: Told) -> Any:
+    from accel_core.masking import masked
     from accel_core.values import expected, from_data
 
     try:
         return from_data(field.type, given.value)
     except ValueError as error:
         raise ValueError(
-            f"{name}.{field.name}={given.value!r} was given by {given.source}: expected {expected(field.type)}."
+            f"{name}.{field.name}={masked(field.name, given.value)!r} was given by {given.source}: expected {expected(field.type)}."
         ) from error
 
 

@@ -94,6 +94,7 @@ class WindowLoop:
                     for each in () if following is _END else models:
                         local.enter_context(self._no_sync(each))
                     parts.append(self._micro_batch(model, batch, loss_fn, inputs, following is _END, counts))
+            self._bound().synchronise_gradients()
             mean, correction = self._settle(parts)
             gradients.scale(parameters, correction)
         except BaseException:

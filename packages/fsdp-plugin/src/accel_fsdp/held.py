@@ -6,7 +6,8 @@ All private attributes of `torch.distributed.fsdp` that this package uses are us
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +100,27 @@ def was_interrupted(state: Any) -> bool:
 def current_backward() -> int:
     """A number for the backward that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
+
+
+def refuse_second_derivatives(units: Iterable[nn.Module]) -> None:
+    """Has a backward raise that is to be differentiated itself, before it reaches the units.
+
+    The engine sends gradients and cuts parameters when a unit's first backward is done, and knows of no second one through it: gradients
+    that come later are never sent, and weights that it needs are gone.
+    """
+    for state in {id(state): state for state in map(engine_state, units)}.values():
+        # Looked up by the engine in each forward, and called with the gradient of each output.
+        state._pre_backward = partial(_pre_backward, state._pre_backward)
+
+
+def _pre_backward(engines: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():  # which it is in a backward with create_graph=True alone
+        raise RuntimeError(
+            "A backward with create_graph=True was to go through a model that FSDP has sharded (a gradient penalty, say), and gradients of "
+            "second derivatives would be missing in it. Train this model with strategy='ddp', or in one process with strategy='single'; a "
+            "GAN may have its critic under an Accelerator(strategy='ddp') of its own."
+        )
+    return engines(gradient)
 
 
 def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:

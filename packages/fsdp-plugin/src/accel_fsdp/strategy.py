@@ -208,7 +208,6 @@ class FSDP(Strategy):
         check(optimizer)
         if optimizer not in self._stepping:
             self._stepping.add(optimizer)
-            optimizer.register_step_pre_hook(_Arriving(self._models))
             optimizer.register_step_post_hook(_Outdating(self._models))
 
     @hookimpl
@@ -222,6 +221,28 @@ class FSDP(Strategy):
         """The next backward synchronises, although its forward ran inside `no_sync`."""
         own = synchronisation_of(model)
         return _NOTHING if own is None else triggered(own)
+
+    @hookimpl
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raises for gradients that this rank still holds back: they would be missing in the step, or differ from rank to rank."""
+        for model in self._models:
+            own = synchronisation_of(model)
+            assert own is not None, "it was sharded here"
+            held = own.held(model)
+            if not (held or own.whole.changed):
+                continue
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            named = dict(model.named_parameters(remove_duplicate=False))
+            left = [name for name, gradient in held.items() if id(named[name]) in stepped and bool(gradient.any())]
+            local = own.whole.local()
+            left += [name for name, each in named.items() if id(each) in stepped and id(each) in local]
+            if left:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() was called while {type(model).__name__} holds back gradients of {len(left)} of its "
+                    f"parameters, {left[0]!r} for one, which no backward has sent to the other ranks. Whether gradients travel is decided "
+                    f"where the model is called: call it as a whole, and not a part of it, outside no_sync() for the last backward "
+                    f"before the step; or put that backward into accelerator.trigger_sync_in_backward(model)."
+                )
 
     @hookimpl
     def held_gradients(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -303,31 +324,6 @@ class FSDP(Strategy):
     def _here(self) -> Place:
         assert self._place is not None, "layout() runs in the constructor of the Accelerator"
         return self._place
-
-
-class _Arriving:
-    """Before a step, gradients have to have travelled: those that are still held back would be missing in it, without a word."""
-
-    def __init__(self, models: weakref.WeakKeyDictionary[nn.Module, Sharded]) -> None:
-        self._models = models
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        for model in self._models:
-            own = synchronisation_of(model)
-            assert own is not None, "it was sharded here"
-            held = own.held(model)
-            if not held:
-                continue
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            named = dict(model.named_parameters(remove_duplicate=False))
-            left = [name for name, gradient in held.items() if id(named[name]) in stepped and bool(gradient.any())]
-            if left:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() was called while {type(model).__name__} holds back gradients of {len(left)} of its "
-                    f"parameters, {left[0]!r} for one, which no backward has sent to the other ranks. Whether gradients travel is decided "
-                    f"where the model is called: call it as a whole, and not a part of it, outside no_sync() for the last backward "
-                    f"before the step; or put that backward into accelerator.trigger_sync_in_backward(model)."
-                )
 
 
 class _Outdating:

@@ -22,6 +22,7 @@ from accel_fsdp.held import (
     held_gradients,
     is_any_gathered,
     is_gathered,
+    refuse_second_derivatives,
     was_interrupted,
 )
 
@@ -74,6 +75,7 @@ class Synchronisation:
         self._kept = cut_parameters([model]) if reshards else self.cuts
         self.engine = engine_state(model)
         self._states = [engine_state(unit) for unit in self.units]
+        refuse_second_derivatives(self.units)
         self.cut_as: object = None
         self.whole = whole
         self.calls = 0

@@ -6,6 +6,7 @@ and what was accumulated without travelling does not stay behind where the closi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ class WholeParameters:
         parameters: plain tensors, equal on all ranks, in one order; frozen ones may be trained later.
         mesh: over which the other parameters are cut and replicated.
         dtype: in which gradients travel; None: their own.
+
+    Attributes:
+        changed: those whose gradients have changed since they were averaged last.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -36,6 +40,10 @@ class WholeParameters:
         self._groups = [mesh.get_group(number) for number in range(mesh.ndim) if mesh.size(number) > 1]
         self._ranks, self._dtype = mesh.size(), dtype
         self._awaited = -1  # the backward at whose end they are averaged
+        self.changed: deque[nn.Parameter] = deque(maxlen=2 * len(self._parameters))
+        for parameter in self._parameters if self._groups else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.changed.append)
 
     def follow(self, output: Any, synchronisation: Synchronisation) -> None:
         """Has the backward of what a model has returned average the gradients, if it synchronises."""
@@ -53,8 +61,13 @@ class WholeParameters:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(ends)
 
+    def local(self) -> set[int]:
+        """The `id` of each whose gradient differs from rank to rank."""
+        return {id(each) for each in self.changed if each.grad is not None and bool(each.grad.any())}
+
     @torch.no_grad()
     def _average(self) -> None:
+        self.changed.clear()
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             if parameter.requires_grad:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.errors import PluginError
+from accel_core.masking import masked
 from accel_core.plugins.offers import Offer, list_offers
 from accel_core.precision import Precision
 from accel_core.strategies.strategy import Strategy
@@ -129,7 +130,9 @@ def explain(
         parts.append(Part(role, selected.name, selected.where, distribution, version, source))
     return Explanation(
         parts=tuple(parts),
-        settings=tuple(Setting(name, str(option.value), option.source) for name, option in options.items()),
+        settings=tuple(
+            Setting(name, str(masked(name, option.value)), option.source) for name, option in options.items()
+        ),
         owners={hook: _owner(selected) for hook, selected in activation.owners.items()},
         listeners={hook: [_listener(one) for one in listeners] for hook, listeners in activation.listeners.items()},
         inactive=tuple(
@@ -139,7 +142,7 @@ def explain(
         ),
         details=(
             *(
-                Detail(role, selected.name, about, text)
+                Detail(role, selected.name, about, masked(about, text))
                 for role, selected, _ in selections
                 if isinstance(selected.component, (Precision, Strategy))
                 for about, text in selected.component.details().items()

@@ -41,6 +41,7 @@ class Relay:
         "__weakref__",
         "backward",
         "build_model",
+        "check_gradients",
         "check_optimizer",
         "clip_gradients",
         "context_parallel",
@@ -61,6 +62,7 @@ class Relay:
         "revert_model",
         "scale_loss",
         "start",
+        "synchronise_gradients",
         "trigger_sync_in_backward",
         "unscale_gradients",
     )
@@ -88,6 +90,8 @@ class Relay:
     ]
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]
     trigger_sync_in_backward: Callable[[nn.Module], AbstractContextManager[None]]
+    synchronise_gradients: Callable[[], None]
+    check_gradients: Callable[[Optimizer], None]
     held_gradients: Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
     context_parallel: Callable[
         [Sequence[torch.Tensor], Sequence[int], Collection[torch.Tensor]], AbstractContextManager[None]

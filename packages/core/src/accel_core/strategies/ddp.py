@@ -6,10 +6,9 @@ wrapper keeps the user's parameters, so an optimizer may be built, and prepared,
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,9 +23,9 @@ from accel_core.errors import WorldError
 from accel_core.handlers import KwargsHandler
 from accel_core.hookspecs import hookimpl
 from accel_core.layout import Layout
+from accel_core.strategies.gradient_sync import SYNC, GradientSync, check, left_out_of_loss, sync_of
 from accel_core.strategies.placing import check_alike, place_model
 from accel_core.strategies.strategy import Strategy
-from accel_core.tree import flatten
 from accel_core.vocabulary import SEVERAL_PROCESSES
 from accel_core.watch.marks import explain
 from accel_core.world import World
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
     from accel_core.precision import PrecisionPolicy
     from accel_core.prepare import PrepareRequest
-
-_SYNCHRONISED = "_accel_synchronised"
 
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 CommWrapper = Literal["no", "fp16", "bf16"]
@@ -105,6 +102,7 @@ class DDP(Strategy):
         self._comm_wrapper: CommWrapper = comm_wrapper
         self._comm_state_option = comm_state_option or {}
         self._world: World | None = None
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
 
     @hookimpl
     def layout(self, world: World) -> Layout:
@@ -130,12 +128,16 @@ class DDP(Strategy):
         buckets, so that gradients still travel while the backward goes on.
         """
         trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
-        wraps = trains and not isinstance(model, DistributedDataParallel)
-        if wraps:
+        if trains and not isinstance(model, DistributedDataParallel):
             assert self._world is not None, "layout() runs in the constructor of the Accelerator"
             check_alike(model, self._world)
-        place_model(model, request)
-        return self._wrap(model, request) if wraps else model
+            place_model(model, request)
+            model = self._wrap(model, request)
+        else:
+            place_model(model, request)
+        if isinstance(model, DistributedDataParallel) and not request.evaluation:
+            self._watch_gradients(model)
+        return model
 
     @hookimpl
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -153,6 +155,34 @@ class DDP(Strategy):
             )
         return _synchronised(model)
 
+    @hookimpl
+    def synchronise_gradients(self) -> None:
+        """Averages the gradients of a second backward through one graph, which torch leaves local."""
+        for reference in self._wrappers:
+            wrapper = reference()
+            sync = None if wrapper is None else sync_of(wrapper)
+            if sync is not None and sync.changed:
+                assert self._world is not None, "layout() runs in the constructor of the Accelerator"
+                sync.average(wrapper, self._world)
+
+    @hookimpl
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raises for gradients that no backward has averaged, with the names of their parameters."""
+        for reference in self._wrappers:
+            wrapper = reference()
+            sync = None if wrapper is None else sync_of(wrapper)
+            if sync is not None:
+                if sync.in_doubt():
+                    check(optimizer, [wrapper for each in self._wrappers if (wrapper := each()) is not None])
+                sync.averaged = False
+
+    def _watch_gradients(self, wrapper: DistributedDataParallel) -> None:
+        dress(wrapper, _Wrapper)
+        if sync_of(wrapper) is None:
+            vars(wrapper)[SYNC] = GradientSync(wrapper)
+        if not any(reference() is wrapper for reference in self._wrappers):
+            self._wrappers.append(weakref.ref(wrapper, self._wrappers.remove))
+
     def _wrap(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
         assert self._world is not None, "layout() runs in the constructor of the Accelerator"
         device = next(model.parameters()).device
@@ -163,7 +193,6 @@ class DDP(Strategy):
             **self._options,
         )
         self._register_comm_hook(wrapper, request.policy)
-        vars(wrapper)[_SYNCHRONISED] = _trainable(model)
         self._world.close_before_end(dress(wrapper, _Wrapper))
         return wrapper  # type: ignore[no-any-return]
 
@@ -192,8 +221,7 @@ class _Wrapper(Dress):
             return modules[name]
         if name.startswith("_") or "module" not in modules:
             return super().__getattr__(name)  # type: ignore[misc]
-        found = getattr(modules["module"], name)
-        return _outside_of_forward(self, name, found) if inspect.ismethod(found) else found
+        return getattr(modules["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
@@ -216,7 +244,9 @@ class _Wrapper(Dress):
                 "This DDP model was to be copied or pickled after its process group had ended (end_training() was called). "
                 "Copy or pickle the model inside it, accelerator.unwrap_model(model)."
             )
-        return super().__getstate__()  # type: ignore[misc]
+        state = super().__getstate__()  # type: ignore[misc]
+        state.pop(SYNC, None)  # a copy is not prepared
+        return state
 
     def __setstate__(self, state: Any) -> None:
         if not dist.is_initialized():
@@ -230,24 +260,23 @@ class _Wrapper(Dress):
 
     def close(self) -> None:
         """Drops the reducer. A process that exits with a live one aborts now and then, even without a group."""
+        self.accel_release()
         for name in ("reducer", "logger"):
             vars(self).pop(name, None)
 
-    def train(self, mode: bool = True) -> Any:
-        """Raises when parameters were unfrozen since: DDP synchronises those that it knew when it wrapped the model."""
-        late = sorted(_trainable(self.module) - vars(self).get(_SYNCHRONISED, frozenset())) if mode else []  # type: ignore[attr-defined]
-        if late:
-            raise RuntimeError(
-                f"{len(late)} parameters were unfrozen after prepare(): {', '.join(late)}. DDP would not average their "
-                f"gradients, and the ranks would drift apart. Take the model out with accelerator.unwrap_model(model), call "
-                f"accelerator.free_memory(), and prepare the model and its optimizer again; or unfreeze before prepare()."
-            )
-        return super().train(mode)  # type: ignore[misc]
+    def accel_release(self) -> None:
+        """Takes the hooks off the parameters: what is prepared next may not want them."""
+        sync = vars(self).pop(SYNC, None)
+        if sync is not None:
+            sync.close()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises with the names of the parameters that took no part in the loss; torch gives their indices."""
+        sync = sync_of(self) if torch.is_grad_enabled() else None
+        if sync is not None and sync.is_thawed():
+            sync = _renew_reducer(self, sync)
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except AttributeError as error:
             if "reducer" in vars(self):
                 raise
@@ -260,34 +289,35 @@ class _Wrapper(Dress):
             if not names:
                 explain(error)
                 raise
-            raise RuntimeError(
-                f"{len(names)} parameters took no part in the loss of the previous iteration, so their gradients never "
-                f"arrived on the other ranks: {', '.join(names)}. If that is intended, pass "
-                f"kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] (or "
-                f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
-                f"requires_grad_(False) on them before prepare."
-            ) from error
+            raise RuntimeError(left_out_of_loss(names, "the previous iteration")) from error
+        if sync is not None:
+            if self.require_backward_grad_sync:  # type: ignore[attr-defined]
+                sync.announce(self)  # type: ignore[arg-type]
+            else:
+                sync.withheld = True
+        return output
 
 
-def _outside_of_forward(wrapper: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the user's model, as the wrapper gives it: it may not return what would be trained on."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if wrapper.training and any(getattr(each, "grad_fn", None) is not None for each in flatten(result)[0]):
-            raise RuntimeError(
-                f"{name}() of {type(wrapper.module).__name__} was called under DDP, and returned tensors to learn from, but only calls "
-                f"of the model itself average gradients over the ranks, which would drift apart. Mark it behind prepare(): "
-                f"accelerator.mark_forward_method(model, {name!r}); or call it under torch.no_grad()."
-            )
-        return result
-
-    return call
-
-
-def _trainable(model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+def _renew_reducer(wrapper: Any, sync: GradientSync) -> GradientSync:
+    """Has gradients averaged of parameters that were unfrozen since: a new reducer, made as torch makes that of a copy."""
+    if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
+        raise RuntimeError(
+            f"{sync.count_thawed()} parameters were unfrozen after prepare(), and comm_hook='power_sgd' has an error of each of the "
+            f"others by its place, so they cannot join them. Take the model out with accelerator.unwrap_model(model), call "
+            f"accelerator.free_memory(), and prepare the model and its optimizer again; or unfreeze before prepare()."
+        )
+    sync.settle(wrapper)
+    wrapper._remove_autograd_hooks()
+    parameters, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False
+        wrapper.reducer._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        dist._register_comm_hook(wrapper.reducer, state, hook)
+    renewed = vars(wrapper)[SYNC] = GradientSync(wrapper, sync)
+    return renewed
 
 
 def _unused_parameters(wrapper: Any, message: str) -> list[str]:
@@ -332,6 +362,9 @@ def _synchronised(model: Any) -> Iterator[None]:
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     model.reducer.prepare_for_backward([])
+    sync = sync_of(model)
+    if sync is not None:
+        sync.announce(model)
     try:
         yield
     finally:

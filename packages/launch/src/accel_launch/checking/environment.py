@@ -21,12 +21,9 @@ import torch.distributed as dist
 
 from accel_core.errors import WorldError
 from accel_core.launch_environment import read_place
+from accel_core.masking import masked, masked_words, without_secrets
 from accel_launch.settings import files
 
-HIDDEN = "(hidden)"
-
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _RELEVANT = re.compile(
     r"(ACCEL|SLURM_|OMPI_|PMI|MV2_|MPI_|NCCL_|RCCL_|GLOO_|UCX_|FI_|TP_|TORCH|PYTORCH_|OMP_|MKL_|KMP_|CUDA_|HIP_|ROCR_|HSA_|ZE_|XLA_"
     r"|MASTER_|RANK$|WORLD_SIZE$|LOCAL_RANK$|LOCAL_WORLD_SIZE$|GROUP_|ROLE_|HF_HOME$|XDG_CONFIG_HOME$|XDG_CACHE_HOME$|NO_COLOR$"
@@ -71,22 +68,11 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shown(name: str, value: str) -> str:
-    if _SECRET.search(name):
-        return HIDDEN
     try:
         content = json.loads(value)
     except ValueError:
-        return _LOGIN.sub(HIDDEN, value)
-    return json.dumps(without_secrets(content)) if isinstance(content, (dict, list)) else value
-
-
-def without_secrets(content: Any) -> Any:
-    """The same data, with the values of keys that look secret hidden, at every depth."""
-    if isinstance(content, Mapping):
-        return {key: HIDDEN if _SECRET.search(str(key)) else without_secrets(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [without_secrets(value) for value in content]
-    return _LOGIN.sub(HIDDEN, content) if isinstance(content, str) else content
+        return str(masked(name, value))
+    return json.dumps(masked(name, content)) if isinstance(content, (dict, list)) else str(masked(name, value))
 
 
 def _system() -> dict[str, str]:
@@ -164,7 +150,7 @@ def _started() -> dict[str, str]:
         by = place.source if place.source == "alone" else f"{place.source}, rank {place.rank} of {place.size}"
     except WorldError as error:
         by = f"unclear: {error}"
-    return {"command": " ".join(sys.argv), "by": by}
+    return {"command": " ".join(masked_words(sys.argv)), "by": by}
 
 
 def _configuration(config_file: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_core.errors import PluginError
+from accel_core.masking import masked
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.importing.translation import Imported, translate
 from accel_launch.output import DOUBTFUL, say, table
@@ -33,11 +34,11 @@ def import_file(source: Path | None, target: Path, force: bool = False) -> int:
     found = _find(source)
     imported = translate(_read(found))
     say(f"{found} says:\n")
-    carried = [(each.old, each.new, _text(each.value)) for each in imported.carried if each.new]
+    carried = [(each.old, each.new, _text(masked(each.old, each.value))) for each in imported.carried if each.new]
     table(("in Accelerate", "here", "value"), carried, "Carried over")
     say()
     if imported.left:
-        left = [(each.old, _text(each.value), each.reason) for each in imported.left]
+        left = [(each.old, _text(masked(each.old, each.value)), each.reason) for each in imported.left]
         table(("in Accelerate", "value", "why, and what to do"), left, "Not carried over")
         say()
     if silent := [each.old for each in imported.carried if not each.new]:

@@ -100,6 +100,7 @@ def _program(command_line: CommandLine) -> Program:
 
 def _show(resolved: Resolved, program: Program | None) -> int:
     """Prints what holds and what would be started."""
+    from accel_core.masking import masked_words
     from accel_launch.output import say, table
     from accel_launch.settings.showing import rows
     from accel_launch.starting.plan import make_plan
@@ -109,6 +110,6 @@ def _show(resolved: Resolved, program: Program | None) -> int:
     plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
     table(("option", "value", "source"), rows(resolved))
     say()
-    command = [("command", shlex.join(program.argv()))] if program else []
+    command = [("command", shlex.join(masked_words(program.argv())))] if program else []
     table(("what would be started", ""), [*plan.describe(), *command])
     return 0

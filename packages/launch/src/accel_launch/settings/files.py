@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from accel_core.masking import masked
 from accel_core.outside import variable_of
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.settings.errors import SettingsError
@@ -23,8 +26,8 @@ _NOTHING: Mapping[tuple[str, ...], int] = MappingProxyType({})
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
-_MOST, _DEEPEST = 100_000, 100
-"""Values in a file, and levels of them."""
+_MOST, _DEEPEST, _LARGEST = 100_000, 100, 1 << 20
+"""Values in a file, levels of them, and bytes of it."""
 
 
 class Unusual(int):
@@ -95,7 +98,7 @@ def read(path: Path) -> ConfigFile:
         SettingsError: if it cannot be read, is no mapping, or has a key twice.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = _text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
             f"The configuration file {path} cannot be read: {error}. Type `accel config --config-file {path}` to write one, or give "
@@ -137,7 +140,7 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
     if target.suffix == ".json":
         text = json.dumps(data, indent=2) + "\n"
     elif target.exists() and not anew:
-        text = render(data, comments, read(target), target.read_text(encoding="utf-8-sig"))
+        text = render(data, comments, read(target), _text(target))
     else:
         text = render(data, comments)
     try:
@@ -150,6 +153,17 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
         ) from error
 
 
+def _text(path: Path) -> str:
+    """What a regular file of a bounded size holds; anything else would be waited for, or read without end."""
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        content = stream.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise OSError(f"it is larger than {_LARGEST} bytes, and holds more than options")
+    return content.decode("utf-8-sig")
+
+
 def _read_either(path: Path) -> ConfigFile:
     file = read(path)
     if not is_of_peer(file.data):
@@ -157,7 +171,7 @@ def _read_either(path: Path) -> ConfigFile:
     from accel_launch.importing.translation import translate
 
     imported = translate(file.data)
-    left = [f"  {key}: {value!r} was left out: {reason}" for key, value, reason in imported.left]
+    left = [f"  {key}: {masked(key, value)!r} was left out: {reason}" for key, value, reason in imported.left]
     carried = {each.old for each in imported.carried if each.new}
     opening = (
         f"{path} is in Accelerate's format: {len(carried)} of its options were carried over, {len(left)} were not"
@@ -169,11 +183,12 @@ def _read_either(path: Path) -> ConfigFile:
 
 def _from_json(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int]]:
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            twice = next(key for key, count in keys.items() if count > 1)
             raise SettingsError(f"{path}: the key {twice!r} stands there twice, and only one can hold. Take one out.")
-        return dict(pairs)
+        return found
 
     try:
         return json.loads(text, object_pairs_hook=unique), _NOTHING
@@ -190,6 +205,7 @@ def _from_yaml(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
+        _check_levels(path, YAML(typ="rt", pure=True).parse(text))
         found = YAML(typ="rt").load(text)
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1
@@ -208,6 +224,17 @@ def _from_yaml(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int
     _check_size(path, found)
     positions: dict[tuple[str, ...], int] = {}
     return _plain(path, found, (), positions), positions
+
+
+def _check_levels(path: Path, events: Iterable[Any]) -> None:
+    """Refuses levels before anything is built of them: ruamel.yaml takes seconds for thousands of brackets."""
+    depth = 0
+    for count, event in enumerate(events):
+        depth += {"SequenceStartEvent": 1, "MappingStartEvent": 1, "SequenceEndEvent": -1, "MappingEndEvent": -1}.get(
+            type(event).__name__, 0
+        )
+        if depth > _DEEPEST or count > 2 * _MOST:
+            raise _too_much(path)
 
 
 def _check_size(path: Path, node: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.errors import PluginError
+from accel_core.masking import masked
 from accel_core.outside import DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
 from accel_core.plugins.explain import unusable
 from accel_core.schema import expected, from_data, to_data
@@ -204,7 +205,7 @@ class _Resolution:
             if offer.misfit() is not None or self._thorough:
                 offer.load()
         except PluginError as error:
-            self.problems.append(f"{given.key}={given.data!r} was given by {given.told_by}. {error}")
+            self.problems.append(f"{given.key}={masked(given.key, given.data)!r} was given by {given.told_by}. {error}")
             return False
         if self._thorough and (why := unusable(offer)):
             self._notes.append(f"{given.key} names {name!r} ({given.told_by}), which cannot be used here: {why}")
@@ -265,7 +266,9 @@ class _Resolution:
                 return from_data(kind, data)
             except ValueError:
                 continue
-        raise SettingsError(f"{given.key}={given.data!r} was given by {given.told_by}: expected {expected(kind)}.")
+        raise SettingsError(
+            f"{given.key}={masked(given.key, given.data)!r} was given by {given.told_by}: expected {expected(kind)}."
+        )
 
     def _hold(self, level: str, given: Given, option: Option, value: Any) -> None:
         key = (option.section, option.field.name)

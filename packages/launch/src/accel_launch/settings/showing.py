@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_core.masking import masked
 from accel_core.outside import DEFAULT_STRATEGIES
 from accel_core.schema import to_data
 from accel_launch.settings.help_page import shown_value
@@ -27,7 +28,7 @@ def as_data(resolved: Resolved) -> list[dict[str, Any]]:
     return [
         {
             "option": value.key,
-            "value": to_data(value.value),
+            "value": masked(value.key, to_data(value.value)),
             "source": value.source,
             "active": active,
         }
@@ -39,4 +40,5 @@ def as_data(resolved: Resolved) -> list[dict[str, Any]]:
 def _text(value: Value) -> str:
     if value.key == "strategy" and value.value is None:
         return f"{DEFAULT_STRATEGIES[0]}, or {DEFAULT_STRATEGIES[1]} for one process"
-    return shown_value(value.value)
+    shown = masked(value.key, value.value)
+    return shown_value(value.value if shown == value.value else shown)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from accel_core.errors import PluginError
+from accel_core.masking import masked
 from accel_core.outside import CHANNEL, LOADER_OPTIONS, PREFIX, inherited, variable_of
 from accel_core.plugins.offers import nearest
 from accel_launch.settings.command_line import Given
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 AROUND = " (of the launcher around this one)"
 """What is added to the source of a value that was inherited."""
+
+_MOST_PROBLEMS = 50
 
 
 @dataclass
@@ -50,7 +53,7 @@ def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
             said.given.append(Given("", names[variable], text, variable))
         elif separator and option and variable != variable.upper():
             said.problems.append(
-                f"{variable} was given, and variables are written in capital letters. Type {variable.upper()}={text}."
+                f"{variable} was given, and variables are written in capital letters. Type {variable.upper()}={masked(variable, text)}."
             )
         elif separator and option:
             _of_section(catalog, section, Given("", option.lower(), text, variable), said)
@@ -103,6 +106,9 @@ def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
     if file is None:
         return said
     for key, value in file.data.items():
+        if len(said.problems) == _MOST_PROBLEMS:  # looking for what each may have meant takes a while
+            said.problems.append(f"There are more mistakes in {file.path}: mend these first.")
+            break
         place = file.place(key)
         if key in catalog.direct or key in LOADER_OPTIONS:
             if value is not None:
@@ -118,7 +124,7 @@ def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
             ]
         else:
             said.problems.append(
-                f"{key}={value!r} was given by {place}, and {key!r} has options of its own: expected a mapping of them, such as "
+                f"{key}={masked(key, value)!r} was given by {place}, and {key!r} has options of its own: expected a mapping of them, such as "
                 f"`{key}: {{option: value}}`.{_choosing(catalog, key)}"
             )
     return said

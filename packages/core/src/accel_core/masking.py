@@ -1,0 +1,58 @@
+"""Secrets in what is printed or recorded: hidden by the names under which they stand, in one way everywhere.
+
+A name says so if it speaks of a key, a token, a secret, a password or the like: `WANDB_API_KEY`, `hf_token`, `auth.password`,
+`apiKey`. Numbers are hidden only where a name ends so (`password: 1234`), and truth values never: `max_tokens` and
+`per_token_loss` are options of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+HIDDEN = "(hidden)"
+"""What stands in the place of a secret."""
+
+_SAYS = re.compile(r"secret|passw|passphrase|credential|authoriz|(?:key|token|auth|jwt|cookie|pass|pwd)s?(?![a-z])")
+_ENDS = re.compile(r"(?:secret|password|passwd|passphrase|credentials?|key|token|pass|pwd)$")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def masked(name: object, value: Any) -> Any:
+    """A value as it may be shown: hidden if its name says that it is secret, else without the secrets inside of it."""
+    plain = _CAMEL.sub("_", str(name)).lower()
+    if _SAYS.search(plain) and value is not None and not isinstance(value, (bool, float)):
+        is_number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal())
+        if not is_number or _ENDS.search(plain):
+            return HIDDEN
+    return without_secrets(value)
+
+
+def without_secrets(content: Any) -> Any:
+    """The same data, with the values of names that say so hidden at every depth, and logins in addresses."""
+    if isinstance(content, Mapping):
+        return {key: masked(key, value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [without_secrets(value) for value in content]
+    return _LOGIN.sub(HIDDEN, content) if isinstance(content, str) else content
+
+
+def masked_text(text: str) -> str:
+    """A text of no known form: hidden as a whole if it speaks of secrets."""
+    return HIDDEN if _SAYS.search(_CAMEL.sub("_", text).lower()) else _LOGIN.sub(HIDDEN, text)
+
+
+def masked_words(words: Iterable[str]) -> list[str]:
+    """A command line: `--api-key=…`, `--api-key …` and `wandb.api_key=…` without what stands there."""
+    shown: list[str] = []
+    flag = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if flag and not word.startswith("-"):
+            shown.append(str(masked(flag, word)))
+        else:
+            shown.append(f"{name}={masked(name, value)}" if equals else str(without_secrets(word)))
+        flag = word if word.startswith("-") and not equals else ""
+    return shown
