@@ -244,7 +244,6 @@ class Accelerator(ProcessControl):
         )
         parts.defaults.window_loop = WindowLoop(
             self._relay,
-            self._accumulation,
             self._prepared,
             self._world,
             self._layout,
@@ -726,7 +725,11 @@ class Accelerator(ProcessControl):
             self._prepared.check_orphans()
         self._accumulation.whole_window()
         with self._world.collective("forward_backward()"):
-            return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
+            mean = self._relay.forward_backward(
+                model, micro_batches, loss_fn, inputs or default_inputs, self._relay.scale_loss
+            )
+        self._accumulation.count_backward()
+        return mean
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.

@@ -302,15 +302,18 @@ class HookSpecs:
         micro_batches: Iterable[Any],
         loss_fn: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]],
         inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Runs one whole window: forward and backward of every micro-batch.
 
         When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules it).
         Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving the summed loss
             (0-d) and its weight (how many tokens or samples it sums); `inputs(batch)` giving the positional and keyword
-            arguments with which the model is called.
-        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached. Afterwards `.grad`
-            holds the gradient of that mean, added to what was there before.
+            arguments with which the model is called; `scale_loss(loss)`, the hook of that name, which every loss goes through
+            before its backward.
+        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached, and not scaled. Afterwards
+            `.grad` holds the gradient of that mean, times what `scale_loss` multiplied, added to what was there before.
+            The core counts the window as one backward: `optimizer.step()` may follow.
         Default: a loop over the window (`accel_core.window`).
         """
 

@@ -26,7 +26,6 @@ from accel_core.collectives import gather, reduce
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core.accumulation import Accumulation
     from accel_core.layout import Layout
     from accel_core.plugins import Relay
     from accel_core.prepare import Prepared
@@ -57,7 +56,6 @@ class WindowLoop:
     def __init__(
         self,
         relay: Relay,
-        accumulation: Accumulation,
         prepared: Prepared,
         world: World,
         layout: Layout,
@@ -65,7 +63,6 @@ class WindowLoop:
     ) -> None:
         self._together = together and world.size > 1
         self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
-        self._accumulation = accumulation
         self._prepared = weakref.ref(prepared)
         self._world = world
         self._group = layout.gradient_group or layout.data_group
@@ -131,7 +128,6 @@ class WindowLoop:
         part = (loss.detach(), weight)
         if self._reference is None:
             self._reference = self._total([part])[1] / self._ranks or 1.0
-        self._accumulation.count_backward()
         relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
         return part
 

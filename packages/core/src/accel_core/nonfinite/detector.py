@@ -124,12 +124,17 @@ class NonFiniteDetector:
         self._records.append(forward)
 
     def forward_backward(
-        self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: Callable[..., Any], inputs: Callable[[Any], Any]
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: Callable[..., Any],
+        inputs: Callable[[Any], Any],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """The hook; notes which micro-batch the model is called with."""
         self._window = window = Window(self._feed, micro_batches, inputs)
         try:
-            return self._forward_backward(model, window, loss_fn, window.inputs)
+            return self._forward_backward(model, window, loss_fn, window.inputs, scale_loss)
         finally:
             self._window = None
 

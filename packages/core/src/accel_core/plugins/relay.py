@@ -103,6 +103,7 @@ class Relay:
             Iterable[Any],
             Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]],
             Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+            Callable[[torch.Tensor], torch.Tensor],
         ],
         torch.Tensor,
     ]

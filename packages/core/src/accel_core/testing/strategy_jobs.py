@@ -230,18 +230,22 @@ def uneven_token_batches(index: int) -> list[models.TokenBatch]:
 
 
 def token_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """Shards, gradients and mean loss of two windows of `forward_backward`; the second is returned."""
-    loop = Loop(subject)
+    """Shards, gradients and mean loss of two windows of `forward_backward`, with a step between them; the second is returned."""
+    loop = Loop(subject, gradient_accumulation_steps=4)
+    for group in loop.optimizer.param_groups:
+        group["lr"] = 0.0  # the step is to be possible, and to change nothing
     _forward_backward(loop, [models.token_batch(50 + loop.shard.index, 4, 3)])
+    loop.optimizer.step()
     loop.optimizer.zero_grad()
     loss = _forward_backward(loop, same_token_batches(loop.shard.index))
     return loop.shard.count, loop.gradients(), loss
 
 
 def uneven_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """The same for ranks with different numbers of micro-batches."""
+    """The same for ranks with different numbers of micro-batches; the second window adds to the gradients of the first."""
     loop = Loop(subject)
-    loss = _forward_backward(loop, uneven_token_batches(loop.shard.index))
+    for _ in range(2):
+        loss = _forward_backward(loop, uneven_token_batches(loop.shard.index))
     return loop.shard.count, loop.gradients(), loss
 
 
