@@ -5,10 +5,16 @@ They build on the plain data parallelism of `wrong_strategies`, and work in a wo
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
+
 import torch
 import torch.distributed as dist
-from wrong_strategies import Right
+from torch import nn
+from wrong_strategies import Right, Wrapper
 
+from accel_core.checkpoint.boxes import flat_range
+from accel_core.checkpoint.layouts import Elementwise, Partial, pieces_of
 from accel_core.hookspecs import hookimpl
 
 
@@ -46,3 +52,129 @@ class RunsWindows(Plain):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return (total[0] / total[1]).float()
+
+
+class Buffer:
+    """The gradients of one model in single precision, laid end to end, of which this rank keeps the elements from `low` to `high`.
+
+    Args:
+        world: the processes.
+        model: the user's.
+        in_parts: whether a rank keeps a part of them.
+    """
+
+    def __init__(self, world, model, in_parts):
+        self.world = world
+        self.named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.starts = dict(
+            zip(self.named, accumulate((each.numel() for each in self.named.values()), initial=0), strict=False)
+        )
+        total = sum(each.numel() for each in self.named.values())
+        width = math.ceil(total / world.size) if in_parts else total
+        self.total = width * (world.size if in_parts else 1)  # with padding
+        self.low = width * world.rank if in_parts else 0
+        self.high = self.low + width
+        self.kept = torch.zeros(width)
+
+    def span(self, name):
+        """Which elements of a parameter are kept here."""
+        first, size = self.starts[name], self.named[name].numel()
+        start, stop = max(self.low, first), min(self.high, first + size)
+        return (start - first, stop - first) if start < stop else (0, 0)
+
+    def part(self, name, flat):
+        """What belongs to a parameter, of a flat tensor that is laid out like what is kept."""
+        start, stop = self.span(name)
+        return flat[self.starts[name] + start - self.low :][: stop - start]
+
+    def boxes(self, name):
+        return tuple(flat_range(tuple(self.named[name].shape), *self.span(name)))
+
+    def laid_end_to_end(self, tensors):
+        flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+        return nn.functional.pad(flat, (0, self.total - flat.numel()))
+
+    def average(self, reduce):
+        """Adds the mean of `.grad` over the ranks to what is kept, and clears it."""
+        parameters = self.named.values()
+        sent = self.laid_end_to_end(torch.zeros_like(each) if each.grad is None else each.grad for each in parameters)
+        if self.world.size > 1:
+            sent = sent.to(reduce or sent.dtype)
+            dist.all_reduce(sent)
+            sent = sent.div_(self.world.size)
+        self.kept += sent[self.low : self.high]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def whole(self, flat):
+        """What all ranks keep, by name. A collective, if they keep parts."""
+        if self.high - self.low < self.total:
+            parts = [torch.empty_like(flat) for _ in range(self.world.size)]
+            dist.all_gather(parts, flat)
+            flat = torch.cat(parts)
+        places = ((name, each, self.starts[name]) for name, each in self.named.items())
+        return {name: flat[start : start + each.numel()].view(each.shape) for name, each, start in places}
+
+
+class InABuffer(Plain):
+    """Keeps the mean of gradients in a buffer of its own; `.grad` has what has not travelled, and nothing else."""
+
+    in_parts = False
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = {}  # by wrapper
+
+    def wrap(self, model, optimizers):
+        wrapper = Wrapper(model)
+        self.buffers[wrapper] = Buffer(self.world, model, self.in_parts)
+        return wrapper
+
+    def average(self, wrapper):
+        self.buffers[wrapper].average(wrapper.reduce)
+
+    @hookimpl
+    def gradient_state(self, model, prepared):
+        buffer, state = self.buffers.get(prepared), {}
+        for name, parameter in model.named_parameters() if buffer is not None else ():
+            waiting = [] if parameter.grad is None else [Partial(parameter.grad)]
+            if name in buffer.named:
+                pieces = tuple(pieces_of(buffer.boxes(name), buffer.part(name, buffer.kept)))
+                state[name] = [Elementwise(tuple(parameter.shape), torch.float32, pieces), *waiting]
+        return state
+
+    @hookimpl
+    def optimizer_step(self, optimizer, step):
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        lent = []
+        for buffer in self.buffers.values():
+            for name, gradient in buffer.whole(buffer.kept).items():
+                parameter = buffer.named[name]
+                if id(parameter) in held:
+                    lent.append((parameter, parameter.grad))
+                    parameter.grad = gradient.to(parameter.dtype)
+        result = step()
+        for parameter, gradient in lent:
+            parameter.grad = gradient
+        return result
+
+
+class InParts(InABuffer):
+    """Keeps a part of the mean on each rank: a range of the flat buffer, which begins and ends inside of parameters."""
+
+    in_parts = True
+
+    @hookimpl
+    def clip_gradients(self, parameters, max_norm, norm_type):
+        wanted, found = set(map(id, parameters)), []
+        for buffer in self.buffers.values():
+            for name, parameter in buffer.named.items():
+                if id(parameter) in wanted:
+                    found.append(buffer.part(name, buffer.kept))
+        power = torch.stack([gradient.pow(norm_type).sum() for gradient in found]).sum()
+        if self.world.size > 1:
+            dist.all_reduce(power)
+        norm = power ** (1 / norm_type)
+        for gradient in found if max_norm < norm else ():
+            gradient.mul_(max_norm / (norm + 1e-6))
+        return norm

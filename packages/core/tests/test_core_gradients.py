@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_strategies import RunsWindows
+from gradient_strategies import InABuffer, InParts, RunsWindows
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.testing import StrategySuite
+from accel_core.testing import CheckpointSuite, StrategySuite
 
 
 class TestRunsWindows(StrategySuite):
     strategy = RunsWindows
+    worlds = (2,)
+
+
+class TestInABuffer(StrategySuite):
+    strategy = InABuffer
+    worlds = (2,)
+
+
+class TestInParts(StrategySuite):
+    strategy = InParts
+
+
+class TestCheckpointsInABuffer(CheckpointSuite):
+    strategy = InABuffer
     worlds = (2,)
 
 

@@ -233,7 +233,7 @@ class Accelerator(ProcessControl):
         steps = parts.accumulation.num_steps
         assert steps is not None, "the plugin checks it"
         self._feed = Feed(steps)
-        self._prepared = Prepared(self._world, self._relay.held_gradients if owners["held_gradients"] else None)
+        self._prepared = Prepared(self._world, self._relay.gradient_state if owners["gradient_state"] else None)
         self._accumulation = Accumulation(
             steps,
             self._feed,
@@ -794,11 +794,14 @@ class Accelerator(ProcessControl):
         clipped = gradients.as_list(parameters)
         if not self._accumulation.open:
             self._unscale_holders(clipped)
+        is_default = self._parts.activation.owners["clip_gradients"] is None
+        if is_default and self._prepared.gradients.are_elsewhere:
+            clipped = self._whole_gradients(clipped)
+        if not self._accumulation.open:
             return self._relay.clip_gradients(clipped, max_norm, norm_type)
-        pending = [*clipped, *self._prepared.stand_ins(clipped)]
-        if self._parts.activation.owners["clip_gradients"] is None:
-            return nn.utils.get_total_norm([each.grad for each in pending if each.grad is not None], norm_type)
-        return self._relay.clip_gradients(pending, torch.inf, norm_type)  # the strategy's norm: nothing is larger
+        if is_default:
+            return nn.utils.get_total_norm([each.grad for each in clipped if each.grad is not None], norm_type)
+        return self._relay.clip_gradients(clipped, torch.inf, norm_type)  # the strategy's norm: nothing is larger
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
@@ -807,6 +810,8 @@ class Accelerator(ProcessControl):
         clipped = gradients.as_list(parameters)
         if not self._accumulation.open:
             self._unscale_holders(clipped)
+            if self._prepared.gradients.are_elsewhere:
+                clipped = self._prepared.gradients.stand_ins(clipped)
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -1396,7 +1401,7 @@ class Accelerator(ProcessControl):
     def _detect_nonfinite(self) -> None:
         from accel_core.nonfinite import NonFiniteDetector
 
-        self._detector = NonFiniteDetector.of(self._parts, self._feed)
+        self._detector = NonFiniteDetector.of(self._parts, self._feed, self._prepared)
 
     def _placement(self, given: bool | None) -> torch.device | None:
         return self.device if (self.device_placement if given is None else given) else None
@@ -1418,6 +1423,17 @@ class Accelerator(ProcessControl):
             )
         gate.remove(optimizer)
         return False
+
+    def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Stand-ins with the gradients that the strategy keeps of these, of which this rank has all."""
+        strategy = self._parts.strategy
+        if not strategy.replicates_parameters:
+            raise RuntimeError(
+                f"clip_grad_norm_() was called, but the strategy {type(strategy).__name__} keeps gradients in a way of its own "
+                f"(gradient_state) and does not say that a rank has all of them, so nobody knows their norm. It has to implement the hook "
+                f"clip_gradients; or declare replicates_parameters = True. Leave the call out until then."
+            )
+        return self._prepared.gradients.stand_ins(parameters)
 
     def _unscale_holders(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._parts.activation.owners["unscale_gradients"] is None:

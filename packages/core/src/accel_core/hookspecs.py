@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
@@ -69,13 +69,13 @@ class HookSpecs:
                                                     # convert_model, prepare_model (per model), prepare_loader (per loader),
                                                     # check_optimizer (per optimizer)
         for batch in loader:
-            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window; held_gradients
+            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window
                 loss = model(batch)
                 accelerator.backward(loss)          # scale_loss, backward
                 accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
                 optimizer.step()                    # optimizer_step, once per window
                 scheduler.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad()               # gradient_state
             accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
             accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
         accelerator.end_training()                  # finish
@@ -157,8 +157,8 @@ class HookSpecs:
             its state is re-pointed too); the frozen request: precision policy, device or
             None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
         Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All ranks start from rank
-            0's weights. After the closing backward of a window, `.grad` of each parameter is the mean over the
-            data-parallel ranks. A model that is frozen, or only evaluated, can be called by one rank alone.
+            0's weights. After the closing backward of a window, the gradient of each parameter, which is in `.grad` unless
+            `gradient_state` says otherwise, is the mean over the data-parallel ranks. A model that is frozen, or only evaluated, can be called by one rank alone.
         Default: none.
         """
 
@@ -216,16 +216,19 @@ class HookSpecs:
         """
 
     @owner
-    def held_gradients(  # type: ignore[empty-body]
-        self, model: nn.Module, prepared: nn.Module
-    ) -> Mapping[str, torch.Tensor]:
-        """The gradients of backwards that did not synchronise, as far as they are not in `.grad`.
+    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
+        """Says where the gradients of a model are, and how they lie on the ranks.
 
-        When: where a window turns out shorter than it looked, where its pending norm is asked for, and where gradients are
-            cleared. Usual owner: the strategy, if it holds them elsewhere. No collective.
-        Arguments: the user's model, and what the loop calls.
-        Returns: the live tensors by the name of the parameter: what is done to them in place is done to the gradient.
-        Default: none; they are in `.grad`.
+        When: wherever the core reads or changes gradients: in `zero_grad`, `clip_grad_value_`, `forward_backward` and `save_state`
+            inside a window, where a window turns out shorter than it looked, and for loss scaling and `detect_nonfinite`.
+        Usual owner: the strategy, if it keeps gradients elsewhere than in `.grad`; one whose ranks have parts of them owns
+            `clip_gradients` too. No collective. Hot: a few per step.
+        Arguments: the user's model, which is trained, and what the loop calls.
+        Returns: by the name of a parameter (one of them, if it is tied), the terms whose sum is its gradient. What has travelled
+            is `Elementwise`: the mean over the data-parallel ranks, of which a rank has boxes. What has not is `Partial`: the
+            term of this rank. They are live: what is done to them in place is done to the gradient, and what was made zero
+            stays, until a backward adds to it. A parameter without a gradient is left out, and its `.grad` does not count.
+        Default: `.grad` of every parameter.
         """
 
     @owner
@@ -278,9 +281,9 @@ class HookSpecs:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
         When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and unscaled; or, with `max_norm`
-            infinite, in an open one, where only the norm is asked for, and parameters may be stand-ins whose `.grad` is held elsewhere.
+            infinite, in an open one, where only the norm is asked for, that of what is pending.
         Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the parameters.
-        Default: torch's own.
+        Default: torch's own, over what `gradient_state` names, where every rank has all of it.
         """
 
     @owner
@@ -312,7 +315,7 @@ class HookSpecs:
             arguments with which the model is called; `scale_loss(loss)`, the hook of that name, which every loss goes through
             before its backward.
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached, and not scaled. Afterwards
-            `.grad` holds the gradient of that mean, times what `scale_loss` multiplied, added to what was there before.
+            `gradient_state` names the gradient of that mean, times what `scale_loss` multiplied, added to what was there before.
             The core counts the window as one backward: `optimizer.step()` may follow.
         Default: a loop over the window (`accel_core.window`).
         """
@@ -337,7 +340,7 @@ class HookSpecs:
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that are not persistent, and to
-            drop gradients that it keeps outside of `.grad`. Arguments: as for `model_state`.
+            drop gradients that it holds back. Arguments: as for `model_state`.
         Default: nothing happens.
         """
 

@@ -69,8 +69,8 @@ class OptimizerGate:
     __slots__ = (
         "_checked",
         "_frozen",
-        "_holds",
         "_inside",
+        "_keeps_elsewhere",
         "_needs_backward",
         "_own_add_param_group",
         "_own_step",
@@ -99,7 +99,7 @@ class OptimizerGate:
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
-        self._holds = prepared is not None and prepared.holds_gradients
+        self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self._checked = False
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
@@ -209,10 +209,10 @@ class OptimizerGate:
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
-        if self._holds:
+        if self._keeps_elsewhere:
             prepared = self.owner()
             if prepared is not None:
-                prepared.clear_held(self)
+                prepared.clear_kept(self)
         self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
     def _clear_on_closing(self, clear: Callable[[], None]) -> None:

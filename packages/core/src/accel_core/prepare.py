@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from accel_core import gradients
 from accel_core.batch_stream import is_batch_stream
 from accel_core.compilation import forget_compiled
 from accel_core.config import as_sequence
+from accel_core.gradients import GradientHook, Gradients
 from accel_core.handlers import AutocastKwargs
 from accel_core.optimizer import gate_of
 from accel_core.precision import remove_policy
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from accel_core.precision import PrecisionPolicy
     from accel_core.world import World
 
-Held = Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
 ORDER: tuple[Kind, ...] = ("model", "loader", "optimizer", "scheduler", "other")
@@ -64,6 +63,7 @@ class PreparedModel:
     Attributes:
         frozen: whether none of them was trained at that time: strategies leave such a model as it is, and nobody averages its
             gradients.
+        ids: of all these parameters.
     """
 
     original: nn.Module
@@ -72,9 +72,11 @@ class PreparedModel:
     parameters: tuple[nn.Parameter, ...] = ()
     named: Mapping[str, nn.Parameter] = field(default_factory=dict)
     frozen: bool = field(init=False)
+    ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", not any(each.requires_grad for each in self.parameters))
+        object.__setattr__(self, "ids", frozenset(map(id, (*self.parameters, *self.named.values()))))
 
 
 class Prepared:
@@ -82,13 +84,16 @@ class Prepared:
 
     Args:
         world: in a larger one, optimizers of models that are not prepared are refused.
-        held: the hook `held_gradients`; None: nobody owns it.
+        gradient_state: the hook of that name; None: nobody owns it.
+
+    Attributes:
+        gradients: those of the models.
     """
 
-    def __init__(self, world: World, held: Held | None = None) -> None:
+    def __init__(self, world: World, gradient_state: GradientHook | None = None) -> None:
         self._world = world
-        self._held = held
         self.models: list[PreparedModel] = []
+        self.gradients = Gradients(self.models, gradient_state)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
@@ -161,46 +166,13 @@ class Prepared:
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients that are pending."""
-        gradients.scale(self.learned(), factor)
-        for held in self.held_gradients():
-            held.mul_(factor)
+        self.gradients.scale(self.learned(), factor)
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether the strategy may hold gradients outside of `.grad`."""
-        return self._held is not None
-
-    def held_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
-        """The gradients of trained models that a strategy holds outside of `.grad`, live.
-
-        Args:
-            parameters: those of these alone; None: all.
-        """
-        if self._held is None:
-            return
-        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
-        for record in self.models:
-            held = {} if record.evaluation else self._held(record.original, record.prepared)
-            if not held:
-                continue
-            now = dict(record.original.named_parameters(remove_duplicate=False))
-            for name, gradient in held.items():
-                if wanted is None or {id(now.get(name)), id(record.named.get(name))} & wanted:
-                    yield gradient
-
-    def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[nn.Parameter]:
-        """For each gradient of `parameters` that a strategy holds, a tensor whose `.grad` it is, live."""
-        return [_with_gradient(held) for held in self.held_gradients(parameters)]
-
-    def clear_held(self, gate: OptimizerGate) -> None:
-        """Makes the gradients zero that a strategy holds of the parameters of one optimizer.
-
-        Their memory stays with the strategy, which uses it again in its next backward, and no longer than until it synchronises.
-        """
+    def clear_kept(self, gate: OptimizerGate) -> None:
+        """Makes the gradients zero that the strategy keeps of the parameters of one optimizer."""
         for optimizer in self.optimizers:
             if gate_of(optimizer) is gate:
-                for gradient in self.held_gradients(held_by(optimizer)):
-                    gradient.zero_()
+                self.gradients.clear_kept(held_by(optimizer))
 
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
         """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
@@ -357,12 +329,6 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"param_groups[{index}]['params'][{position}]"
             yield f"{name} {tuple(parameter.shape)}", parameter
-
-
-def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
-    stand_in = gradient.detach()
-    stand_in.grad = gradient
-    return stand_in  # type: ignore[return-value]
 
 
 def _refuse_container(container: Any) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import gradients
 from accel_core.collectives import gather, reduce
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class WindowLoop:
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
         _check_held(prepared)
-        earlier = gradients.set_aside(parameters)
+        bring_back = prepared.gradients.set_aside(parameters)
         try:
             parts = []
             while following is not _END:
@@ -92,14 +91,12 @@ class WindowLoop:
                         local.enter_context(self._no_sync(each))
                     parts.append(self._micro_batch(model, batch, loss_fn, inputs, following is _END, counts))
             mean, correction = self._settle(parts)
-            gradients.scale(parameters, correction)
+            prepared.gradients.scale(parameters, correction)
         except BaseException:
-            gradients.set_aside(parameters)  # half a window is none: the call may be repeated
-            for held in prepared.held_gradients():
-                held.zero_()
+            prepared.gradients.drop(parameters)  # half a window is none: the call may be repeated
             raise
         finally:
-            gradients.bring_back(earlier)
+            bring_back()
         return torch.tensor(mean, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -174,7 +171,7 @@ def _let_go(batches: list[Any]) -> Iterator[Any]:
 
 
 def _check_held(prepared: Prepared) -> None:
-    if any(bool(held.any()) for held in prepared.held_gradients()):
+    if any(bool(held.any()) for held in prepared.gradients.waiting()):
         raise RuntimeError(
             "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would be weighed "
             "with it. Let a backward outside of no_sync() synchronise them first, or drop them by optimizer.zero_grad()."

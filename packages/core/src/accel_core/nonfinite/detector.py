@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accel_core.nonfinite.draws import Used
     from accel_core.nonfinite.replay import Replay
     from accel_core.plugins import Relay
+    from accel_core.prepare import Prepared
     from accel_core.strategies.strategy import Strategy
     from accel_core.world import World
 
@@ -51,12 +52,14 @@ class NonFiniteDetector:
     Args:
         world: the processes.
         feed: where the loaders are.
+        prepared: whose gradients are looked at.
         scaled: whether losses are scaled, so that gradients may overflow.
     """
 
-    def __init__(self, world: World, feed: Feed, *, scaled: bool) -> None:
+    def __init__(self, world: World, feed: Feed, prepared: Prepared, *, scaled: bool) -> None:
         self._world = world
         self._feed = feed
+        self._prepared = prepared
         self._scaled = scaled
         self._watchers: list[Watcher] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -71,7 +74,7 @@ class NonFiniteDetector:
         self.replaying = False
 
     @classmethod
-    def of(cls, parts: Assembly, feed: Feed) -> NonFiniteDetector:
+    def of(cls, parts: Assembly, feed: Feed, prepared: Prepared) -> NonFiniteDetector:
         """One that is installed among these parts.
 
         Raises:
@@ -79,7 +82,7 @@ class NonFiniteDetector:
         """
         owners = parts.activation.owners
         _check_strategy(parts.strategy, runs_windows=owners["forward_backward"] is not None)
-        detector = cls(parts.world, feed, scaled=owners["scale_loss"] is not None)
+        detector = cls(parts.world, feed, prepared, scaled=owners["scale_loss"] is not None)
         detector.install(parts.activation.relay)
         return detector
 
@@ -190,9 +193,9 @@ class NonFiniteDetector:
 
     def _gradients(self) -> Iterable[tuple[str, torch.Tensor]]:
         for watcher in self._watchers:
-            for name, parameter in watcher.parameters():
-                if parameter.grad is not None:
-                    yield name, parameter.grad
+            named = {id(parameter): (name, parameter) for name, parameter in watcher.parameters()}
+            found = self._prepared.gradients.of(parameter for _, parameter in named.values())
+            yield from ((named[id(parameter)][0], gradient) for parameter, gradient in found)
 
     def _raise_found(self, findings: list[Finding | None]) -> NoReturn:
         self._forget()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
@@ -47,7 +47,7 @@ class Relay:
         "convert_model",
         "finish",
         "forward_backward",
-        "held_gradients",
+        "gradient_state",
         "layout",
         "load_optimizer_state",
         "model_loaded",
@@ -88,7 +88,7 @@ class Relay:
     ]
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]
     trigger_sync_in_backward: Callable[[nn.Module], AbstractContextManager[None]]
-    held_gradients: Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
+    gradient_state: Callable[[nn.Module, nn.Module], GradientState]
     context_parallel: Callable[
         [Sequence[torch.Tensor], Sequence[int], Collection[torch.Tensor]], AbstractContextManager[None]
     ]
