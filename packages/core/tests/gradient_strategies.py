@@ -144,7 +144,7 @@ class InABuffer(Plain):
         return state
 
     @hookimpl
-    def optimizer_step(self, optimizer, step):
+    def apply_step(self, optimizer, step):
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         lent = []
         for buffer in self.buffers.values():

@@ -229,11 +229,14 @@ class Accelerator(ProcessControl):
         self._layout = parts.layout
         self._relay = parts.activation.relay
         owners = parts.activation.owners
-        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step"))
+        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
+        self._engine = self._relay.apply_step if owners["apply_step"] else None
         steps = parts.accumulation.num_steps
         assert steps is not None, "the plugin checks it"
         self._feed = Feed(steps)
         self._prepared = Prepared(self._world, self._relay.gradient_state if owners["gradient_state"] else None)
+        # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.
+        self._clips_kept = owners["clip_gradients"] is None and self._prepared.gradients.are_elsewhere
         self._accumulation = Accumulation(
             steps,
             self._feed,
@@ -517,7 +520,9 @@ class Accelerator(ProcessControl):
         if not self._has_gate(optimizer):
             if device_placement if device_placement is not None else self.device_placement:
                 place_state(optimizer)
-            OptimizerGate(optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward)
+            OptimizerGate(
+                optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward, self._engine
+            )
         if not any(optimizer is known for known in self._prepared.optimizers):
             self._prepared.optimizers.append(optimizer)
             self._prepared.unchecked = True
@@ -794,12 +799,11 @@ class Accelerator(ProcessControl):
         clipped = gradients.as_list(parameters)
         if not self._accumulation.open:
             self._unscale_holders(clipped)
-        is_default = self._parts.activation.owners["clip_gradients"] is None
-        if is_default and self._prepared.gradients.are_elsewhere:
+        if self._clips_kept:
             clipped = self._whole_gradients(clipped)
         if not self._accumulation.open:
             return self._relay.clip_gradients(clipped, max_norm, norm_type)
-        if is_default:
+        if self._parts.activation.owners["clip_gradients"] is None:
             return nn.utils.get_total_norm([each.grad for each in clipped if each.grad is not None], norm_type)
         return self._relay.clip_gradients(clipped, torch.inf, norm_type)  # the strategy's norm: nothing is larger
 

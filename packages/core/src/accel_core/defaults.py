@@ -130,6 +130,11 @@ class CoreDefaults:
 
     @hookimpl
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
+        """The step is taken."""
+        return step()
+
+    @hookimpl
+    def apply_step(self, step: Callable[[], Any]) -> Any:
         """The optimizer's own step."""
         return step()
 

@@ -43,16 +43,15 @@ class Gradients:
     Args:
         models: what is prepared; the list grows.
         state: the hook `gradient_state`; None: nobody owns it.
+
+    Attributes:
+        are_elsewhere: whether the strategy says where they are.
     """
 
     def __init__(self, models: Sequence[PreparedModel], state: GradientHook | None = None) -> None:
         self._models = models
         self._state = state
-
-    @property
-    def are_elsewhere(self) -> bool:
-        """Whether a strategy says where they are."""
-        return self._state is not None
+        self.are_elsewhere = state is not None
 
     def kept(self, parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Elementwise | Partial]]:
         """What the strategy says of `parameters`, by the `id` of each that is its business: the terms of its gradient, or none."""

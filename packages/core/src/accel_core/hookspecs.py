@@ -73,7 +73,7 @@ class HookSpecs:
                 loss = model(batch)
                 accelerator.backward(loss)          # scale_loss, backward
                 accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
-                optimizer.step()                    # optimizer_step, once per window
+                optimizer.step()                    # optimizer_step, and in it apply_step, once per window
                 scheduler.step()
                 optimizer.zero_grad()               # gradient_state
             accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
@@ -288,12 +288,24 @@ class HookSpecs:
 
     @owner
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Takes one step of an optimizer, or leaves it out.
+        """Decides whether an optimizer steps: takes the step, or leaves it out.
 
         When: in `optimizer.step()`, at the end of a window.
-        Usual owner: the precision's scaler, or the strategy's engine.
-        Arguments: the optimizer; `step`, its own step with the user's closure bound. `optimizer.step()` called from
-            inside reaches the optimizer's own step too.
+        Usual owner: the precision's scaler. An engine that steps owns `apply_step`, and a strategy may own both.
+        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's closure bound: a `functools.partial` if
+            it was given arguments. `optimizer.step()` called from inside reaches the optimizer's own step.
+        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        Default: `step()`.
+        """
+
+    @owner
+    def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Takes a step of an optimizer that was decided on.
+
+        When: where the owner of `optimizer_step` calls the `step` that it is given; gradients are unscaled and clipped.
+        Usual owner: the strategy, if an engine steps in the optimizer's place, or parameters have to be sent afterwards.
+        Arguments: the optimizer; `step`, its own step with the user's closure bound, which an engine need not call: a
+            `functools.partial` if it was given arguments.
         Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
         Default: `step()`.
         """

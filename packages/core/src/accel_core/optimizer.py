@@ -64,10 +64,12 @@ class OptimizerGate:
             Accelerator.
         needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
             or an engine takes part.
+        engine: the hook `apply_step`; None: nobody owns it, and the optimizer's own step is taken.
     """
 
     __slots__ = (
         "_checked",
+        "_engine",
         "_frozen",
         "_inside",
         "_keeps_elsewhere",
@@ -93,6 +95,7 @@ class OptimizerGate:
         relay: Steps,
         prepared: Prepared | None,
         needs_backward: bool,
+        engine: Callable[[Optimizer, Callable[[], Any]], Any] | None = None,
     ) -> None:
         self.accumulation = accumulation
         accumulation.optimizers += 1
@@ -101,6 +104,7 @@ class OptimizerGate:
         self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
         self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
+        self._engine = engine
         self._checked = False
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
@@ -149,12 +153,14 @@ class OptimizerGate:
             self._check_first(optimizer)
         if self._frozen:
             self._check_frozen(optimizer)
-        if not (args or kwargs):
-            self._check_backward()
-            step: Callable[[], Any] = self._own_step
-        else:
+        step: Callable[[], Any] = self._own_step
+        if args or kwargs:
             self._check_closure()
-            step = partial(self._own_step, *args, **kwargs)
+            step = partial(step, *args, **kwargs)
+        else:
+            self._check_backward()
+        if self._engine is not None:
+            step = self._applied(optimizer, step)
         self._inside = True
         try:
             result = self._relay.optimizer_step(optimizer, step)
@@ -206,6 +212,12 @@ class OptimizerGate:
             name: value for name, value in state.items() if not name.startswith("_accel_") and name not in _SHADOWED
         }
         return kept | {name: value for name, value in self._shadowed.items() if name in state}
+
+    def _applied(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
+        """The step as the engine takes it; it is a `partial`, by which owners of hooks know arguments, if `step` is one."""
+        engine = self._engine
+        assert engine is not None, "the caller looks"
+        return partial(engine, optimizer, step) if isinstance(step, partial) else lambda: engine(optimizer, step)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)

@@ -39,6 +39,7 @@ class Relay:
 
     __slots__ = (
         "__weakref__",
+        "apply_step",
         "backward",
         "build_model",
         "check_optimizer",
@@ -97,6 +98,7 @@ class Relay:
     unscale_gradients: Callable[[Optimizer], None]
     clip_gradients: Callable[[Sequence[nn.Parameter], float, float], torch.Tensor]
     optimizer_step: Callable[[Optimizer, Callable[[], Any]], Any]
+    apply_step: Callable[[Optimizer, Callable[[], Any]], Any]
     forward_backward: Callable[
         [
             nn.Module,
