@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from wrong_strategies import Right, Wrapper
 
-from accel_core.checkpoint.boxes import flat_range
-from accel_core.checkpoint.layouts import Elementwise, Partial, pieces_of
+from accel_core.checkpoint.boxes import Box, flat_range
+from accel_core.checkpoint.layouts import Elementwise, Extent, Partial, pieces_of
+from accel_core.checkpoint.model_state import capture as capture_model
+from accel_core.checkpoint.optimizers.optimizer_state import capture, misfits, restore
 from accel_core.hookspecs import hookimpl
 
 
@@ -178,3 +180,115 @@ class InParts(InABuffer):
         for gradient in found if max_norm < norm else ():
             gradient.mul_(max_norm / (norm + 1e-6))
         return norm
+
+
+class Engine(InParts):
+    """Steps in the optimizer's place: masters in single precision, and the optimizer's state, lie in flat memory in parts.
+
+    The user's optimizer keeps the user's parameters; one of the same class, with the same options, steps this rank's fragments of
+    the masters, and has its state in the user's.
+    """
+
+    replicates_parameters = False
+
+    def __init__(self):
+        super().__init__()
+        self.masters = {}  # by buffer
+        self.fragments = {}  # by the id of a user's parameter: its buffer, its name, and the parameter that is stepped
+        self.inner = {}  # by the user's optimizer
+        self.memory = {}  # by buffer and key: the state that was loaded
+
+    def wrap(self, model, optimizers):
+        wrapper = super().wrap(model, optimizers)
+        buffer = self.buffers[wrapper]
+        master = buffer.laid_end_to_end(buffer.named.values())[buffer.low : buffer.high].clone()
+        self.masters[buffer] = master
+        for name, parameter in buffer.named.items():
+            self.fragments[id(parameter)] = buffer, name, nn.Parameter(buffer.part(name, master))
+        return wrapper
+
+    def stepped(self, optimizer):
+        """The user's parameters in an optimizer that are stepped here, by group."""
+        return [[each for each in group["params"] if id(each) in self.fragments] for group in optimizer.param_groups]
+
+    def inner_of(self, optimizer):
+        groups = self.stepped(optimizer)
+        if optimizer not in self.inner:
+            fragments = [{"params": [self.fragments[id(each)][2] for each in group]} for group in groups]
+            self.inner[optimizer] = type(optimizer)(fragments, lr=0.1)
+        inner = self.inner[optimizer]
+        for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        return inner
+
+    @hookimpl
+    def apply_step(self, optimizer, step):
+        inner, parameters = self.inner_of(optimizer), [each for group in self.stepped(optimizer) for each in group]
+        for buffer, name, fragment in (self.fragments[id(each)] for each in parameters):
+            fragment.grad = buffer.part(name, buffer.kept)
+        result = inner.step()
+        optimizer._opt_called = True  # by which schedulers know
+        optimizer.state.update({each: inner.state[self.fragments[id(each)][2]] for each in parameters})
+        self.send(parameters)
+        return result
+
+    @torch.no_grad()
+    def send(self, parameters):
+        """Gives parameters the values of their masters on all ranks. A collective."""
+        wanted = set(map(id, parameters))
+        for buffer, master in self.masters.items():
+            if wanted & set(map(id, buffer.named.values())):
+                for name, value in buffer.whole(master).items():
+                    if id(buffer.named[name]) in wanted:
+                        buffer.named[name].copy_(value)
+
+    @hookimpl
+    def model_state(self, model):
+        return capture_model(model, Fragments(self))
+
+    @hookimpl
+    def model_loaded(self, model):
+        self.send(list(model.parameters()))
+
+    @hookimpl
+    def optimizer_state(self, optimizer, names):
+        return capture(optimizer, names, Fragments(self))
+
+    @hookimpl
+    def optimizer_misfits(self, optimizer, names, saved):
+        return misfits(optimizer, names, Fragments(self), saved)
+
+    @hookimpl
+    def load_optimizer_state(self, optimizer, names, saved):
+        restore(optimizer, names, Fragments(self), saved)
+        inner = self.inner_of(optimizer)
+        inner.state.clear()
+        inner.state.update({self.fragments[id(each)][2]: state for each, state in optimizer.state.items()})
+
+
+class Fragments:
+    """The `Sharding` of an engine: of each parameter a flat fragment, in memory that the engine keeps."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def extent(self, parameter):
+        shape = tuple(parameter.shape)
+        if id(parameter) not in self.engine.fragments:
+            return Extent(shape, (Box.whole(shape),))
+        buffer, name, _ = self.engine.fragments[id(parameter)]
+        return Extent(shape, buffer.boxes(name))
+
+    def local(self, value):
+        return (self.engine.fragments[id(value)][2] if id(value) in self.engine.fragments else value).detach()
+
+    def like(self, parameter, local):
+        return local
+
+    def empty(self, parameter, key, dtype):
+        buffer, name, _ = self.engine.fragments[id(parameter)]
+        place = self.engine.memory.setdefault((buffer, key), torch.zeros(buffer.high - buffer.low, dtype=dtype))
+        return buffer.part(name, place)
+
+    def versioned(self, value):
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_strategies import InABuffer, InParts, RunsWindows
+from gradient_strategies import Engine, InABuffer, InParts, RunsWindows
 from torch import nn
 
 from accel_core import Accelerator, NonFiniteError, hookimpl
@@ -30,6 +30,15 @@ class TestInParts(StrategySuite):
 class TestCheckpointsInABuffer(CheckpointSuite):
     strategy = InABuffer
     worlds = (2,)
+
+
+class TestEngine(StrategySuite):
+    strategy = Engine
+    worlds = (2,)
+
+
+class TestCheckpointsOfAnEngine(CheckpointSuite):
+    strategy = Engine
 
 
 def summed(output, batch):
@@ -184,3 +193,36 @@ def test_an_open_window_goes_on_between_strategies_that_keep_gradients_apart(tmp
     forgetful, *_ = prepared(Forgetful(), gradient_accumulation_steps=2)
     with pytest.raises(CheckpointError, match="Forgetful cannot take pending gradients over"):
         forgetful.load_state(tmp_path)
+
+
+def stepped(strategy, dtype=torch.bfloat16):
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = nn.Linear(2, 1, bias=False).to(dtype)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(X.to(dtype)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator, optimizer
+
+
+def test_masters_are_saved_in_their_own_dtype_and_what_changes_unseen_is_copied_at_once():
+    accelerator, _ = stepped(Engine())
+    run = accelerator._checkpoints._run
+    entries = [run.model_state(0)["weight"], run.optimizer_states()[0].entries["0.weight/exp_avg"]]
+    assert [(entry.dtype, entry.versioned) for entry in entries] == [(torch.float32, False)] * 2
+    assert entries[0].pieces[0].data.dtype is torch.float32
+
+
+def test_state_is_loaded_into_the_memory_of_the_engine(tmp_path):
+    saving, optimizer = stepped(Engine())
+    [expected] = optimizer.state.values()
+    saving.save_state(tmp_path)
+    strategy = Engine()
+    accelerator, optimizer = stepped(strategy)
+    accelerator.load_state(tmp_path)
+    [state] = strategy.inner[optimizer].state.values()
+    for key in ("exp_avg", "exp_avg_sq"):
+        [memory] = [flat for (_, name), flat in strategy.memory.items() if name == key]
+        assert state[key].data_ptr() == memory.data_ptr()
+        assert memory.tolist() == expected[key].tolist()
+    assert state["step"].item() == 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +32,16 @@ def _no_parameters(found: object) -> TypeError:
     return TypeError(
         f"expected parameters, found {type(found).__name__}. Pass model.parameters(), or a list of tensors."
     )
+
+
+_Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
+
+
+class Earlier(NamedTuple):
+    """Gradients that were set aside: those that the strategy keeps, by their place, and those of `.grad`."""
+
+    kept: dict[_Place, torch.Tensor]
+    taken: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Gradients:
@@ -103,21 +113,20 @@ class Gradients:
         for terms in self.kept(parameters).values():
             _zero(terms)
 
-    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Clears those of `parameters`, and all that the strategy keeps."""
+    def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
+        """Clears those of `parameters`, and all that the strategy keeps; what it keeps of `earlier` ones stays, as zeros."""
+        names = set() if earlier is None else {place[:2] for place in earlier.kept}
+        stays = set()
         for record, state in self._states():
-            parameters = [each for each in parameters if id(each) not in record.ids]
             for terms in state.values():
                 _zero(terms)
+            stays |= {id(record.named.get(name)) for name in state if (id(record), name) in names}
         for parameter in parameters:
-            parameter.grad = None
+            if id(parameter) not in stays:
+                parameter.grad = None
 
-    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Takes the gradients that are there away, so that those to come can be scaled alone.
-
-        Returns:
-            What adds them to those that have come since.
-        """
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Earlier:
+        """Takes the gradients that are there away, so that those to come can be scaled alone."""
         kept = {}
         for record, state in self._states():
             parameters = [each for each in parameters if id(each) not in record.ids]
@@ -128,17 +137,24 @@ class Gradients:
         taken = [(each, each.grad.detach().clone()) for each in parameters if each.grad is not None]
         for parameter, _ in taken:
             parameter.grad = None
+        return Earlier(kept, taken)
 
-        def bring_back() -> None:
-            if kept:
-                self._add(kept)
-            for parameter, gradient in taken:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.add_(gradient)
-
-        return bring_back
+    def bring_back(self, earlier: Earlier) -> None:
+        """Adds what `set_aside` took to what has come since."""
+        now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
+        for place, gradient in earlier.kept.items():
+            if place not in now:
+                raise RuntimeError(
+                    f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards gradient_state() of "
+                    f"the strategy names no gradient of {place[2]} of it, to which the former could be added. A gradient "
+                    f"that is zeroed in place stays there."
+                )
+            now[place].add_(gradient)
+        for parameter, gradient in earlier.taken:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
 
     def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[nn.Parameter]:
         """For each part of the gradients of `parameters`, a tensor whose `.grad` it is, live."""
@@ -149,20 +165,6 @@ class Gradients:
             for record in self._models:
                 if not record.evaluation:
                     yield record, self._state(record.original, record.prepared)
-
-    def _add(self, kept: dict[_Place, torch.Tensor]) -> None:
-        now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
-        for place, gradient in kept.items():
-            if place not in now:
-                raise RuntimeError(
-                    f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards gradient_state() of "
-                    f"the strategy names no gradient of {place[2]} of it, to which the former could be added. A gradient "
-                    f"that is zeroed in place stays there."
-                )
-            now[place].add_(gradient)
-
-
-_Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
 
 
 def _arrived(record: PreparedModel, state: GradientState) -> Iterator[tuple[_Place, torch.Tensor]]:

@@ -81,7 +81,7 @@ class WindowLoop:
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
         _check_held(prepared)
-        bring_back = prepared.gradients.set_aside(parameters)
+        earlier = prepared.gradients.set_aside(parameters)
         try:
             parts = []
             while following is not _END:
@@ -93,10 +93,10 @@ class WindowLoop:
             mean, correction = self._settle(parts)
             prepared.gradients.scale(parameters, correction)
         except BaseException:
-            prepared.gradients.drop(parameters)  # half a window is none: the call may be repeated
+            prepared.gradients.drop(parameters, earlier)  # half a window is none: the call may be repeated
             raise
         finally:
-            bring_back()
+            prepared.gradients.bring_back(earlier)
         return torch.tensor(mean, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -140,6 +140,15 @@ class Sharding(Protocol):
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """What an optimizer keeps as a tensor laid out like `parameter`, around its local tensor."""
 
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor laid out like `parameter`, of any values, which becomes the state `key` of it: its `local` tensor is read into.
+
+        Whoever keeps state in memory of its own gives that, or a view of it.
+        """
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether whoever changes the local tensor of `value` in place raises its `_version`: see `Elementwise`."""
+
 
 class Whole:
     """Parameters are whole on every rank that has them."""
@@ -156,3 +165,11 @@ class Whole:
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """The tensor itself."""
         return local
+
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """A new tensor."""
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether it is no wrapper of other tensors."""
+        return type(value) in (torch.Tensor, torch.nn.Parameter)

@@ -311,9 +311,9 @@ class _Restoring:
         kept = gradients.kept(named.values())
         for name in self._checkpoint.names(GRADIENT):
             parameter, place = named[name], self._place
-            if id(parameter) in kept:
-                first = kept[id(parameter)][0]
-                memory, place = memory_of(first)[0], place if isinstance(first, Partial) else _MEAN
+            terms = kept.get(id(parameter))
+            if terms:
+                memory, place = memory_of(terms[0])[0], place if isinstance(terms[0], Partial) else _MEAN
             else:
                 memory = parameter.grad = torch.empty_like(parameter)
             jobs += self._checkpoint.jobs(f"{GRADIENT}/{name}", Partial(memory), *place)
