@@ -226,3 +226,24 @@ def test_state_is_loaded_into_the_memory_of_the_engine(tmp_path):
         assert state[key].data_ptr() == memory.data_ptr()
         assert memory.tolist() == expected[key].tolist()
     assert state["step"].item() == 1.0
+
+
+class Releasing(InABuffer):
+    def __init__(self):
+        super().__init__()
+        self.released = []
+
+    @hookimpl
+    def release_model(self, model, prepared):
+        self.released.append((model, prepared))
+
+
+@pytest.mark.parametrize("ends", [["end_training", "free_memory"], ["free_memory", "end_training"]])
+def test_a_strategy_is_told_once_of_each_model_that_it_can_let_go_of(ends):
+    strategy = Releasing()
+    accelerator, model, *_ = prepared(strategy)
+    evaluated = accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True)
+    expected = [(accelerator.unwrap_model(model), model), (evaluated, evaluated)]
+    for end in ends:
+        getattr(accelerator, end)()
+        assert strategy.released == expected

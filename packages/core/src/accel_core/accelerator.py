@@ -37,6 +37,7 @@ from accel_core.prepare import (
     held_by,
     kind_of,
     require,
+    stays_in_place,
 )
 from accel_core.process_control import ProcessControl
 from accel_core.project import resolve_project
@@ -622,6 +623,7 @@ class Accelerator(ProcessControl):
         count = len(objects)
         del objects
         self._prepared.await_copies()
+        self._prepared.release_models(self._relay.release_model)
         models = [record.original for record in self._prepared.models]
         self._prepared.release()
         for model in models:
@@ -1258,6 +1260,7 @@ class Accelerator(ProcessControl):
                     last_to_first.callback(self._trackers.finish, failed)
                 last_to_first.callback(self._world.leave, self)
                 last_to_first.callback(self._relay.finish)
+                last_to_first.callback(self._prepared.release_models, self._relay.release_model)
                 if self._preemption is not None:
                     last_to_first.callback(self._preemption.close)
                 self.wait_for_checkpoint()
@@ -1367,10 +1370,10 @@ class Accelerator(ProcessControl):
                     f"synchronised. Prepare it for training first; a prepared model can be evaluated too."
                 )
             return known.prepared
-        check_device_map(model, self._world)
+        check_device_map(model, self._world, self._parts.precision.policy.param)
         request = PrepareRequest(
             policy=self._parts.precision.policy,
-            device=self._placement(placement),
+            device=None if stays_in_place(model) else self._placement(placement),
             device_type=self.device.type,
             evaluation=evaluation,
             compile_options=self._parts.compile_options,

@@ -78,6 +78,10 @@ class CoreDefaults:
         """Modules are what they were."""
 
     @hookimpl
+    def release_model(self) -> None:
+        """Nothing was made beside the model."""
+
+    @hookimpl
     def check_optimizer(self) -> None:
         """Parameters are plain tensors, which every optimizer can step."""
 

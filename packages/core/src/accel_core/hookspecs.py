@@ -78,8 +78,8 @@ class HookSpecs:
                 optimizer.zero_grad()               # gradient_state
             accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
             accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
-        accelerator.end_training()                  # finish
-        accelerator.free_memory()                   # revert_model (per model)
+        accelerator.end_training()                  # release_model (per model), finish
+        accelerator.free_memory()                   # release_model, unless it has ended; revert_model (per model)
 
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
@@ -145,6 +145,16 @@ class HookSpecs:
         """
 
     @owner
+    def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
+
+        When: in `free_memory` and in `end_training`, once for every model that was prepared, evaluated ones included; before
+            `revert_model`, and before the process group ends. Usual owner: the strategy. No collective.
+        Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
+        Default: nothing happens.
+        """
+
+    @owner
     def prepare_model(  # type: ignore[empty-body]
         self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest
     ) -> nn.Module:
@@ -193,7 +203,8 @@ class HookSpecs:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
-        When: once per optimizer in `prepare`, after the models of that call; its model may come in a later call.
+        When: once per optimizer in `prepare`, after the models of that call; its model may come in a later call. An engine that
+            needs both can be built here.
         Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing happens.
         """
 

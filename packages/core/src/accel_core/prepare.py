@@ -100,6 +100,7 @@ class Prepared:
         self.unchecked = False  # whether optimizers came since the last check for orphans
         self.fused = False  # whether one of the optimizers updates parameters during the backward
         self.drifted = False  # whether each rank's optimizers have stepped by themselves
+        self._released = 0  # how many of the models the strategy was told to release
         self.apart: Callable[[], int] | None = None  # for how many steps each rank has trained by itself, if it does
         self._copying: Callable[[], None] | None = None  # waits for what is being copied of the parameters
 
@@ -213,8 +214,15 @@ class Prepared:
             if id(each) in held
         }
 
+    def release_models(self, hook: Callable[[nn.Module, nn.Module], None]) -> None:
+        """Calls `release_model` for each model, once."""
+        left, self._released = self.models[self._released :], len(self.models)
+        for record in left:
+            hook(record.original, record.prepared)
+
     def release(self) -> None:
         """Undresses everything and forgets it."""
+        self._released = 0
         for scheduler in self.schedulers:
             ungate_scheduler(scheduler)
         for optimizer in self.optimizers:
@@ -308,14 +316,33 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_device_map(model: nn.Module, world: World) -> None:
-    """Raises for a model that is spread over devices by a device map, in a world larger than one."""
+def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
+    """Raises for a model that is spread over devices by a device map, in a world larger than one, or where it would have to be cast.
+
+    Args:
+        model: the user's.
+        world: the processes.
+        param: the dtype that parameters are to have; None: their own.
+    """
     if world.size > 1 and has_device_map(model):
         raise ValueError(
             f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "
             f"started, which would each spread it over the same devices. Load it without a device map, or start one "
             f"process."
         )
+    offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
+    if param is not None and offloaded and stays_in_place(model):
+        raise ValueError(
+            f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, are "
+            f"offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision that leaves "
+            f"parameters alone, such as mixed_precision='bf16'."
+        )
+
+
+def stays_in_place(model: nn.Module) -> bool:
+    """Whether a device map has placed a model: over several devices, or where its parameters are fetched from when they are used."""
+    mapped = any(hasattr(module, "hf_device_map") for module in model.modules())
+    return has_device_map(model) or (mapped and any(parameter.is_meta for parameter in model.parameters()))
 
 
 def has_device_map(model: nn.Module) -> bool:

@@ -59,6 +59,7 @@ class Relay:
         "optimizer_step",
         "prepare_loader",
         "prepare_model",
+        "release_model",
         "revert_model",
         "scale_loss",
         "start",
@@ -72,6 +73,7 @@ class Relay:
     build_model: Callable[[Callable[[], nn.Module], Path | None], nn.Module]
     convert_model: Callable[[nn.Module, bool], None]
     revert_model: Callable[[nn.Module], None]
+    release_model: Callable[[nn.Module, nn.Module], None]
     prepare_model: Callable[[nn.Module, Sequence[Optimizer], PrepareRequest], nn.Module]
     check_optimizer: Callable[[Optimizer], None]
     prepare_loader: Callable[
