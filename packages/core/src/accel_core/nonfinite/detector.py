@@ -59,7 +59,7 @@ class NonFiniteDetector:
     def __init__(self, world: World, feed: Feed, prepared: Prepared, *, scaled: bool) -> None:
         self._world = world
         self._feed = feed
-        self._prepared = prepared
+        self._prepared = weakref.ref(prepared)  # which optimizers that hold the hooks do not keep alive
         self._scaled = scaled
         self._watchers: list[Watcher] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -192,9 +192,11 @@ class NonFiniteDetector:
         self._drop([each for each in self._records if each.gradients or self._closed - each.window >= KEPT_WINDOWS])
 
     def _gradients(self) -> Iterable[tuple[str, torch.Tensor]]:
+        prepared = self._prepared()
+        assert prepared is not None, "the Accelerator calls this"
         for watcher in self._watchers:
             named = {id(parameter): (name, parameter) for name, parameter in watcher.parameters()}
-            found = self._prepared.gradients.of(parameter for _, parameter in named.values())
+            found = prepared.gradients.of(parameter for _, parameter in named.values())
             yield from ((named[id(parameter)][0], gradient) for parameter, gradient in found)
 
     def _raise_found(self, findings: list[Finding | None]) -> NoReturn:
