@@ -149,6 +149,12 @@ class WholeParameters:
     def like(self, parameter, local):
         return local
 
+    def empty(self, parameter, key, dtype):
+        return torch.empty_like(self.local(parameter), dtype=dtype)
+
+    def versioned(self, value):
+        return True
+
 
 class Masters(WholeParameters):
     """A `Sharding` of masters that have one parameter each, and of the state that an optimizer keeps for them."""

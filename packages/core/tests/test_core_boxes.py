@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core.checkpoint.boxes import Box, flat_range, uncovered
+from accel_core.checkpoint.layouts import pieces_of
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -107,6 +108,18 @@ def test_a_flat_range_is_few_boxes_in_row_major_order(drawn):
 )
 def test_flat_ranges_that_a_reader_can_check(shape, start, stop, boxes):
     assert flat_range(shape, start, stop) == boxes
+
+
+def test_a_flat_range_of_a_box_lies_in_the_whole_tensor():
+    """As where tensor-parallel ranks have a box of a parameter, and its optimizer a range of that box."""
+    box = Box((2, 3), (4, 3))
+    inside = flat_range(box.sizes, 1, 11, box.offsets)
+    assert inside == [Box((2, 4), (1, 2)), Box((3, 3), (2, 3)), Box((5, 3), (1, 2))]
+    whole = torch.arange(48).view(6, 8)
+    local = whole[box.slices].flatten()[1:11]
+    assert [piece.data.tolist() for piece in pieces_of(inside, local)] == [
+        whole[each.slices].tolist() for each in inside
+    ]
 
 
 def test_a_flat_range_of_three_dims_can_need_five_boxes():

@@ -522,6 +522,12 @@ class Cut:
     def like(self, parameter, local):
         return local
 
+    def empty(self, parameter, key, dtype):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    def versioned(self, value):
+        return True
+
 
 def by_rows(shape, rank, world):
     """Uneven: the first rank has a row, the last has the rest; where there are too few, others have none."""
@@ -658,6 +664,12 @@ class OfDTensors:
 
         mesh, placements = parameter.device_mesh, parameter.placements
         return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+    def empty(self, parameter, key, dtype):
+        return self.like(parameter, torch.empty_like(self.local(parameter), dtype=dtype))
+
+    def versioned(self, value):
+        return not hasattr(value, "to_local")
 
 
 def sharded_by_torch():

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_core import Accelerator, AutocastKwargs, Precision, PrecisionPolicy, Single, Strategy, hookimpl, place_model
+from accel_core.checkpoint.layouts import Elementwise, Partial
 from accel_core.repointing import Repointing
 
 
@@ -221,8 +222,12 @@ class Holding(Strategy):
                 parameter.grad = None
 
     @hookimpl
-    def held_gradients(self):
-        return self.held
+    def gradient_state(self, model):
+        named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+        state = {name: [Elementwise.whole(gradient)] for name, gradient in named}
+        for name, gradient in self.held.items():
+            state.setdefault(name, []).append(Partial(gradient))
+        return state
 
     @hookimpl
     def check_optimizer(self, optimizer):
@@ -235,7 +240,8 @@ class Clipping(Holding):
 
     @hookimpl
     def clip_gradients(self, parameters, max_norm, norm_type):
-        return 2 * nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        pending = [each.grad for each in parameters if each.grad is not None]
+        return 2 * nn.utils.get_total_norm([*pending, *self.held.values()], norm_type)
 
 
 def holding(strategy=None):

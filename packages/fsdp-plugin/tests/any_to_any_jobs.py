@@ -168,8 +168,7 @@ class Run:
 
     def held(self):
         """Of how many parameters there are gradients that have not been stepped."""
-        held = self.accelerator._parts.strategy.held_gradients(self.own)
-        return len(held) + sum(parameter.grad is not None for parameter in self.own.parameters())
+        return sum(map(len, self.accelerator._parts.strategy.gradient_state(self.own).values()))
 
     def is_tied(self):
         """Whether head and embedding are one parameter, in one place."""

@@ -104,12 +104,12 @@ def pending_norm(strategy, sync_each_batch):
     expected = nn.utils.get_total_norm([parameter.grad for parameter in reference.parameters()])
     with accelerator.accumulate(model):
         accelerator.backward(loss_of(model, shard.index))
-        pending = [each.grad for each in model.parameters() if each.grad is not None]
-        pending += accelerator._prepared.held_gradients()
+        pending = accelerator._prepared.gradients.tensors(model.parameters())
         before = [local(each).clone() for each in pending]
         norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
         kept = all(torch.equal(one, local(other)) for one, other in zip(before, pending, strict=True))
-    return type(norm) is torch.Tensor, norm.item(), expected.item(), kept, len(pending)
+    named = sum(map(bool, accelerator._prepared.gradients.kept(model.parameters()).values()))
+    return type(norm) is torch.Tensor, norm.item(), expected.item(), kept, named
 
 
 def local(gradient):

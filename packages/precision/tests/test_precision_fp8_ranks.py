@@ -42,6 +42,12 @@ class RowsOfDTensors:
             local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
 
+    def empty(self, parameter, key, dtype):
+        return self.like(parameter, torch.empty_like(self.local(parameter), dtype=dtype))
+
+    def versioned(self, value):
+        return False
+
 
 class Sharded(Strategy):
     """`fully_shard` of every inner layer, and of the whole."""

@@ -45,6 +45,7 @@ from accel_core.prepare import (
     held_by,
     kind_of,
     require,
+    stays_in_place,
     warn_of_empty,
 )
 from accel_core.process_control import ProcessControl
@@ -240,15 +241,18 @@ class Accelerator(ProcessControl):
         self._layout = parts.layout
         self._relay = parts.activation.relay
         owners = parts.activation.owners
-        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step"))
+        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
+        self._engine = self._relay.apply_step if owners["apply_step"] else None
         steps = parts.accumulation.num_steps
         assert steps is not None, "the plugin checks it"
         self._feed = Feed(steps)
         self._prepared = Prepared(
             self._world,
-            self._relay.held_gradients if owners["held_gradients"] else None,
+            self._relay.gradient_state if owners["gradient_state"] else None,
             self._relay.check_gradients if owners["check_gradients"] else None,
         )
+        # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.
+        self._clips_kept = owners["clip_gradients"] is None and self._prepared.gradients.are_elsewhere
         self._accumulation = Accumulation(
             steps,
             self._feed,
@@ -259,7 +263,6 @@ class Accelerator(ProcessControl):
         )
         parts.defaults.window_loop = WindowLoop(
             self._relay,
-            self._accumulation,
             self._prepared,
             self._world,
             self._layout,
@@ -534,7 +537,9 @@ class Accelerator(ProcessControl):
         if not self._has_gate(optimizer):
             if device_placement if device_placement is not None else self.device_placement:
                 place_state(optimizer)
-            OptimizerGate(optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward)
+            OptimizerGate(
+                optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward, self._engine
+            )
         if not any(optimizer is known for known in self._prepared.optimizers):
             self._prepared.optimizers.append(optimizer)
             self._prepared.unchecked = True
@@ -660,6 +665,7 @@ class Accelerator(ProcessControl):
         count = len(objects)
         del objects
         self._prepared.await_copies()
+        self._prepared.release_models(self._relay.release_model)
         models = [record.original for record in self._prepared.models]
         self._prepared.release()
         for model in models:
@@ -771,7 +777,11 @@ class Accelerator(ProcessControl):
             check_reading(self._feed, self._layout.shard.count)
         self._accumulation.whole_window()
         with self._world.collective("forward_backward()"):
-            return self._relay.forward_backward(model, micro_batches, loss_fn, inputs or default_inputs)
+            mean = self._relay.forward_backward(
+                model, micro_batches, loss_fn, inputs or default_inputs, self._relay.scale_loss
+            )
+        self._accumulation.count_backward()
+        return mean
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.
@@ -836,11 +846,13 @@ class Accelerator(ProcessControl):
         clipped = gradients.as_list(parameters)
         if not self._accumulation.open:
             self._unscale_holders(clipped)
+        if self._clips_kept:
+            clipped = self._whole_gradients(clipped)
+        if not self._accumulation.open:
             return self._relay.clip_gradients(clipped, max_norm, norm_type)
-        pending = [*clipped, *self._prepared.stand_ins(clipped)]
         if self._parts.activation.owners["clip_gradients"] is None:
-            return nn.utils.get_total_norm([each.grad for each in pending if each.grad is not None], norm_type)
-        return self._relay.clip_gradients(pending, torch.inf, norm_type)  # the strategy's norm: nothing is larger
+            return nn.utils.get_total_norm([each.grad for each in clipped if each.grad is not None], norm_type)
+        return self._relay.clip_gradients(clipped, torch.inf, norm_type)  # the strategy's norm: nothing is larger
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
@@ -849,6 +861,8 @@ class Accelerator(ProcessControl):
         clipped = gradients.as_list(parameters)
         if not self._accumulation.open:
             self._unscale_holders(clipped)
+            if self._prepared.gradients.are_elsewhere:
+                clipped = self._prepared.gradients.stand_ins(clipped)
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -1291,6 +1305,7 @@ class Accelerator(ProcessControl):
                     last_to_first.callback(self._trackers.finish, failed)
                 last_to_first.callback(self._world.leave, self)
                 last_to_first.callback(self._relay.finish)
+                last_to_first.callback(self._prepared.release_models, self._relay.release_model)
                 if self._preemption is not None:
                     last_to_first.callback(self._preemption.close)
                 self.wait_for_checkpoint()
@@ -1400,10 +1415,10 @@ class Accelerator(ProcessControl):
                     f"synchronised. Prepare it for training first; a prepared model can be evaluated too."
                 )
             return known.prepared
-        check_device_map(model, self._world)
+        check_device_map(model, self._world, self._parts.precision.policy.param)
         request = PrepareRequest(
             policy=self._parts.precision.policy,
-            device=self._placement(placement),
+            device=None if stays_in_place(model) else self._placement(placement),
             device_type=self.device.type,
             evaluation=evaluation,
             compile_options=self._parts.compile_options,
@@ -1438,7 +1453,7 @@ class Accelerator(ProcessControl):
     def _detect_nonfinite(self) -> None:
         from accel_core.nonfinite import NonFiniteDetector
 
-        self._detector = NonFiniteDetector.of(self._parts, self._feed)
+        self._detector = NonFiniteDetector.of(self._parts, self._feed, self._prepared)
 
     def _placement(self, given: bool | None) -> torch.device | None:
         return self.device if (self.device_placement if given is None else given) else None
@@ -1460,6 +1475,17 @@ class Accelerator(ProcessControl):
             )
         gate.remove(optimizer)
         return False
+
+    def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Stand-ins with the gradients that the strategy keeps of these, of which this rank has all."""
+        strategy = self._parts.strategy
+        if not strategy.replicates_parameters:
+            raise RuntimeError(
+                f"clip_grad_norm_() was called, but the strategy {type(strategy).__name__} keeps gradients in a way of its own "
+                f"(gradient_state) and does not say that a rank has all of them, so nobody knows their norm. It has to implement the hook "
+                f"clip_gradients; or declare replicates_parameters = True. Leave the call out until then."
+            )
+        return self._prepared.gradients.stand_ins(parameters)
 
     def _unscale_holders(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._parts.activation.owners["unscale_gradients"] is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Shard
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from accel_core.world import World
 
 _NOTHING = nullcontext()
-_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class CoreDefaults:
@@ -80,6 +78,10 @@ class CoreDefaults:
         """Modules are what they were."""
 
     @hookimpl
+    def release_model(self) -> None:
+        """Nothing was made beside the model."""
+
+    @hookimpl
     def check_optimizer(self) -> None:
         """Parameters are plain tensors, which every optimizer can step."""
 
@@ -92,9 +94,12 @@ class CoreDefaults:
         """Every gradient may be used."""
 
     @hookimpl
-    def held_gradients(self) -> Mapping[str, torch.Tensor]:
-        """All gradients are in `.grad`."""
-        return _NONE
+    def gradient_state(self, model: nn.Module) -> GradientState:
+        """`.grad`: the mean itself, or a term of it."""
+        from accel_core.checkpoint.layouts import Partial
+
+        named = model.named_parameters()
+        return {name: [Partial(parameter.grad)] for name, parameter in named if parameter.grad is not None}
 
     @hookimpl
     def context_parallel(self) -> AbstractContextManager[None]:
@@ -137,6 +142,11 @@ class CoreDefaults:
 
     @hookimpl
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
+        """The step is taken."""
+        return step()
+
+    @hookimpl
+    def apply_step(self, step: Callable[[], Any]) -> Any:
         """The optimizer's own step."""
         return step()
 

@@ -136,7 +136,7 @@ def _obstacle(accumulation: Accumulation, world: World, owners: Mapping[str, Sel
             f"With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated: each micro-batch makes an "
             f"update of its own. Use gradient_accumulation_steps=1 and larger batches."
         )
-    for hook in ("scale_loss", "backward", "optimizer_step"):
+    for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
         owner = owners[hook]
         if owner is not None:
             return (

@@ -1,11 +1,20 @@
-"""Small operations on the `.grad` of parameters."""
+"""The gradients of prepared models, wherever they are: in `.grad`, or where the strategy says that it keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+
+from accel_core.checkpoint.boxes import Box
+from accel_core.checkpoint.layouts import Elementwise, GradientState, Partial, memory_of
+
+if TYPE_CHECKING:
+    from accel_core.prepare import PreparedModel
+
+GradientHook = Callable[[nn.Module, nn.Module], GradientState]
 
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
@@ -25,32 +34,154 @@ def _no_parameters(found: object) -> TypeError:
     )
 
 
-def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies the gradients in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    dense = [gradient for gradient in gradients if not gradient.is_sparse]
-    if dense:
-        torch._foreach_mul_(dense, factor)
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient.mul_(factor)
+_Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
 
 
-def set_aside(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Takes the gradients that are there away, so that those to come can be scaled alone."""
-    taken = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            # A copy: the wrapper of a strategy may own the memory and write the next gradient to it.
-            taken.append((parameter, parameter.grad.detach().clone()))
+class Earlier(NamedTuple):
+    """Gradients that were set aside: those that the strategy keeps, by their place, and those of `.grad`."""
+
+    kept: dict[_Place, torch.Tensor]
+    taken: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Gradients:
+    """Reads and changes the gradients of the models of one Accelerator.
+
+    Without an owner of `gradient_state` all of them are in `.grad`, and nothing here costs more than to look there. With one,
+    `.grad` still counts for parameters of no trained model.
+
+    Args:
+        models: what is prepared; the list grows.
+        state: the hook `gradient_state`; None: nobody owns it.
+
+    Attributes:
+        are_elsewhere: whether the strategy says where they are.
+    """
+
+    def __init__(self, models: Sequence[PreparedModel], state: GradientHook | None = None) -> None:
+        self._models = models
+        self._state = state
+        self.are_elsewhere = state is not None
+
+    def kept(self, parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Elementwise | Partial]]:
+        """What the strategy says of `parameters`, by the `id` of each that is its business: the terms of its gradient, or none."""
+        wanted = set(map(id, parameters)) if self._state is not None else set()
+        found: dict[int, Sequence[Elementwise | Partial]] = {}
+        for record, state in self._states():
+            found.update(dict.fromkeys(record.ids & wanted, ()))
+            now = dict(record.original.named_parameters(remove_duplicate=False)) if state else {}
+            for name, terms in state.items():
+                # A strategy may show another tensor for a while: a gathered one, in the forward.
+                known = [each for each in (id(record.named.get(name)), id(now.get(name))) if each in wanted]
+                found.update(dict.fromkeys(known, ()))
+                found.update(dict.fromkeys(known[:1], terms))
+        return found
+
+    def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What this rank has of the gradients of `parameters`, live: each part of one with its parameter."""
+        given = {id(parameter): parameter for parameter in parameters}
+        kept = self.kept(given.values())
+        for key, parameter in given.items():
+            if key in kept:
+                yield from ((parameter, part) for term in kept[key] for part in memory_of(term))
+            elif parameter.grad is not None:
+                yield parameter, parameter.grad
+
+    def tensors(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank has of the gradients of `parameters`, live."""
+        if self._state is None:
+            return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [part for _, part in self.of(parameters)]
+
+    def waiting(self) -> Iterator[torch.Tensor]:
+        """What a strategy holds back: terms that no backward has sent to the other ranks."""
+        for _, state in self._states():
+            yield from (term.data for terms in state.values() for term in terms if isinstance(term, Partial))
+
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiplies them in place."""
+        found = self.tensors(parameters)
+        dense = [gradient for gradient in found if not gradient.is_sparse]
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for gradient in found:
+            if gradient.is_sparse:
+                gradient.mul_(factor)
+
+    def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Makes zero what the strategy keeps of the gradients of `parameters`. Its memory stays with the strategy."""
+        for terms in self.kept(parameters).values():
+            _zero(terms)
+
+    def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
+        """Clears those of `parameters`, and all that the strategy keeps; what it keeps of `earlier` ones stays, as zeros."""
+        names = set() if earlier is None else {place[:2] for place in earlier.kept}
+        stays = set()
+        for record, state in self._states():
+            for terms in state.values():
+                _zero(terms)
+            stays |= {id(record.named.get(name)) for name in state if (id(record), name) in names}
+        for parameter in parameters:
+            if id(parameter) not in stays:
+                parameter.grad = None
+
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Earlier:
+        """Takes the gradients that are there away, so that those to come can be scaled alone."""
+        kept = {}
+        for record, state in self._states():
+            parameters = [each for each in parameters if id(each) not in record.ids]
+            for place, part in _arrived(record, state):
+                kept[place] = part.clone()
+                part.zero_()
+        # A copy: the wrapper of a strategy may own the memory and write the next gradient to it.
+        taken = [(each, each.grad.detach().clone()) for each in parameters if each.grad is not None]
+        for parameter, _ in taken:
             parameter.grad = None
-    return taken
+        return Earlier(kept, taken)
+
+    def bring_back(self, earlier: Earlier) -> None:
+        """Adds what `set_aside` took to what has come since."""
+        now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
+        for place, gradient in earlier.kept.items():
+            if place not in now:
+                raise RuntimeError(
+                    f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards gradient_state() of "
+                    f"the strategy names no gradient of {place[2]} of it, to which the former could be added. A gradient "
+                    f"that is zeroed in place stays there."
+                )
+            now[place].add_(gradient)
+        for parameter, gradient in earlier.taken:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+        """For each part of the gradients of `parameters`, a tensor whose `.grad` it is, live."""
+        return [_with_gradient(part) for _, part in self.of(parameters)]
+
+    def _states(self) -> Iterator[tuple[PreparedModel, GradientState]]:
+        if self._state is not None:
+            for record in self._models:
+                if not record.evaluation:
+                    yield record, self._state(record.original, record.prepared)
 
 
-def bring_back(taken: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    """Adds what `set_aside` took to what has come since."""
-    for parameter, gradient in taken:
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
+def _arrived(record: PreparedModel, state: GradientState) -> Iterator[tuple[_Place, torch.Tensor]]:
+    """The parts of gradients that have travelled, each with its place."""
+    for name, terms in state.items():
+        for term in terms:
+            if isinstance(term, Elementwise):
+                yield from (((id(record), name, piece.box), piece.data) for piece in term.pieces)
+
+
+def _zero(terms: Iterable[Elementwise | Partial]) -> None:
+    for term in terms:
+        for part in memory_of(term):
+            part.zero_()
+
+
+def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
+    stand_in = gradient.detach()
+    stand_in.grad = gradient
+    return stand_in  # type: ignore[return-value]

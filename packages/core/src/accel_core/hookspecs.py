@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
@@ -69,17 +69,17 @@ class HookSpecs:
                                                     # convert_model, prepare_model (per model), prepare_loader (per loader),
                                                     # check_optimizer (per optimizer)
         for batch in loader:
-            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window; held_gradients
+            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window
                 loss = model(batch)
                 accelerator.backward(loss)          # scale_loss, backward, synchronise_gradients
                 accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
-                optimizer.step()                    # check_gradients, optimizer_step, once per window
+                optimizer.step()                    # check_gradients, optimizer_step and in it apply_step, once per window
                 scheduler.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad()               # gradient_state
             accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
             accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
-        accelerator.end_training()                  # finish
-        accelerator.free_memory()                   # revert_model (per model)
+        accelerator.end_training()                  # release_model (per model), finish
+        accelerator.free_memory()                   # release_model, unless it has ended; revert_model (per model)
 
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
@@ -145,6 +145,16 @@ class HookSpecs:
         """
 
     @owner
+    def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
+
+        When: in `free_memory` and in `end_training`, once for every model that was prepared, evaluated ones included; before
+            `revert_model`, and before the process group ends. Usual owner: the strategy. No collective.
+        Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
+        Default: nothing happens.
+        """
+
+    @owner
     def prepare_model(  # type: ignore[empty-body]
         self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest
     ) -> nn.Module:
@@ -157,8 +167,8 @@ class HookSpecs:
             its state is re-pointed too); the frozen request: precision policy, device or
             None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
         Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All ranks start from rank
-            0's weights. After the closing backward of a window, `.grad` of each parameter is the mean over the
-            data-parallel ranks. A model that is frozen, or only evaluated, can be called by one rank alone.
+            0's weights. After the closing backward of a window, the gradient of each parameter, which is in `.grad` unless
+            `gradient_state` says otherwise, is the mean over the data-parallel ranks. A model that is frozen, or only evaluated, can be called by one rank alone.
         Default: none.
         """
 
@@ -193,7 +203,8 @@ class HookSpecs:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
-        When: once per optimizer in `prepare`, after the models of that call; its model may come in a later call.
+        When: once per optimizer in `prepare`, after the models of that call; its model may come in a later call. An engine that
+            needs both can be built here.
         Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing happens.
         """
 
@@ -235,16 +246,19 @@ class HookSpecs:
         """
 
     @owner
-    def held_gradients(  # type: ignore[empty-body]
-        self, model: nn.Module, prepared: nn.Module
-    ) -> Mapping[str, torch.Tensor]:
-        """The gradients of backwards that did not synchronise, as far as they are not in `.grad`.
+    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
+        """Says where the gradients of a model are, and how they lie on the ranks.
 
-        When: where a window turns out shorter than it looked, where its pending norm is asked for, and where gradients are
-            cleared. Usual owner: the strategy, if it holds them elsewhere. No collective.
-        Arguments: the user's model, and what the loop calls.
-        Returns: the live tensors by the name of the parameter: what is done to them in place is done to the gradient.
-        Default: none; they are in `.grad`.
+        When: wherever the core reads or changes gradients: in `zero_grad`, `clip_grad_value_`, `forward_backward` and `save_state`
+            inside a window, where a window turns out shorter than it looked, and for loss scaling and `detect_nonfinite`.
+        Usual owner: the strategy, if it keeps gradients elsewhere than in `.grad`; one whose ranks have parts of them owns
+            `clip_gradients` too. No collective. Hot: a few per step.
+        Arguments: the user's model, which is trained, and what the loop calls.
+        Returns: by the name of a parameter (one of them, if it is tied), the terms whose sum is its gradient. What has travelled
+            is `Elementwise`: the mean over the data-parallel ranks, of which a rank has boxes. What has not is `Partial`: the
+            term of this rank. They are live: what is done to them in place is done to the gradient, and what was made zero
+            stays, until a backward adds to it. A parameter without a gradient is left out, and its `.grad` does not count.
+        Default: `.grad` of every parameter.
         """
 
     @owner
@@ -297,19 +311,31 @@ class HookSpecs:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
         When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and unscaled; or, with `max_norm`
-            infinite, in an open one, where only the norm is asked for, and parameters may be stand-ins whose `.grad` is held elsewhere.
+            infinite, in an open one, where only the norm is asked for, that of what is pending.
         Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the parameters.
-        Default: torch's own.
+        Default: torch's own, over what `gradient_state` names, where every rank has all of it.
         """
 
     @owner
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Takes one step of an optimizer, or leaves it out.
+        """Decides whether an optimizer steps: takes the step, or leaves it out.
 
         When: in `optimizer.step()`, at the end of a window.
-        Usual owner: the precision's scaler, or the strategy's engine.
-        Arguments: the optimizer; `step`, its own step with the user's closure bound. `optimizer.step()` called from
-            inside reaches the optimizer's own step too.
+        Usual owner: the precision's scaler. An engine that steps owns `apply_step`, and a strategy may own both.
+        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's closure bound: a `functools.partial` if
+            it was given arguments. `optimizer.step()` called from inside reaches the optimizer's own step.
+        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        Default: `step()`.
+        """
+
+    @owner
+    def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Takes a step of an optimizer that was decided on.
+
+        When: where the owner of `optimizer_step` calls the `step` that it is given; gradients are unscaled and clipped.
+        Usual owner: the strategy, if an engine steps in the optimizer's place, or parameters have to be sent afterwards.
+        Arguments: the optimizer; `step`, its own step with the user's closure bound, which an engine need not call: a
+            `functools.partial` if it was given arguments.
         Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
         Default: `step()`.
         """
@@ -321,15 +347,18 @@ class HookSpecs:
         micro_batches: Iterable[Any],
         loss_fn: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]],
         inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Runs one whole window: forward and backward of every micro-batch.
 
         When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules it).
         Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving the summed loss
             (0-d) and its weight (how many tokens or samples it sums); `inputs(batch)` giving the positional and keyword
-            arguments with which the model is called.
-        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached. Afterwards `.grad`
-            holds the gradient of that mean, added to what was there before.
+            arguments with which the model is called; `scale_loss(loss)`, the hook of that name, which every loss goes through
+            before its backward.
+        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached, and not scaled. Afterwards
+            `gradient_state` names the gradient of that mean, times what `scale_loss` multiplied, added to what was there before.
+            The core counts the window as one backward: `optimizer.step()` may follow.
         Default: a loop over the window (`accel_core.window`).
         """
 
@@ -353,7 +382,7 @@ class HookSpecs:
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that are not persistent, and to
-            drop gradients that it keeps outside of `.grad`. Arguments: as for `model_state`.
+            drop gradients that it holds back. Arguments: as for `model_state`.
         Default: nothing happens.
         """
 

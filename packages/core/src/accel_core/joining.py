@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from accel_core import collectives, gradients
+from accel_core import collectives
 from accel_core.watch.marks import collective
 
 if TYPE_CHECKING:
@@ -152,5 +152,5 @@ def _drop_open_window(accumulation: Accumulation, prepared: Prepared) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
-    gradients.set_aside(prepared.learned())
+    prepared.gradients.drop(prepared.learned())
     accumulation.reset()

@@ -66,14 +66,16 @@ class OptimizerGate:
             Accelerator.
         needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
             or an engine takes part.
+        engine: the hook `apply_step`; None: nobody owns it, and the optimizer's own step is taken.
     """
 
     __slots__ = (
         "_checked",
         "_checks_gradients",
+        "_engine",
         "_frozen",
-        "_holds",
         "_inside",
+        "_keeps_elsewhere",
         "_needs_backward",
         "_own_add_param_group",
         "_own_step",
@@ -96,15 +98,17 @@ class OptimizerGate:
         relay: Steps,
         prepared: Prepared | None,
         needs_backward: bool,
+        engine: Callable[[Optimizer, Callable[[], Any]], Any] | None = None,
     ) -> None:
         self.accumulation = accumulation
         accumulation.optimizers += 1
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
-        self._holds = prepared is not None and prepared.holds_gradients
         self._checks_gradients = prepared is not None and prepared.check_gradients is not None
+        self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
+        self._engine = engine
         self._checked = False
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
@@ -153,16 +157,18 @@ class OptimizerGate:
             self._check_first(optimizer)
         if self._frozen:
             self._check_frozen(optimizer)
-        if not (args or kwargs):
-            self._check_backward()
-            if self._checks_gradients:
-                self._check_gradients(optimizer)
-            step: Callable[[], Any] = self._own_step
-        else:
+        step: Callable[[], Any] = self._own_step
+        if args or kwargs:
             self._check_closure()
             if self._checks_gradients and args and callable(args[0]):
                 args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
-            step = partial(self._own_step, *args, **kwargs)
+            step = partial(step, *args, **kwargs)
+        else:
+            self._check_backward()
+            if self._checks_gradients:
+                self._check_gradients(optimizer)
+        if self._engine is not None:
+            step = self._applied(optimizer, step)
         self._inside = True
         try:
             result = self._relay.optimizer_step(optimizer, step)
@@ -215,12 +221,18 @@ class OptimizerGate:
         }
         return kept | {name: value for name, value in self._shadowed.items() if name in state}
 
+    def _applied(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
+        """The step as the engine takes it; it is a `partial`, by which owners of hooks know arguments, if `step` is one."""
+        engine = self._engine
+        assert engine is not None, "the caller looks"
+        return partial(engine, optimizer, step) if isinstance(step, partial) else lambda: engine(optimizer, step)
+
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
-        if self._holds:
+        if self._keeps_elsewhere:
             prepared = self.owner()
             if prepared is not None:
-                prepared.clear_held(self)
+                prepared.clear_kept(self)
         self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
     def _clear_on_closing(self, clear: Callable[[], None]) -> None:

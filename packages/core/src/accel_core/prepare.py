@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel_core import gradients
 from accel_core.batch_stream import is_batch_stream
 from accel_core.compilation import forget_compiled
 from accel_core.config import as_sequence
 from accel_core.deprecation import level_of_the_user
 from accel_core.forward_methods import unmark
+from accel_core.gradients import GradientHook, Gradients
 from accel_core.handlers import AutocastKwargs
 from accel_core.optimizer import gate_of
 from accel_core.precision import remove_policy
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from accel_core.precision import PrecisionPolicy
     from accel_core.world import World
 
-Held = Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
 ORDER: tuple[Kind, ...] = ("model", "loader", "optimizer", "scheduler", "other")
@@ -70,6 +69,7 @@ class PreparedModel:
     Attributes:
         frozen: whether none of them was trained at that time: strategies leave such a model as it is, and nobody averages its
             gradients.
+        ids: of all these parameters.
     """
 
     original: nn.Module
@@ -78,9 +78,11 @@ class PreparedModel:
     parameters: tuple[nn.Parameter, ...] = ()
     named: Mapping[str, nn.Parameter] = field(default_factory=dict)
     frozen: bool = field(init=False)
+    ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", not any(each.requires_grad for each in self.parameters))
+        object.__setattr__(self, "ids", frozenset(map(id, (*self.parameters, *self.named.values()))))
 
 
 class Prepared:
@@ -88,23 +90,30 @@ class Prepared:
 
     Args:
         world: in a larger one, optimizers of models that are not prepared are refused.
-        held: the hook `held_gradients`; None: nobody owns it.
+        gradient_state: the hook of that name; None: nobody owns it.
         check_gradients: the hook of that name; None: nobody owns it.
+
+    Attributes:
+        gradients: those of the models.
     """
 
     def __init__(
-        self, world: World, held: Held | None = None, check_gradients: Callable[[Optimizer], None] | None = None
+        self,
+        world: World,
+        gradient_state: GradientHook | None = None,
+        check_gradients: Callable[[Optimizer], None] | None = None,
     ) -> None:
         self._world = world
-        self._held = held
         self.check_gradients = check_gradients
         self.models: list[PreparedModel] = []
+        self.gradients = Gradients(self.models, gradient_state)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
         self.unchecked = False  # whether optimizers came since the last check for orphans
         self.fused = False  # whether one of the optimizers updates parameters during the backward
         self.drifted = False  # whether each rank's optimizers have stepped by themselves
+        self._released = 0  # how many of the models the strategy was told to release
         self.apart: Callable[[], int] | None = None  # for how many steps each rank has trained by itself, if it does
         self._copying: Callable[[], None] | None = None  # waits for what is being copied of the parameters
 
@@ -171,46 +180,13 @@ class Prepared:
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients that are pending."""
-        gradients.scale(self.learned(), factor)
-        for held in self.held_gradients():
-            held.mul_(factor)
+        self.gradients.scale(self.learned(), factor)
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether the strategy may hold gradients outside of `.grad`."""
-        return self._held is not None
-
-    def held_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
-        """The gradients of trained models that a strategy holds outside of `.grad`, live.
-
-        Args:
-            parameters: those of these alone; None: all.
-        """
-        if self._held is None:
-            return
-        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
-        for record in self.models:
-            held = {} if record.evaluation else self._held(record.original, record.prepared)
-            if not held:
-                continue
-            now = dict(record.original.named_parameters(remove_duplicate=False))
-            for name, gradient in held.items():
-                if wanted is None or {id(now.get(name)), id(record.named.get(name))} & wanted:
-                    yield gradient
-
-    def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[nn.Parameter]:
-        """For each gradient of `parameters` that a strategy holds, a tensor whose `.grad` it is, live."""
-        return [_with_gradient(held) for held in self.held_gradients(parameters)]
-
-    def clear_held(self, gate: OptimizerGate) -> None:
-        """Makes the gradients zero that a strategy holds of the parameters of one optimizer.
-
-        Their memory stays with the strategy, which uses it again in its next backward, and no longer than until it synchronises.
-        """
+    def clear_kept(self, gate: OptimizerGate) -> None:
+        """Makes the gradients zero that the strategy keeps of the parameters of one optimizer."""
         for optimizer in self.optimizers:
             if gate_of(optimizer) is gate:
-                for gradient in self.held_gradients(held_by(optimizer)):
-                    gradient.zero_()
+                self.gradients.clear_kept(held_by(optimizer))
 
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
         """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
@@ -252,8 +228,15 @@ class Prepared:
             if id(each) in held
         }
 
+    def release_models(self, hook: Callable[[nn.Module, nn.Module], None]) -> None:
+        """Calls `release_model` for each model, once."""
+        left, self._released = self.models[self._released :], len(self.models)
+        for record in left:
+            hook(record.original, record.prepared)
+
     def release(self) -> None:
         """Undresses everything and forgets it."""
+        self._released = 0
         for scheduler in self.schedulers:
             ungate_scheduler(scheduler)
         for optimizer in self.optimizers:
@@ -264,9 +247,6 @@ class Prepared:
             unmark(record.prepared)
             remove_policy(record.original)
             forget_compiled(record.original)
-            release = getattr(record.prepared, "accel_release", None)
-            if release is not None:
-                release()
         for forgotten in (self.models, self.optimizers, self.schedulers, self.loaders):
             forgotten.clear()
         self.unchecked = self.fused = self.drifted = False
@@ -391,14 +371,33 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
         )
 
 
-def check_device_map(model: nn.Module, world: World) -> None:
-    """Raises for a model that is spread over devices by a device map, in a world larger than one."""
+def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
+    """Raises for a model that is spread over devices by a device map, in a world larger than one, or where it would have to be cast.
+
+    Args:
+        model: the user's.
+        world: the processes.
+        param: the dtype that parameters are to have; None: their own.
+    """
     if world.size > 1 and has_device_map(model):
         raise ValueError(
             f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "
             f"started, which would each spread it over the same devices. Load it without a device map, or start one "
             f"process."
         )
+    offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
+    if param is not None and offloaded and stays_in_place(model):
+        raise ValueError(
+            f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, are "
+            f"offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision that leaves "
+            f"parameters alone, such as mixed_precision='bf16'."
+        )
+
+
+def stays_in_place(model: nn.Module) -> bool:
+    """Whether a device map has placed a model: over several devices, or where its parameters are fetched from when they are used."""
+    mapped = any(hasattr(module, "hf_device_map") for module in model.modules())
+    return has_device_map(model) or (mapped and any(parameter.is_meta for parameter in model.parameters()))
 
 
 def has_device_map(model: nn.Module) -> bool:
@@ -412,12 +411,6 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"param_groups[{index}]['params'][{position}]"
             yield f"{name} {tuple(parameter.shape)}", parameter
-
-
-def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
-    stand_in = gradient.detach()
-    stand_in.grad = gradient
-    return stand_in  # type: ignore[return-value]
 
 
 def _refuse_container(container: Any) -> None:

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import gradients
 from accel_core.collectives import gather, reduce
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core.accumulation import Accumulation
     from accel_core.layout import Layout
     from accel_core.plugins import Relay
     from accel_core.prepare import Prepared
@@ -57,7 +55,6 @@ class WindowLoop:
     def __init__(
         self,
         relay: Relay,
-        accumulation: Accumulation,
         prepared: Prepared,
         world: World,
         layout: Layout,
@@ -65,7 +62,6 @@ class WindowLoop:
     ) -> None:
         self._together = together and world.size > 1
         self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
-        self._accumulation = accumulation
         self._prepared = weakref.ref(prepared)
         self._world = world
         self._group = layout.gradient_group or layout.data_group
@@ -85,7 +81,7 @@ class WindowLoop:
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
         _check_held(prepared)
-        earlier = gradients.set_aside(parameters)
+        earlier = prepared.gradients.set_aside(parameters)
         try:
             parts = []
             while following is not _END:
@@ -96,14 +92,12 @@ class WindowLoop:
                     parts.append(self._micro_batch(model, batch, loss_fn, inputs, following is _END, counts))
             self._bound().synchronise_gradients()
             mean, correction = self._settle(parts)
-            gradients.scale(parameters, correction)
+            prepared.gradients.scale(parameters, correction)
         except BaseException:
-            gradients.set_aside(parameters)  # half a window is none: the call may be repeated
-            for held in prepared.held_gradients():
-                held.zero_()
+            prepared.gradients.drop(parameters, earlier)  # half a window is none: the call may be repeated
             raise
         finally:
-            gradients.bring_back(earlier)
+            prepared.gradients.bring_back(earlier)
         exact = any(loss.dtype is torch.float64 for loss, _ in parts)
         return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
@@ -133,7 +127,6 @@ class WindowLoop:
         part = (loss.detach(), weight)
         if self._reference is None:
             self._reference = self._total([part])[1] / self._ranks or 1.0
-        self._accumulation.count_backward()
         relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
         return part
 
@@ -180,7 +173,7 @@ def _let_go(batches: list[Any]) -> Iterator[Any]:
 
 
 def _check_held(prepared: Prepared) -> None:
-    if any(bool(held.any()) for held in prepared.held_gradients()):
+    if any(bool(held.any()) for held in prepared.gradients.waiting()):
         raise RuntimeError(
             "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would be weighed "
             "with it. Let a backward outside of no_sync() synchronise them first, or drop them by optimizer.zero_grad()."

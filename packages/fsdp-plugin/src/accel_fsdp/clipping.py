@@ -57,14 +57,22 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 
 
 @torch.no_grad()
-def clip(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+def clip(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, pending: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
     """Scales the gradients of `parameters` so that their joint norm is at most `max_norm`. A collective.
+
+    Args:
+        parameters: their `.grad` is scaled.
+        max_norm: infinite: nothing is.
+        norm_type: as for `total_norm`.
+        pending: further gradients that count in the norm, and are not scaled.
 
     Returns:
         The norm before, as `total_norm` gives it.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(gradients, norm_type)
+    norm = total_norm([*gradients, *pending], norm_type)
     if math.isinf(max_norm):
         return norm  # nothing is larger; and infinity over an infinite norm would be no number
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)

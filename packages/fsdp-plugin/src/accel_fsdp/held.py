@@ -39,14 +39,14 @@ def held_gradients(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Ten
         model: the root.
         cuts: all its `cut_parameters`.
     """
-    held = [(cut, gradient) for cut in cuts if (gradient := _held(cut)) is not None]
+    held = [(cut, gradient) for cut in cuts if (gradient := held_gradient(cut)) is not None]
     return _by_name(model, held) if held else {}
 
 
 def drop_held(cuts: Iterable[Any]) -> None:
     """Forgets them."""
     for cut in cuts:
-        if _held(cut) is not None:
+        if held_gradient(cut) is not None:
             cut.unsharded_accumulated_grad = cut._unsharded_param.grad = None
 
 
@@ -191,7 +191,8 @@ def engine_state(module: nn.Module) -> Any:
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
-def _held(cut: Any) -> torch.Tensor | None:
+def held_gradient(cut: Any) -> torch.Tensor | None:
+    """The whole local gradient of one parameter that waits for a backward that synchronises."""
     # The second has another dtype than the gradients of a backward: that in which they travel.
     if not _is_gathered_once(cut):
         return None

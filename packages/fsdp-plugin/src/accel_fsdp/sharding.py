@@ -49,6 +49,14 @@ class DTensorSharding:
             stride=parameter.stride(),
         )
 
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """A new tensor."""
+        return self.like(parameter, torch.empty_like(self.local(parameter), dtype=dtype))
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether it is a plain tensor: what is changed inside of a DTensor raises no version."""
+        return type(value) in (torch.Tensor, torch.nn.Parameter)
+
 
 def is_sharded(tensor: torch.Tensor) -> Any:
     """Whether `tensor` is a DTensor. Asked by its attributes: the class costs an import, and those who have one have done it."""

@@ -9,19 +9,20 @@ DDP. See Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_core.checkpoint.layouts import Elementwise
 from accel_core.hookspecs import hookimpl
 from accel_core.strategies import Strategy
 from accel_core.vocabulary import DistributedType
 from accel_fsdp.clipping import clip
-from accel_fsdp.held import drop_held, parts_behind
+from accel_fsdp.held import drop_held, held_gradient, parts_behind
 from accel_fsdp.materialising import Recipes
 from accel_fsdp.optimizers import check
 from accel_fsdp.preparing import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.layout import Layout
     from accel_core.prepare import PrepareRequest
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from accel_fsdp.tensor_parallel import Plan
 
 _NOTHING = contextlib.nullcontext()
-_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class FSDP(Strategy):
@@ -245,16 +245,20 @@ class FSDP(Strategy):
                 )
 
     @hookimpl
-    def held_gradients(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Whole local gradients of backwards that did not synchronise."""
+    def gradient_state(self, model: nn.Module) -> GradientState:
+        """The parts on this rank, and whole local gradients of backwards that did not synchronise."""
         own = synchronisation_of(model)
-        return _NONE if own is None else own.held(model)
+        if own is not None:
+            return own.gradients(model)
+        named = model.named_parameters()  # a model that was frozen when it was prepared
+        return {name: [Elementwise.whole(each.grad)] for name, each in named if each.grad is not None}
 
     @hookimpl
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """By the norm over all parts, of any mesh. A collective."""
+        stepped = self._stepped(parameters)
         with self._here.world.collective("clip_grad_norm_()"):
-            return clip(self._stepped(parameters), max_norm, norm_type)
+            return clip(stepped, max_norm, norm_type, self._held(stepped) if math.isinf(max_norm) else ())
 
     @hookimpl
     def context_parallel(
@@ -319,6 +323,17 @@ class FSDP(Strategy):
             assert own is not None, "it was sharded here"
             parts.update(parts_behind(own.cuts))
         return [parts.get(id(parameter), parameter) for parameter in parameters]
+
+    def _held(self, stepped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is held back of the gradients of parts."""
+        wanted, found = set(map(id, stepped)), list[torch.Tensor]()
+        for model in self._models:
+            own = synchronisation_of(model)
+            assert own is not None, "it was sharded here"
+            if own.held(model):
+                held = ((cut, held_gradient(cut)) for cut in own.cuts if id(cut.sharded_param) in wanted)
+                found += [gradient for _, gradient in held if gradient is not None]
+        return found
 
     @property
     def _here(self) -> Place:

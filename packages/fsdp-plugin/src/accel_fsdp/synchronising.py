@@ -13,23 +13,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from accel_core.checkpoint.layouts import Elementwise, Partial, pieces_of
 from accel_core.dressing import Dress
 from accel_core.tree import map_tensors
 from accel_fsdp.held import (
     clear,
     cut_parameters,
     engine_state,
+    held_gradient,
     held_gradients,
     is_any_gathered,
     is_gathered,
     refuse_second_derivatives,
     was_interrupted,
 )
+from accel_fsdp.sharding import DTensorSharding, local_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_fsdp.whole_parameters import WholeParameters
 
 _SYNCHRONISATION = "_accel_synchronisation"
@@ -56,6 +59,7 @@ class Synchronisation:
         "__weakref__",
         "_kept",
         "_may_hold",
+        "_places",
         "_states",
         "calls",
         "cut_as",
@@ -82,6 +86,10 @@ class Synchronisation:
         self.held_back = False
         self.travels = True
         self._may_hold = False
+        shown, cut_of = DTensorSharding(), {id(cut.sharded_param): cut for cut in self.cuts}
+        self._places = [
+            (name, cut_of.get(id(each)), each, shown.extent(each)) for name, each in model.named_parameters()
+        ]
 
     def tell(self, travels: bool) -> None:
         """The next backward synchronises, or does not."""
@@ -96,6 +104,21 @@ class Synchronisation:
             return {}
         found = held_gradients(model, self.cuts)
         self._may_hold = bool(found) or not self.travels
+        return found
+
+    def gradients(self, model: nn.Module) -> GradientState:
+        """What the hook `gradient_state` says of the model: the parts that have travelled, and what waits, whole."""
+        waits, found = bool(self.held(model)), dict[str, list[Elementwise | Partial]]()
+        for name, cut, parameter, extent in self._places:
+            gradient = parameter.grad if cut is None else cut.sharded_param.grad
+            held = None if cut is None or not waits else held_gradient(cut)
+            if gradient is not None and cut is None and waits:
+                found[name] = [Partial(gradient)]  # a whole one travels with the others
+            elif gradient is not None:
+                local = local_of(gradient)
+                found[name] = [Elementwise(extent.shape, local.dtype, tuple(pieces_of(extent.boxes, local)))]
+            if held is not None:
+                found.setdefault(name, []).append(Partial(held))
         return found
 
     def outliving(self, output: torch.Tensor) -> torch.Tensor:
@@ -160,7 +183,6 @@ class ShardedModel(Dress):
     def accel_state(self) -> State:
         """The parts on this rank, which `load_checkpoint_in_model` fills."""
         from accel_core.checkpoint.model_state import capture
-        from accel_fsdp.sharding import DTensorSharding
 
         vars(self)[_SYNCHRONISATION].reshard()
         return capture(self, DTensorSharding())  # type: ignore[arg-type]

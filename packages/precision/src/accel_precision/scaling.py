@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_core import SKIPPED
+from accel_core.gradients import Gradients
 from accel_core.optimizer import gate_of
 from accel_core.prepare import held_by
 from accel_precision.handlers import GradScalerKwargs
@@ -150,7 +151,6 @@ class LossScaling:
             for optimizer in owner.optimizers:
                 if id(optimizer) not in recorded:
                     yield from _gradients(optimizer)
-                    yield from map(_local, owner.held_gradients(held_by(optimizer)))
 
     def _meet(self, optimizer: Optimizer) -> None:
         """An optimizer is about to unscale, or to step."""
@@ -300,13 +300,15 @@ class _Scaler(GradScaler):
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """What this rank holds of the gradients of an optimizer, live."""
-    for parameter in held_by(optimizer):
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                # Entries of one index are added first, for their sum may overflow where none of them does.
-                parameter.grad = parameter.grad.coalesce()
-            yield _local(parameter.grad)
+    """What this rank holds of the gradients of an optimizer, live, wherever the strategy keeps them."""
+    parameters = list(held_by(optimizer))
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Entries of one index are added first, for their sum may overflow where none of them does.
+            parameter.grad = parameter.grad.coalesce()
+    gate = gate_of(optimizer)
+    owner = None if gate is None else gate.owner()
+    yield from map(_local, (Gradients(()) if owner is None else owner.gradients).tensors(parameters))
 
 
 def _local(gradient: Any) -> torch.Tensor:

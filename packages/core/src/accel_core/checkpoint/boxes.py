@@ -64,10 +64,11 @@ class Box:
         return f"[{', '.join(ranges)}]"
 
 
-def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
     """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies in a parameter.
 
-    There are at most 2 * ndim - 1 of them (for a 0-d tensor one), in order. Each one is contiguous in the flat memory of
+    Of a parameter that is a box itself, as tensor-parallel ranks have one, `shape` is that of the box, and `offsets` are where it
+    begins in the whole tensor; None: it is the whole tensor. There are at most 2 * ndim - 1 of them (for a 0-d tensor one), in order. Each one is contiguous in the flat memory of
     the whole tensor; an empty range has none.
 
     Raises:
@@ -79,7 +80,10 @@ def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
             f"the boxes of the elements {start} to {stop} were asked for, but the shape {shape} has the elements 0 to {total}. "
             f"Give a start and a stop that are counted from the first element of this tensor, the smaller one first."
         )
-    return list(_runs((), (), tuple(shape), start, stop))
+    runs = _runs((), (), tuple(shape), start, stop)
+    if offsets is None:
+        return list(runs)
+    return [Box(tuple(map(sum, zip(run.offsets, offsets, strict=True))), run.sizes) for run in runs]
 
 
 def _runs(

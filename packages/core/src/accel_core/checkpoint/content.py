@@ -185,7 +185,9 @@ def _check_stepped(run: Run) -> None:
         return
     if any(gate.seen_backwards == accumulation.total_backwards for gate in prepared.gates()):
         return
-    if any(parameter.grad is not None for optimizer in prepared.optimizers for parameter in held_by(optimizer)):
+    held = [parameter for optimizer in prepared.optimizers for parameter in held_by(optimizer)]
+    present = prepared.gradients.tensors(held)
+    if any(map(torch.any, present)) if prepared.gradients.are_elsewhere else present:
         raise CheckpointError(
             "save_state() was called between accelerator.backward(loss) and optimizer.step(): a run that resumes would never "
             "take that step. Call it after the step; or after optimizer.zero_grad(), if the gradients are not wanted. In the "
@@ -207,16 +209,25 @@ def pending_gradients(run: Run) -> dict[str, Entry]:
         CheckpointError: on every rank, under a strategy that keeps gradients in its own way.
     """
     accumulation = run.accumulation
-    if not run.strategy.replicates_parameters:
+    named, found, in_parts = dict(named_parameters(run)), dict[str, torch.Tensor](), False
+    names = {id(parameter): name for name, parameter in named.items()}
+    for parameter, gradient in run.prepared.gradients.of(named.values()):
+        name = names[id(parameter)]
+        in_parts |= gradient.shape != parameter.shape
+        found[name] = gradient.detach() if name not in found or in_parts else found[name] + gradient.detach()
+    refused = in_parts or not run.strategy.replicates_parameters
+    ranks = exchange(run.world, "for the names of gradients", (list(found), refused))
+    if any(refused for _, refused in ranks):
         raise CheckpointError(
             f"A checkpoint was asked for inside a window of accumulation, after {accumulation.position} of "
             f"{accumulation.size} micro-batches, and the strategy {type(run.strategy).__name__} cannot save the gradients "
             f"that are pending. Save when accelerator.sync_gradients is True."
         )
-    named = dict(named_parameters(run))
-    here = [name for name, parameter in named.items() if parameter.grad is not None]
-    wanted = sorted({name for names in exchange(run.world, "for the names of gradients", here) for name in names})
-    return {f"{GRADIENT}/{name}": Partial(_gradient(named[name])) for name in wanted}
+    wanted = sorted({name for present, _ in ranks for name in present})
+    return {
+        f"{GRADIENT}/{name}": Partial(found[name] if name in found else torch.zeros_like(named[name]))
+        for name in wanted
+    }
 
 
 def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
@@ -302,10 +313,6 @@ def _is_opaque(value: Any) -> bool:
     if not isinstance(value, dict) or value.keys() != {"state", "laid_out"} or not isinstance(value["state"], dict):
         return False
     return isinstance(value["laid_out"], list) and all(key in value["state"] for key in value["laid_out"])
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
 
 
 def _add_optimizer(content: Content, unit: str, state: OptimizerState) -> None:

@@ -96,6 +96,14 @@ class Alias:
 Entry = Elementwise | Replicated | Partial | Opaque | Alias
 State = Mapping[str, Entry]
 
+GradientState = Mapping[str, Sequence[Elementwise | Partial]]
+"""By the name of a parameter the terms whose sum is its gradient: what has travelled is `Elementwise`, what has not is `Partial`."""
+
+
+def memory_of(entry: Elementwise | Replicated | Partial) -> list[torch.Tensor]:
+    """The tensors of an entry that are on this rank, live."""
+    return [piece.data for piece in entry.pieces] if isinstance(entry, Elementwise) else [entry.data]
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -106,8 +114,8 @@ class Extent:
 
 
 def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
-    """Cuts a local tensor into views, one per box: one box has its shape; several lie one after another in a flat one."""
-    if len(boxes) == 1:
+    """Cuts a local tensor into views, one per box: it has the shape of its one box, or is flat, with box after box."""
+    if len(boxes) == 1 and local.shape == boxes[0].sizes:
         yield Piece(boxes[0], local)
         return
     start = 0
@@ -119,8 +127,8 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 class Sharding(Protocol):
     """How a strategy lays out parameters, and with them what optimizers keep for each element of a parameter.
 
-    The local tensor of a parameter holds its boxes one after another: with one box it has the shape `box.sizes`; with several
-    it is flat, each box in row-major order; with none it is empty.
+    The local tensor of a parameter holds its boxes one after another: it is flat, each box in row-major order, and empty without
+    any; of one box it may have the shape `box.sizes` instead.
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
@@ -131,6 +139,15 @@ class Sharding(Protocol):
 
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """What an optimizer keeps as a tensor laid out like `parameter`, around its local tensor."""
+
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor laid out like `parameter`, of any values, which becomes the state `key` of it: its `local` tensor is read into.
+
+        Whoever keeps state in memory of its own gives that, or a view of it.
+        """
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether whoever changes the local tensor of `value` in place raises its `_version`: see `Elementwise`."""
 
 
 class Whole:
@@ -148,3 +165,11 @@ class Whole:
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """The tensor itself."""
         return local
+
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """A new tensor."""
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether it is no wrapper of other tensors."""
+        return type(value) in (torch.Tensor, torch.nn.Parameter)

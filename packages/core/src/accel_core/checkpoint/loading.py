@@ -36,7 +36,7 @@ from accel_core.checkpoint.content import (
 )
 from accel_core.checkpoint.files.disk import read_all
 from accel_core.checkpoint.files.manifest import TRIES, identity
-from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial
+from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial, memory_of
 from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
 from accel_core.checkpoint.record import warn_of_batches
 from accel_core.errors import CheckpointError, CollectiveMismatchError
@@ -289,7 +289,7 @@ class _Restoring:
         if list(shape) != record["shape"] or dtype != index.dtype(index.aliases.get(name, name)):
             there = f"{record['dtype']} {record['shape']}"
             return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
-        if any(map(_overlaps, _memory(entry))):
+        if any(map(_overlaps, memory_of(entry))):
             return "has several elements in one place of memory (expand()), which cannot be filled: give it its clone()"
         return None
 
@@ -322,12 +322,14 @@ class _Restoring:
                 f"the checkpoint was saved after {state['position']} of {state['steps']} micro-batches of a window, and here "
                 f"gradient_accumulation_steps={steps}"
             )
-        known = {f"{GRADIENT}/{name}" for name, _ in named_parameters(self._run)}
-        gradients = [f"{GRADIENT}/{name}" for name in self._checkpoint.names(GRADIENT)]
-        unknown = [name for name in gradients if name not in known]
+        named = dict(named_parameters(self._run))
+        saved = self._checkpoint.names(GRADIENT)
+        unknown = [f"{GRADIENT}/{name}" for name in saved if name not in named]
         if unknown:
             yield f"no parameter here has the pending gradients {_listed(unknown)}"
-        if gradients and not self._run.strategy.replicates_parameters:
+        kept = self._run.prepared.gradients.kept(named.values())
+        in_parts = [name for name in saved if name in named and not _is_whole(kept.get(id(named[name])), named[name])]
+        if in_parts or (saved and not self._run.strategy.replicates_parameters):
             yield f"it was saved inside a window, and {type(self._run.strategy).__name__} cannot take pending gradients over"
 
     def _object(self, unit: str) -> Any:
@@ -362,13 +364,18 @@ class _Restoring:
         read_all([job for saved in self._optimizers for job in saved.pending])
 
     def _restore_gradients(self) -> None:
-        saved = set(self._checkpoint.names(GRADIENT))
         jobs: list[Job] = []
-        for name, parameter in named_parameters(self._run):
-            parameter.grad = None
-            if name in saved:
-                parameter.grad = torch.empty_like(parameter)
-                jobs += self._checkpoint.jobs(f"{GRADIENT}/{name}", Partial(parameter.grad), *self._place)
+        named, gradients = dict(named_parameters(self._run)), self._run.prepared.gradients
+        gradients.drop(named.values())
+        kept = gradients.kept(named.values())
+        for name in self._checkpoint.names(GRADIENT):
+            parameter, place = named[name], self._place
+            terms = kept.get(id(parameter))
+            if terms:
+                memory, place = memory_of(terms[0])[0], place if isinstance(terms[0], Partial) else _MEAN
+            else:
+                memory = parameter.grad = torch.empty_like(parameter)
+            jobs += self._checkpoint.jobs(f"{GRADIENT}/{name}", Partial(memory), *place)
         read_all(jobs)
 
     def _restore_positions(self) -> None:
@@ -407,6 +414,15 @@ def _refusal(unit: str, each: Any, error: Exception) -> str:
     return f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: {type(error).__name__}: {error}"
 
 
+_MEAN = (0, 0)
+"""A place in no world that has saved: whoever reads from there gets the mean of all terms."""
+
+
+def _is_whole(terms: Sequence[Elementwise | Partial] | None, parameter: torch.Tensor) -> bool:
+    """Whether a pending gradient can be read: into `.grad`, or into memory that a strategy has for all of it."""
+    return terms is None or any(part.shape == parameter.shape for term in terms[:1] for part in memory_of(term))
+
+
 def _kind(entry: Entry) -> str:
     return type(entry).__name__.lower()
 
@@ -415,10 +431,6 @@ def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(entry, Elementwise):
         return entry.shape, entry.dtype
     return tuple(entry.data.shape), entry.data.dtype
-
-
-def _memory(entry: Elementwise | Any) -> list[torch.Tensor]:
-    return [piece.data for piece in entry.pieces] if isinstance(entry, Elementwise) else [entry.data]
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -51,9 +51,9 @@ def capture(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Ent
 
 def elementwise(tensor: torch.Tensor, sharding: Sharding) -> Elementwise:
     """The entry of a tensor that is laid out like a parameter."""
-    extent = sharding.extent(tensor)
-    parts = tuple(pieces_of(extent.boxes, sharding.local(tensor)))
-    return Elementwise(extent.shape, tensor.dtype, parts, versioned=type(tensor) in (torch.Tensor, nn.Parameter))
+    extent, local = sharding.extent(tensor), sharding.local(tensor)
+    parts = tuple(pieces_of(extent.boxes, local))
+    return Elementwise(extent.shape, local.dtype, parts, sharding.versioned(tensor))
 
 
 def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accel_core.nonfinite.draws import Used
     from accel_core.nonfinite.replay import Replay
     from accel_core.plugins import Relay
+    from accel_core.prepare import Prepared
     from accel_core.strategies.strategy import Strategy
     from accel_core.world import World
 
@@ -51,12 +52,14 @@ class NonFiniteDetector:
     Args:
         world: the processes.
         feed: where the loaders are.
+        prepared: whose gradients are looked at.
         scaled: whether losses are scaled, so that gradients may overflow.
     """
 
-    def __init__(self, world: World, feed: Feed, *, scaled: bool) -> None:
+    def __init__(self, world: World, feed: Feed, prepared: Prepared, *, scaled: bool) -> None:
         self._world = world
         self._feed = feed
+        self._prepared = weakref.ref(prepared)  # which optimizers that hold the hooks do not keep alive
         self._scaled = scaled
         self._watchers: list[Watcher] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -71,7 +74,7 @@ class NonFiniteDetector:
         self.replaying = False
 
     @classmethod
-    def of(cls, parts: Assembly, feed: Feed) -> NonFiniteDetector:
+    def of(cls, parts: Assembly, feed: Feed, prepared: Prepared) -> NonFiniteDetector:
         """One that is installed among these parts.
 
         Raises:
@@ -79,7 +82,7 @@ class NonFiniteDetector:
         """
         owners = parts.activation.owners
         _check_strategy(parts.strategy, runs_windows=owners["forward_backward"] is not None)
-        detector = cls(parts.world, feed, scaled=owners["scale_loss"] is not None)
+        detector = cls(parts.world, feed, prepared, scaled=owners["scale_loss"] is not None)
         detector.install(parts.activation.relay)
         return detector
 
@@ -124,12 +127,17 @@ class NonFiniteDetector:
         self._records.append(forward)
 
     def forward_backward(
-        self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: Callable[..., Any], inputs: Callable[[Any], Any]
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: Callable[..., Any],
+        inputs: Callable[[Any], Any],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """The hook; notes which micro-batch the model is called with."""
         self._window = window = Window(self._feed, micro_batches, inputs)
         try:
-            return self._forward_backward(model, window, loss_fn, window.inputs)
+            return self._forward_backward(model, window, loss_fn, window.inputs, scale_loss)
         finally:
             self._window = None
 
@@ -184,10 +192,12 @@ class NonFiniteDetector:
         self._drop([each for each in self._records if each.gradients or self._closed - each.window >= KEPT_WINDOWS])
 
     def _gradients(self) -> Iterable[tuple[str, torch.Tensor]]:
+        prepared = self._prepared()
+        assert prepared is not None, "the Accelerator calls this"
         for watcher in self._watchers:
-            for name, parameter in watcher.parameters():
-                if parameter.grad is not None:
-                    yield name, parameter.grad
+            named = {id(parameter): (name, parameter) for name, parameter in watcher.parameters()}
+            found = prepared.gradients.of(parameter for _, parameter in named.values())
+            yield from ((named[id(parameter)][0], gradient) for parameter, gradient in found)
 
     def _raise_found(self, findings: list[Finding | None]) -> NoReturn:
         self._forget()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.layouts import State
+    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.feed import Feed
     from accel_core.layout import Layout, Shard
@@ -39,6 +39,7 @@ class Relay:
 
     __slots__ = (
         "__weakref__",
+        "apply_step",
         "backward",
         "build_model",
         "check_gradients",
@@ -48,7 +49,7 @@ class Relay:
         "convert_model",
         "finish",
         "forward_backward",
-        "held_gradients",
+        "gradient_state",
         "layout",
         "load_optimizer_state",
         "model_loaded",
@@ -59,6 +60,7 @@ class Relay:
         "optimizer_step",
         "prepare_loader",
         "prepare_model",
+        "release_model",
         "revert_model",
         "scale_loss",
         "start",
@@ -73,6 +75,7 @@ class Relay:
     build_model: Callable[[Callable[[], nn.Module], Path | None], nn.Module]
     convert_model: Callable[[nn.Module, bool], None]
     revert_model: Callable[[nn.Module], None]
+    release_model: Callable[[nn.Module, nn.Module], None]
     prepare_model: Callable[[nn.Module, Sequence[Optimizer], PrepareRequest], nn.Module]
     check_optimizer: Callable[[Optimizer], None]
     prepare_loader: Callable[
@@ -92,7 +95,7 @@ class Relay:
     trigger_sync_in_backward: Callable[[nn.Module], AbstractContextManager[None]]
     synchronise_gradients: Callable[[], None]
     check_gradients: Callable[[Optimizer], None]
-    held_gradients: Callable[[nn.Module, nn.Module], Mapping[str, torch.Tensor]]
+    gradient_state: Callable[[nn.Module, nn.Module], GradientState]
     context_parallel: Callable[
         [Sequence[torch.Tensor], Sequence[int], Collection[torch.Tensor]], AbstractContextManager[None]
     ]
@@ -101,12 +104,14 @@ class Relay:
     unscale_gradients: Callable[[Optimizer], None]
     clip_gradients: Callable[[Sequence[nn.Parameter], float, float], torch.Tensor]
     optimizer_step: Callable[[Optimizer, Callable[[], Any]], Any]
+    apply_step: Callable[[Optimizer, Callable[[], Any]], Any]
     forward_backward: Callable[
         [
             nn.Module,
             Iterable[Any],
             Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]],
             Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+            Callable[[torch.Tensor], torch.Tensor],
         ],
         torch.Tensor,
     ]

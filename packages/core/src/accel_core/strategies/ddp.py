@@ -176,6 +176,11 @@ class DDP(Strategy):
                     check(optimizer, [wrapper for each in self._wrappers if (wrapper := each()) is not None])
                 sync.averaged = False
 
+    @hookimpl
+    def release_model(self, prepared: nn.Module) -> None:
+        """Takes the hooks off the parameters: what is prepared next may not want them."""
+        _stop_watching(prepared)
+
     def _watch_gradients(self, wrapper: DistributedDataParallel) -> None:
         dress(wrapper, _Wrapper)
         if sync_of(wrapper) is None:
@@ -260,15 +265,9 @@ class _Wrapper(Dress):
 
     def close(self) -> None:
         """Drops the reducer. A process that exits with a live one aborts now and then, even without a group."""
-        self.accel_release()
+        _stop_watching(self)
         for name in ("reducer", "logger"):
             vars(self).pop(name, None)
-
-    def accel_release(self) -> None:
-        """Takes the hooks off the parameters: what is prepared next may not want them."""
-        sync = vars(self).pop(SYNC, None)
-        if sync is not None:
-            sync.close()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises with the names of the parameters that took no part in the loss; torch gives their indices."""
@@ -296,6 +295,12 @@ class _Wrapper(Dress):
             else:
                 sync.withheld = True
         return output
+
+
+def _stop_watching(wrapper: nn.Module) -> None:
+    sync = vars(wrapper).pop(SYNC, None)
+    if sync is not None:
+        sync.close()
 
 
 def _renew_reducer(wrapper: Any, sync: GradientSync) -> GradientSync:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from accel_core.checkpoint.layouts import Elementwise, GradientState, Partial
+from accel_core.collectives import gather_objects
 from accel_core.feed import Rows
 from accel_core.handlers import GradientAccumulationPlugin
 from accel_core.precision import Precision, PrecisionPolicy
@@ -90,13 +92,35 @@ def fed(accelerator: Accelerator, batches: int) -> Iterator[int]:
 
 
 def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """Copies of the gradients under the user's parameter names, whole also where a strategy shards them or holds them elsewhere."""
-    unwrapped = accelerator.unwrap_model(model)
-    found = {
-        name: _whole(parameter.grad) for name, parameter in unwrapped.named_parameters() if parameter.grad is not None
-    }
-    for name, held in accelerator._relay.held_gradients(unwrapped, model).items():
-        found[name] = found.get(name, 0) + _whole(held)
+    """Copies of the gradients under the user's parameter names, whole also where a strategy shards them or holds them elsewhere.
+
+    A collective under strategies that say where gradients are.
+    """
+    state = accelerator._relay.gradient_state(accelerator.unwrap_model(model), model)
+    found: Gradients = {}
+    for name, terms in state.items():
+        for term in terms:
+            if isinstance(term, Partial):
+                found[name] = found.get(name, 0) + _whole(term.data)
+    if accelerator._parts.activation.owners["gradient_state"] is not None:
+        for name, gradient in _assembled(accelerator, state).items():
+            found[name] = found.get(name, 0) + gradient
+    return found
+
+
+def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
+    """What has travelled of some gradients, put together from the parts of all ranks: those of this rank count first."""
+    mine = [
+        (name, term.shape, piece.box, _whole(piece.data))
+        for name, terms in state.items()
+        for term in terms
+        if isinstance(term, Elementwise)
+        for piece in term.pieces
+    ]
+    ranks = gather_objects([mine], accelerator._world)
+    found: Gradients = {}
+    for name, shape, box, part in (part for parts in (*ranks, mine) for part in parts):
+        found.setdefault(name, torch.zeros(shape, dtype=part.dtype))[box.slices] = part
     return found
 
 
@@ -230,18 +254,22 @@ def uneven_token_batches(index: int) -> list[models.TokenBatch]:
 
 
 def token_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """Shards, gradients and mean loss of two windows of `forward_backward`; the second is returned."""
-    loop = Loop(subject)
+    """Shards, gradients and mean loss of two windows of `forward_backward`, with a step between them; the second is returned."""
+    loop = Loop(subject, gradient_accumulation_steps=4)
+    for group in loop.optimizer.param_groups:
+        group["lr"] = 0.0  # the step is to be possible, and to change nothing
     _forward_backward(loop, [models.token_batch(50 + loop.shard.index, 4, 3)])
+    loop.optimizer.step()
     loop.optimizer.zero_grad()
     loss = _forward_backward(loop, same_token_batches(loop.shard.index))
     return loop.shard.count, loop.gradients(), loss
 
 
 def uneven_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """The same for ranks with different numbers of micro-batches."""
+    """The same for ranks with different numbers of micro-batches; the second window adds to the gradients of the first."""
     loop = Loop(subject)
-    loss = _forward_backward(loop, uneven_token_batches(loop.shard.index))
+    for _ in range(2):
+        loss = _forward_backward(loop, uneven_token_batches(loop.shard.index))
     return loop.shard.count, loop.gradients(), loss
 
 

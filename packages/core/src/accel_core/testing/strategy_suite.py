@@ -123,12 +123,12 @@ class StrategySuite(Suite):
         self._check_windows(strategy_jobs.triggered, world, [range(1)])
 
     def test_forward_backward_weighs_what_batches_hold(self, world: int) -> None:
-        """Micro-batches of unequal weights, one of them fully masked, are one big batch."""
-        self._check_tokens(strategy_jobs.token_window, strategy_jobs.same_token_batches, world)
+        """Micro-batches of unequal weights, one of them fully masked, are one big batch; a step may follow."""
+        self._check_tokens(strategy_jobs.token_window, strategy_jobs.same_token_batches, world, windows=1)
 
     def test_ranks_may_have_different_numbers_of_micro_batches(self, world: int) -> None:
-        """In `forward_backward` each rank's window has the length that it has."""
-        self._check_tokens(strategy_jobs.uneven_window, strategy_jobs.uneven_token_batches, world)
+        """In `forward_backward` each rank's window has the length that it has; a second one adds to the first."""
+        self._check_tokens(strategy_jobs.uneven_window, strategy_jobs.uneven_token_batches, world, windows=2)
 
     def test_training_is_that_of_one_process(self, world: int) -> None:
         """After three steps of two micro-batches the parameters are those of plain torch."""
@@ -285,11 +285,14 @@ class StrategySuite(Suite):
                 what = f"The gradient of micro-batches {list(micro_batches)} on rank {rank}"
                 compare(gradients, expected, what, MEAN)
 
-    def _check_tokens(self, job: Job, batches: Callable[[int], list[models.TokenBatch]], world: int) -> None:
+    def _check_tokens(
+        self, job: Job, batches: Callable[[int], list[models.TokenBatch]], world: int, windows: int
+    ) -> None:
         for rank, (count, gradients, loss) in enumerate(self._facts(job, world)):
             every = [batch for index in range(count) for batch in batches(index)]
             expected, mean = models.reference_token_gradients(every)
-            compare(gradients, expected, f"The gradient of forward_backward() on rank {rank}", MEAN)
+            what = f"The gradient of {windows} forward_backward() on rank {rank}"
+            compare(gradients, _times(windows, expected), what, MEAN)
             require(
                 abs(loss - mean) <= TOLERANCE * mean,
                 f"forward_backward() returned {loss} on rank {rank}, expected {mean}: the weighted mean over all ranks.",

@@ -34,7 +34,16 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["SHARED", "OptimizerState", "SavedEntry", "SavedOptimizer", "capture", "misfits", "restore"]
+__all__ = [
+    "SHARED",
+    "OptimizerState",
+    "SavedEntry",
+    "SavedOptimizer",
+    "capture",
+    "misfits",
+    "restore",
+    "restore_groups",
+]
 
 SHARED = "(shared)"
 """The entry of what an optimizer keeps in `state` under keys that are no parameters."""
@@ -153,7 +162,7 @@ def restore(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, 
 
     Parameters that had no state have none afterwards. The groups get their hyper-parameters back, but for `foreach`, `fused`,
     `capturable` and `differentiable`, which say how this process computes. New tensors take the place of old ones, one
-    parameter at a time.
+    parameter at a time: `sharding.empty` makes those that are laid out like the parameter.
     """
     engine = _engine(optimizer)
     if saved.whole is not None:
@@ -171,9 +180,9 @@ def restore(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, 
         if state:
             engine.state[parameter] = state
     _restore_shared(engine, saved, SHARED in described)
-    _restore_groups(optimizer, saved.groups)
+    restore_groups(optimizer, saved.groups)
     if engine is not optimizer:
-        _restore_groups(engine, saved.groups)
+        restore_groups(engine, saved.groups)
 
 
 def _engine(optimizer: Optimizer) -> Any:
@@ -257,7 +266,13 @@ def _restore_shared(engine: Any, saved: SavedOptimizer, has_any: bool) -> None:
         engine.state.update(saved.read(SHARED, Opaque(None, _SHARED_SIGNATURE))["state"])
 
 
-def _restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Gives the groups of an optimizer the hyper-parameters that were saved, but for those that say how this process computes.
+
+    Args:
+        optimizer: any object with `param_groups`; a hyper-parameter that is a tensor here stays one.
+        saved: the `groups` of a `SavedOptimizer`, as many as there are here.
+    """
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             if key != "names" and key not in OF_THIS_PROCESS:

@@ -93,7 +93,7 @@ class ParameterState(NamedTuple):
             if _is_plain(local):
                 self._check_shape(key, local)
                 parts = tuple(pieces_of(self.extent.boxes, local))
-                return Elementwise(self.extent.shape, local.dtype, parts, versioned=_is_plain(value))
+                return Elementwise(self.extent.shape, local.dtype, parts, self.layouts.sharding.versioned(value))
         elif layout is not None and _is_plain(value) and self._is_replicated(layout, value.numel()):
             return Replicated(value.detach())
         return self.opaque({key: value})
@@ -138,9 +138,10 @@ class ParameterState(NamedTuple):
         assert key is not None
         assert saved.dtype is not None
         if saved.kind == "elementwise":
-            local = torch.empty_like(self.layouts.sharding.local(self.parameter), dtype=saved.dtype)
-            read(Elementwise(self.extent.shape, saved.dtype, tuple(pieces_of(self.extent.boxes, local))))
-            return {key: self.layouts.sharding.like(self.parameter, local)}
+            value = self.layouts.sharding.empty(self.parameter, key, saved.dtype)
+            pieces = pieces_of(self.extent.boxes, self.layouts.sharding.local(value))
+            read(Elementwise(self.extent.shape, saved.dtype, tuple(pieces)))
+            return {key: value}
         device = self._place(key, group)
         value = torch.empty(saved.shape, dtype=saved.dtype, device=device)
         read(Replicated(value))
