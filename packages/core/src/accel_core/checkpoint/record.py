@@ -53,10 +53,10 @@ def warn_of_batches(record: Mapping[str, Any], prepared: Prepared, accumulation:
     """Warns if a step of the optimizer is about to use more samples, or fewer, than in the run that was saved."""
     steps = record.get("window", {}).get("steps", 1)
     for number, (loader, saved) in enumerate(zip(prepared.loaders, record.get("positions", ()), strict=False)):
-        sizes = (getattr(loader, "total_batch_size", None), (saved or {}).get("global_batch"))
-        if None in sizes:
+        own, other = getattr(loader, "total_batch_size", None), (saved or {}).get("global_batch")
+        if own is None or other is None:
             continue
-        here, there = sizes[0] * accumulation.steps, sizes[1] * steps
+        here, there = own * accumulation.steps, other * steps
         if here != there:
             warnings.warn(
                 f"load_state() goes on with {here} samples in a step of the optimizer, and the run that was saved had {there} "

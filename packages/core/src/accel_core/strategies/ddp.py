@@ -290,14 +290,14 @@ class _Wrapper(Dress):
                 raise
             raise RuntimeError(left_out_of_loss(names, "the previous iteration")) from error
         if sync is not None:
-            if self.require_backward_grad_sync:  # type: ignore[attr-defined]
+            if self.require_backward_grad_sync:
                 sync.announce(self)  # type: ignore[arg-type]
             else:
                 sync.withheld = True
         return output
 
 
-def _stop_watching(wrapper: nn.Module) -> None:
+def _stop_watching(wrapper: Any) -> None:
     sync = vars(wrapper).pop(SYNC, None)
     if sync is not None:
         sync.close()

@@ -10,16 +10,15 @@ import contextlib
 import json
 import os
 import socket
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 from accel_core.checkpoint.files.disk import read_file
 from accel_core.errors import CheckpointError
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 NAME = "saving.lock"
 
@@ -76,7 +75,7 @@ def holder(folder: Path) -> str | None:
 
 def _locked(descriptor: int) -> bool:
     """Takes the lock, and says whether nobody else has it: also where there are no locks."""
-    if fcntl is None:
+    if sys.platform == "win32":
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
