@@ -47,7 +47,7 @@ class Lock:
             os.unlink(self._path)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            if fcntl is not None:
+            if sys.platform != "win32":
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
             os.close(descriptor)
