@@ -358,7 +358,7 @@ def _quiet_mlflow() -> Any:
         from mlflow import telemetry
 
         if not wanted and telemetry.get_telemetry_client() is not None:
-            telemetry.set_telemetry_client()  # type: ignore[no-untyped-call]  # looks again
+            telemetry.set_telemetry_client()  # type: ignore[no-untyped-call, unused-ignore]  # looks again
     return mlflow
 
 
