@@ -155,7 +155,8 @@ class GatherApart:
     ) -> dist.Work | None:
         """Gathers. In the group that is given, if that is not the one of the mesh: the engine gathers again in a part of it."""
         group = self._groups.get(group, group)
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
 
     def close(self) -> None:
         """Lets go of the groups: the model may outlive them."""
