@@ -23,7 +23,7 @@ from accel_core.testing import RanksFailed, run_ranks
 from accel_core.watch.board import Board
 from accel_core.watch.notices import Notices
 from accel_core.watch.patrol import Patrol
-from accel_core.watch.presence import Presence
+from accel_core.watch.presence import Entry, Presence
 from accel_core.watch.roll_call import ENDED, Broken, Report
 from accel_core.watch.watch import Watch
 from accel_core.watch.whereabouts import Process
@@ -205,13 +205,13 @@ def test_rank_that_is_about_to_leave_a_collective_is_not_ended_by_those_who_left
     store, told, now = dist.HashStore(), [], [time.monotonic()]
     patrol, presence = patrols(store, told)
     thread = threading.get_ident()
-    presence.inside[thread] = ("wait_for_everyone()", None)
+    presence.inside[thread] = Entry("wait_for_everyone()")
     for _ in range(4):
         look(patrol, monkeypatch, now)
     Board(store, 1).post(Report(1, 7, "train.py, line 9", left=ENDED))  # it is through already
     look(patrol, monkeypatch, now)
     assert told == []
-    presence.inside[thread] = ("end_training()", None)
+    presence.inside[thread] = Entry("end_training()")
     look(patrol, monkeypatch, now)
     assert told == []
     for _ in range(4):
@@ -222,7 +222,7 @@ def test_rank_that_is_about_to_leave_a_collective_is_not_ended_by_those_who_left
 def test_rank_that_has_made_no_world_yet_is_not_given_up_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     store, told, now = dist.HashStore(), [], [time.monotonic()]
     patrol, presence = patrols(store, told)
-    presence.inside[threading.get_ident()] = ("gather()", None)
+    presence.inside[threading.get_ident()] = Entry("gather()")
     for _ in range(150):
         look(patrol, monkeypatch, now)
     assert told == []
@@ -232,7 +232,7 @@ def test_store_that_is_lost_says_nothing_of_rank_0_while_its_process_runs(monkey
     told: list[str] = []
     now = [time.monotonic()]
     presence = Presence(1)
-    presence.inside[threading.get_ident()] = ("gather()", None)
+    presence.inside[threading.get_ident()] = Entry("gather()")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = store.clone()  # type: ignore[attr-defined]
     host = Process.current()
@@ -260,7 +260,7 @@ def test_rank_on_a_machine_that_nobody_can_look_at_is_given_up_after_two_minutes
     store, told, now = dist.HashStore(), [], [time.monotonic()]
     patrol, presence = patrols(store, told)
     Board(store, 1).introduce(Process("node-3", "elsewhere", 4711, "1"))
-    presence.inside[threading.get_ident()] = ("gather()", None)
+    presence.inside[threading.get_ident()] = Entry("gather()")
     for _ in range(115):
         look(patrol, monkeypatch, now)
     assert told == []

@@ -29,12 +29,15 @@ def check_alike(model: nn.Module, world: World) -> None:
     from accel_core.mismatch import describe
 
     frozen = {name: " (frozen)" for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    leaves = [
-        (f"{name}{frozen.get(name, '')}", tensor.dtype, ["*"] if is_lazy(tensor) else tensor.shape)
+    leaves = tuple(
+        (f"{name}{frozen.get(name, '')}", tensor.dtype, ("*",) if is_lazy(tensor) else tuple(tensor.shape))
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
+    )
     channel = world.channel()
-    channel.exchange(Letter(describe("prepare()", "", leaves), (), (), channel.device), ())
+    letter = channel.letters.get(leaves)
+    if letter is None:
+        letter = channel.letters[leaves] = Letter(describe("prepare()", "", leaves), (), (), channel.device)
+    channel.exchange(letter, ())
 
 
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
