@@ -228,6 +228,24 @@ def test_state_is_loaded_into_the_memory_of_the_engine(tmp_path):
     assert state["step"].item() == 1.0
 
 
+def test_a_window_of_wide_gradients_goes_on_in_narrow_ones(tmp_path):
+    found = []
+    for strategy in (InABuffer(), "single"):
+        accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
+        model = nn.Linear(2, 1, bias=False).bfloat16()
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        if not found:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(X.bfloat16()).sum())
+            accelerator.save_state(tmp_path)
+        accelerator.load_state(tmp_path)
+        found += [
+            (each.dtype, each.flatten().tolist())
+            for each in accelerator._prepared.gradients.tensors(model.parameters())
+        ]
+    assert found == [(torch.float32, [1.5, 2.0]), (torch.bfloat16, [1.5, 2.0])]
+
+
 class Releasing(InABuffer):
     def __init__(self):
         super().__init__()

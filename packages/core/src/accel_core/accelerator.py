@@ -1477,7 +1477,7 @@ class Accelerator(ProcessControl):
         return False
 
     def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Stand-ins with the gradients that the strategy keeps of these, of which this rank has all."""
+        """Stand-ins whose `.grad` are the gradients that the strategy keeps, all of them here."""
         strategy = self._parts.strategy
         if not strategy.replicates_parameters:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The gradients of prepared models, wherever they are: in `.grad`, or where the strategy says that it keeps them."""
+"""The gradients of prepared models: in `.grad`, or where the strategy says that it keeps them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
 
 
 class Earlier(NamedTuple):
-    """Gradients that were set aside: those that the strategy keeps, by their place, and those of `.grad`."""
+    """Gradients that were set aside: of the strategy, by their place, and of `.grad`."""
 
     kept: dict[_Place, torch.Tensor]
     taken: list[tuple[torch.Tensor, torch.Tensor]]
@@ -47,8 +47,8 @@ class Earlier(NamedTuple):
 class Gradients:
     """Reads and changes the gradients of the models of one Accelerator.
 
-    Without an owner of `gradient_state` all of them are in `.grad`, and nothing here costs more than to look there. With one,
-    `.grad` still counts for parameters of no trained model.
+    Without an owner of `gradient_state` all of them are in `.grad`, and nothing here costs more
+    than to look there. With one, `.grad` still counts for parameters of no trained model.
 
     Args:
         models: what is prepared; the list grows.
@@ -64,7 +64,7 @@ class Gradients:
         self.are_elsewhere = state is not None
 
     def kept(self, parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Elementwise | Partial]]:
-        """What the strategy says of `parameters`, by the `id` of each that is its business: the terms of its gradient, or none."""
+        """The terms of the gradients that the strategy keeps, by the `id` of the parameter."""
         wanted = set(map(id, parameters)) if self._state is not None else set()
         found: dict[int, Sequence[Elementwise | Partial]] = {}
         for record, state in self._states():
@@ -78,7 +78,7 @@ class Gradients:
         return found
 
     def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What this rank has of the gradients of `parameters`, live: each part of one with its parameter."""
+        """Each part that this rank has of the gradients, live, with its parameter."""
         given = {id(parameter): parameter for parameter in parameters}
         kept = self.kept(given.values())
         for key, parameter in given.items():
@@ -109,12 +109,12 @@ class Gradients:
                 gradient.mul_(factor)
 
     def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Makes zero what the strategy keeps of the gradients of `parameters`. Its memory stays with the strategy."""
+        """Makes zero what the strategy keeps of the gradients of `parameters`, in its memory."""
         for terms in self.kept(parameters).values():
             _zero(terms)
 
     def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
-        """Clears those of `parameters`, and all that the strategy keeps; what it keeps of `earlier` ones stays, as zeros."""
+        """Clears those of `parameters`, and all that is kept; `earlier` ones stay, as zeros."""
         names = set() if earlier is None else {place[:2] for place in earlier.kept}
         stays = set()
         for record, state in self._states():

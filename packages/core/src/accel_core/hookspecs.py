@@ -148,8 +148,9 @@ class HookSpecs:
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
         """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
 
-        When: in `free_memory` and in `end_training`, once for every model that was prepared, evaluated ones included; before
-            `revert_model`, and before the process group ends. Usual owner: the strategy. No collective.
+        When: in `free_memory` and in `end_training`, once for every model that was prepared,
+            evaluated ones included; before `revert_model`, and before the process group ends. Usual
+            owner: the strategy. No collective.
         Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
         Default: nothing happens.
         """
@@ -166,9 +167,11 @@ class HookSpecs:
             replaced, `group["params"][:]` is to be re-pointed in place, and an optimizer that has stepped is refused, unless
             its state is re-pointed too); the frozen request: precision policy, device or
             None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
-        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All ranks start from rank
-            0's weights. After the closing backward of a window, the gradient of each parameter, which is in `.grad` unless
-            `gradient_state` says otherwise, is the mean over the data-parallel ranks. A model that is frozen, or only evaluated, can be called by one rank alone.
+        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All
+            ranks start from rank 0's weights. After the closing backward of a window, the gradient
+            of each parameter, which is in `.grad` unless `gradient_state` says otherwise, is the
+            mean over the data-parallel ranks. A model that is frozen, or only evaluated, can be
+            called by one rank alone.
         Default: none.
         """
 
@@ -203,8 +206,8 @@ class HookSpecs:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
-        When: once per optimizer in `prepare`, after the models of that call; its model may come in a later call. An engine that
-            needs both can be built here.
+        When: once per optimizer in `prepare`, after the models of that call; its model may come in
+            a later call. An engine that needs both can be built here.
         Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing happens.
         """
 
@@ -249,15 +252,18 @@ class HookSpecs:
     def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
         """Says where the gradients of a model are, and how they lie on the ranks.
 
-        When: wherever the core reads or changes gradients: in `zero_grad`, `clip_grad_value_`, `forward_backward` and `save_state`
-            inside a window, where a window turns out shorter than it looked, and for loss scaling and `detect_nonfinite`.
-        Usual owner: the strategy, if it keeps gradients elsewhere than in `.grad`; one whose ranks have parts of them owns
-            `clip_gradients` too. No collective. Hot: a few per step.
+        When: wherever the core reads or changes gradients: in `zero_grad`, `clip_grad_value_`,
+            `forward_backward` and `save_state` inside a window, where a window turns out shorter
+            than it looked, and for loss scaling and `detect_nonfinite`.
+        Usual owner: the strategy, if it keeps gradients elsewhere than in `.grad`; one whose ranks
+            have parts of them owns `clip_gradients` too. No collective. Hot: a few per step.
         Arguments: the user's model, which is trained, and what the loop calls.
-        Returns: by the name of a parameter (one of them, if it is tied), the terms whose sum is its gradient. What has travelled
-            is `Elementwise`: the mean over the data-parallel ranks, of which a rank has boxes. What has not is `Partial`: the
-            term of this rank. They are live: what is done to them in place is done to the gradient, and what was made zero
-            stays, until a backward adds to it. A parameter without a gradient is left out, and its `.grad` does not count.
+        Returns: by the name of a parameter (one of them, if it is tied), the terms whose sum is its
+            gradient. What has travelled is `Elementwise`: the mean over the data-parallel ranks, of
+            which a rank has boxes. What has not is `Partial`: the term of this rank. They are live:
+            what is done to them in place is done to the gradient, and what was made zero stays,
+            until a backward adds to it. A parameter without a gradient is left out, and its `.grad`
+            does not count.
         Default: `.grad` of every parameter.
         """
 
@@ -321,9 +327,11 @@ class HookSpecs:
         """Decides whether an optimizer steps: takes the step, or leaves it out.
 
         When: in `optimizer.step()`, at the end of a window.
-        Usual owner: the precision's scaler. An engine that steps owns `apply_step`, and a strategy may own both.
-        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's closure bound: a `functools.partial` if
-            it was given arguments. `optimizer.step()` called from inside reaches the optimizer's own step.
+        Usual owner: the precision's scaler. An engine that steps owns `apply_step`, and a strategy
+            may own both.
+        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's
+            closure bound: a `functools.partial` if it was given arguments. `optimizer.step()`
+            called from inside reaches the optimizer's own step.
         Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
         Default: `step()`.
         """
@@ -332,10 +340,12 @@ class HookSpecs:
     def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Takes a step of an optimizer that was decided on.
 
-        When: where the owner of `optimizer_step` calls the `step` that it is given; gradients are unscaled and clipped.
-        Usual owner: the strategy, if an engine steps in the optimizer's place, or parameters have to be sent afterwards.
-        Arguments: the optimizer; `step`, its own step with the user's closure bound, which an engine need not call: a
-            `functools.partial` if it was given arguments.
+        When: where the owner of `optimizer_step` calls the `step` that it is given; gradients are
+            unscaled and clipped.
+        Usual owner: the strategy, if an engine steps in the optimizer's place, or parameters have
+            to be sent afterwards.
+        Arguments: the optimizer; `step`, its own step with the user's closure bound, which an
+            engine need not call: a `functools.partial` if it was given arguments.
         Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
         Default: `step()`.
         """
@@ -352,13 +362,15 @@ class HookSpecs:
         """Runs one whole window: forward and backward of every micro-batch.
 
         When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules it).
-        Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving the summed loss
-            (0-d) and its weight (how many tokens or samples it sums); `inputs(batch)` giving the positional and keyword
-            arguments with which the model is called; `scale_loss(loss)`, the hook of that name, which every loss goes through
-            before its backward.
-        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached, and not scaled. Afterwards
-            `gradient_state` names the gradient of that mean, times what `scale_loss` multiplied, added to what was there before.
-            The core counts the window as one backward: `optimizer.step()` may follow.
+        Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving
+            the summed loss (0-d) and its weight (how many tokens or samples it sums);
+            `inputs(batch)` giving the positional and keyword arguments with which the model is
+            called; `scale_loss(loss)`, the hook of that name, which every loss goes through before
+            its backward.
+        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
+            and not scaled. Afterwards `gradient_state` names the gradient of that mean, times what
+            `scale_loss` multiplied, added to what was there before. The core counts the window as
+            one backward: `optimizer.step()` may follow.
         Default: a loop over the window (`accel_core.window`).
         """
 

@@ -222,7 +222,7 @@ class OptimizerGate:
         return kept | {name: value for name, value in self._shadowed.items() if name in state}
 
     def _applied(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The step as the engine takes it; it is a `partial`, by which owners of hooks know arguments, if `step` is one."""
+        """The step as the engine takes it; a `partial` if `step` is, which tells of arguments."""
         engine = self._engine
         assert engine is not None, "the caller looks"
         return partial(engine, optimizer, step) if isinstance(step, partial) else lambda: engine(optimizer, step)

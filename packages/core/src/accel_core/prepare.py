@@ -372,7 +372,7 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
 
 
 def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
-    """Raises for a model that is spread over devices by a device map, in a world larger than one, or where it would have to be cast.
+    """Raises for a model with a device map in a larger world, or with weights that nobody can cast.
 
     Args:
         model: the user's.
@@ -395,7 +395,7 @@ def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) 
 
 
 def stays_in_place(model: nn.Module) -> bool:
-    """Whether a device map has placed a model: over several devices, or where its parameters are fetched from when they are used."""
+    """Whether a device map has spread a model over devices, or offloaded its parameters."""
     mapped = any(hasattr(module, "hf_device_map") for module in model.modules())
     return has_device_map(model) or (mapped and any(parameter.is_meta for parameter in model.parameters()))
 

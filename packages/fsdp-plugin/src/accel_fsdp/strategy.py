@@ -246,7 +246,7 @@ class FSDP(Strategy):
 
     @hookimpl
     def gradient_state(self, model: nn.Module) -> GradientState:
-        """The parts on this rank, and whole local gradients of backwards that did not synchronise."""
+        """The parts on this rank, and whole local gradients that have not travelled."""
         own = synchronisation_of(model)
         if own is not None:
             return own.gradients(model)

@@ -107,7 +107,7 @@ class Synchronisation:
         return found
 
     def gradients(self, model: nn.Module) -> GradientState:
-        """What the hook `gradient_state` says of the model: the parts that have travelled, and what waits, whole."""
+        """The hook `gradient_state`: the parts that have travelled, and what waits, whole."""
         waits, found = bool(self.held(model)), dict[str, list[Elementwise | Partial]]()
         for name, cut, parameter, extent in self._places:
             gradient = parameter.grad if cut is None else cut.sharded_param.grad

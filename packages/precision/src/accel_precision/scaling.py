@@ -300,7 +300,7 @@ class _Scaler(GradScaler):
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """What this rank holds of the gradients of an optimizer, live, wherever the strategy keeps them."""
+    """What this rank has of the gradients of an optimizer, live, wherever they are kept."""
     parameters = list(held_by(optimizer))
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:

@@ -67,9 +67,10 @@ class Box:
 def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
     """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies in a parameter.
 
-    Of a parameter that is a box itself, as tensor-parallel ranks have one, `shape` is that of the box, and `offsets` are where it
-    begins in the whole tensor; None: it is the whole tensor. There are at most 2 * ndim - 1 of them (for a 0-d tensor one), in order. Each one is contiguous in the flat memory of
-    the whole tensor; an empty range has none.
+    Of a parameter that is a box itself, as tensor-parallel ranks have one, `shape` is that of the
+    box, and `offsets` are where it begins in the whole tensor; None: it is the whole tensor. There
+    are at most 2 * ndim - 1 of them (for a 0-d tensor one), in order. Each one is contiguous in the
+    flat memory of the whole tensor; an empty range has none.
 
     Raises:
         ValueError: for a range that is not within the tensor.

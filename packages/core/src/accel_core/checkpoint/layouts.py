@@ -97,7 +97,7 @@ Entry = Elementwise | Replicated | Partial | Opaque | Alias
 State = Mapping[str, Entry]
 
 GradientState = Mapping[str, Sequence[Elementwise | Partial]]
-"""By the name of a parameter the terms whose sum is its gradient: what has travelled is `Elementwise`, what has not is `Partial`."""
+"""By parameter, the terms of its gradient: what was sent is `Elementwise`, the rest `Partial`."""
 
 
 def memory_of(entry: Elementwise | Replicated | Partial) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ class Extent:
 
 
 def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
-    """Cuts a local tensor into views, one per box: it has the shape of its one box, or is flat, with box after box."""
+    """Cuts a local tensor into views, one per box; it is flat, or has the shape of its one box."""
     if len(boxes) == 1 and local.shape == boxes[0].sizes:
         yield Piece(boxes[0], local)
         return
@@ -127,8 +127,8 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 class Sharding(Protocol):
     """How a strategy lays out parameters, and with them what optimizers keep for each element of a parameter.
 
-    The local tensor of a parameter holds its boxes one after another: it is flat, each box in row-major order, and empty without
-    any; of one box it may have the shape `box.sizes` instead.
+    The local tensor of a parameter holds its boxes one after another: it is flat, each box in
+    row-major order, and empty without any; of one box it may have the shape `box.sizes` instead.
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
@@ -141,13 +141,13 @@ class Sharding(Protocol):
         """What an optimizer keeps as a tensor laid out like `parameter`, around its local tensor."""
 
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor laid out like `parameter`, of any values, which becomes the state `key` of it: its `local` tensor is read into.
+        """A tensor laid out like `parameter`, of any values, for its state `key`.
 
-        Whoever keeps state in memory of its own gives that, or a view of it.
+        Its `local` tensor is read into. Who keeps state in memory of its own gives a view of that.
         """
 
     def versioned(self, value: torch.Tensor) -> bool:
-        """Whether whoever changes the local tensor of `value` in place raises its `_version`: see `Elementwise`."""
+        """Whether in-place changes of the local tensor of `value` raise its `_version`."""
 
 
 class Whole:

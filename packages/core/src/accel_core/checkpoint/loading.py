@@ -419,7 +419,7 @@ _MEAN = (0, 0)
 
 
 def _is_whole(terms: Sequence[Elementwise | Partial] | None, parameter: torch.Tensor) -> bool:
-    """Whether a pending gradient can be read: into `.grad`, or into memory that a strategy has for all of it."""
+    """Whether there is a place for a pending gradient: `.grad`, or memory for all of it."""
     return terms is None or any(part.shape == parameter.shape for term in terms[:1] for part in memory_of(term))
 
 

@@ -205,7 +205,7 @@ class Checkpoint:
         parts: Sequence[Mapping[str, Any]] = self.index.tensors[name]["parts"]
         if len(parts) == ranks:
             (own,) = (part for part in parts if part["rank"] == rank)
-            self.reader(own["file"]).read(own["key"], out)
+            self.reader(own["file"]).read(own["key"], out, cast=True)  # who keeps gradients says in which dtype
             return
         total = torch.zeros_like(out)
         for part in parts:

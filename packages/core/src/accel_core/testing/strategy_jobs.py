@@ -92,7 +92,7 @@ def fed(accelerator: Accelerator, batches: int) -> Iterator[int]:
 
 
 def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """Copies of the gradients under the user's parameter names, whole also where a strategy shards them or holds them elsewhere.
+    """Copies of the gradients under the user's parameter names, whole.
 
     A collective under strategies that say where gradients are.
     """
@@ -109,7 +109,7 @@ def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
 
 
 def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
-    """What has travelled of some gradients, put together from the parts of all ranks: those of this rank count first."""
+    """What has travelled of gradients, from the parts of all ranks; this rank's count first."""
     mine = [
         (name, term.shape, piece.box, _whole(piece.data))
         for name, terms in state.items()
@@ -254,7 +254,7 @@ def uneven_token_batches(index: int) -> list[models.TokenBatch]:
 
 
 def token_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """Shards, gradients and mean loss of two windows of `forward_backward`, with a step between them; the second is returned."""
+    """Shards, gradients and mean loss of `forward_backward`, after another one and a step."""
     loop = Loop(subject, gradient_accumulation_steps=4)
     for group in loop.optimizer.param_groups:
         group["lr"] = 0.0  # the step is to be possible, and to change nothing
@@ -266,7 +266,7 @@ def token_window(subject: Subject) -> tuple[int, Gradients, float]:
 
 
 def uneven_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """The same for ranks with different numbers of micro-batches; the second window adds to the gradients of the first."""
+    """The same of two windows together, on ranks with different numbers of micro-batches."""
     loop = Loop(subject)
     for _ in range(2):
         loss = _forward_backward(loop, uneven_token_batches(loop.shard.index))

@@ -123,11 +123,11 @@ class StrategySuite(Suite):
         self._check_windows(strategy_jobs.triggered, world, [range(1)])
 
     def test_forward_backward_weighs_what_batches_hold(self, world: int) -> None:
-        """Micro-batches of unequal weights, one of them fully masked, are one big batch; a step may follow."""
+        """Micro-batches of unequal weights, one masked, are one big batch; a step may follow."""
         self._check_tokens(strategy_jobs.token_window, strategy_jobs.same_token_batches, world, windows=1)
 
     def test_ranks_may_have_different_numbers_of_micro_batches(self, world: int) -> None:
-        """In `forward_backward` each rank's window has the length that it has; a second one adds to the first."""
+        """In `forward_backward` each rank has its own number; a second window adds to the first."""
         self._check_tokens(strategy_jobs.uneven_window, strategy_jobs.uneven_token_batches, world, windows=2)
 
     def test_training_is_that_of_one_process(self, world: int) -> None:

@@ -267,10 +267,13 @@ def _restore_shared(engine: Any, saved: SavedOptimizer, has_any: bool) -> None:
 
 
 def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives the groups of an optimizer the hyper-parameters that were saved, but for those that say how this process computes.
+    """Gives the groups of an optimizer the hyper-parameters that were saved.
+
+    Those that say how this process computes, such as `foreach`, stay.
 
     Args:
-        optimizer: any object with `param_groups`; a hyper-parameter that is a tensor here stays one.
+        optimizer: any object with `param_groups`; a hyper-parameter that is a tensor here stays
+            one.
         saved: the `groups` of a `SavedOptimizer`, as many as there are here.
     """
     for group, options in zip(optimizer.param_groups, saved, strict=True):
