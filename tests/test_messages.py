@@ -82,6 +82,7 @@ ALLOWED = {
     "hook",  # what the user registers
     "mlflow.active_run",  # of services
     "swanlab.finish",
+    "split_dataset_by_node",  # of datasets
     "loss_fn",  # an argument of `forward_backward`
     "os._exit",  # how a process may have ended
     "parameter.data.contiguous",  # torch.Tensor's; `data` says its type of instances only

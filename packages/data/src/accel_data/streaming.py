@@ -265,7 +265,8 @@ class StreamSource:
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
     ) -> Iterator[Fetched]:
         """The batches behind `start` of a pass that begins at the beginning of the epoch."""
-        return self._counted(self._left_out(self._told(fetched()), start.samples), start, stateful)
+        behind = self._batches_behind(start.samples)
+        return self._counted(self._left_out(self._told(fetched()), behind, start.samples), start, stateful)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
@@ -293,9 +294,10 @@ class StreamSource:
             known = count is not None or self._is_regular
             yield Fetched(batch, rows, samples, inside(stateful), positions if known else None)
 
-    def _left_out(self, batches: Iterator[tuple[Any, int | None]], samples: int) -> Iterator[tuple[Any, int | None]]:
-        """The batches behind so many samples."""
-        behind = self._batches_behind(samples)
+    def _left_out(
+        self, batches: Iterator[tuple[Any, int | None]], behind: int, samples: int
+    ) -> Iterator[tuple[Any, int | None]]:
+        """The batches but for the first, which have so many samples."""
         read = sum(1 for _ in islice(batches, behind))
         if read < behind:
             raise ValueError(
