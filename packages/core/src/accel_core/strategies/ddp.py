@@ -231,7 +231,7 @@ class _Wrapper(Dress):
 
     def train(self, mode: bool = True) -> Any:
         """Raises when parameters were unfrozen since: DDP synchronises those that it knew when it wrapped the model."""
-        late = sorted(_trainable(self.module) - vars(self).get(_SYNCHRONISED, frozenset())) if mode else []  # type: ignore[attr-defined]
+        late = sorted(_trainable(self.module) - vars(self).get(_SYNCHRONISED, frozenset())) if mode else []
         if late:
             raise RuntimeError(
                 f"{len(late)} parameters were unfrozen after prepare(): {', '.join(late)}. DDP would not average their "
