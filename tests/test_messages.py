@@ -86,6 +86,7 @@ ALLOWED = {
     "loss_fn",  # an argument of `forward_backward`
     "os._exit",  # how a process may have ended
     "parameter.data.contiguous",  # torch.Tensor's; `data` says its type of instances only
+    "save_pretrained",  # of the user's model, if its class has one
     "replicate",  # a factor in a formula, as in "replicate(2) * context_parallel(1)"
     "shard",  # another one
     "tensor_parallel",  # another one

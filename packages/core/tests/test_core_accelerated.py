@@ -228,14 +228,14 @@ def test_an_optimizer_of_an_accelerator_that_is_gone_may_be_made_by_hand() -> No
             "StepLR drives an optimizer that is not among the 0 given",
         ),
         (
-            lambda o, s: type("Mine", (AcceleratedOptimizer,), {}),
+            lambda o, s: type("Mine", (AcceleratedOptimizer,), {})(o),
             TypeError,
-            "Mine was to be a subclass of AcceleratedOptimizer, which no optimizer is made from",
+            r"Mine\(\) was called, a subclass of AcceleratedOptimizer, which no optimizer is made from",
         ),
         (
-            lambda o, s: type("Mine", (AcceleratedScheduler,), {}),
+            lambda o, s: type("Mine", (AcceleratedScheduler,), {})(s, o),
             TypeError,
-            "Mine was to be a subclass of AcceleratedScheduler, which no scheduler is made from",
+            r"Mine\(\) was called, a subclass of AcceleratedScheduler, which no scheduler is made from",
         ),
         (
             lambda o, s: Accelerator(step_scheduler_with_optimizer="no"),
@@ -250,3 +250,11 @@ def test_arguments_of_another_kind_are_refused(
     _, optimizer, scheduler = pieces()
     with pytest.raises(error, match=message):
         call(optimizer, scheduler)
+
+
+def test_the_classes_may_be_subclassed_and_no_prepared_object_is_an_instance_of_the_subclass() -> None:
+    _, optimizer, scheduler = pieces()
+    optimizer, scheduler = Accelerator().prepare(optimizer, scheduler)
+    for prepared, kind in ((optimizer, AcceleratedOptimizer), (scheduler, AcceleratedScheduler)):
+        assert isinstance(prepared, kind)
+        assert not isinstance(prepared, type("Theirs", (kind,), {}))

@@ -8,6 +8,7 @@ import pytest
 from sharded_loaders import Stream, Triples, prepare
 from torch.utils.data import DataLoader
 
+from accel_core import Accelerator
 from accel_core.feed import Feed
 
 
@@ -63,3 +64,23 @@ def test_the_length_is_the_number_of_iterations_of_this_rank():
     assert lengths == [3, 2]
     with pytest.raises(TypeError, match="Triples has no length. Give it a __len__"):
         len(prepare(DataLoader(range(9), batch_sampler=Triples()), 0, 2))
+
+
+def test_even_batches_may_be_assigned_for_loaders_that_are_prepared_afterwards():
+    accelerator = Accelerator()
+    accelerator.even_batches = False
+    assert accelerator.even_batches is False
+    assert accelerator.prepare(DataLoader(range(9), batch_size=4))._accel_source.even_batches is False
+    with pytest.raises(TypeError, match="even_batches='no' is a str: expected True or False"):
+        accelerator.even_batches = "no"
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_the_running_loader_is_the_prepared_one(dispatched):
+    accelerator = Accelerator(dispatch_batches=dispatched)
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    seen = []
+    for _ in loader:
+        running = accelerator.running_loader
+        seen.append((running.loader is loader, running.is_last, running.rows.real))
+    assert seen == [(True, False, 2), (True, False, 2), (True, True, 1)]

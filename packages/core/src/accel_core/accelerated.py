@@ -22,7 +22,7 @@ from accel_core.scheduler import SchedulerRule, gate_scheduler, is_scheduler, ru
 
 class _GatedOptimizers(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return gate_of(instance) is not None
+        return gate_of(instance) is not None if cls is AcceleratedOptimizer else super().__instancecheck__(instance)
 
 
 class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
@@ -48,6 +48,8 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
         cls, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> Optimizer:
         """The same optimizer."""
+        if cls is not AcceleratedOptimizer:
+            _refuse_subclass(cls, "optimizer")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"AcceleratedOptimizer() was given a {type(optimizer).__name__}, expected a torch.optim.Optimizer."
@@ -68,13 +70,10 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
         gate.keeps = "" if scaler is None else f"scaler={type(scaler).__name__}(...)"
         return optimizer
 
-    def __init_subclass__(cls) -> NoReturn:
-        _refuse_subclass(cls, "optimizer")
-
 
 class _GatedSchedulers(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return rule_on(instance) is not None
+        return rule_on(instance) is not None if cls is AcceleratedScheduler else super().__instancecheck__(instance)
 
 
 class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
@@ -106,6 +105,8 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
         split_batches: bool = False,
     ) -> Any:
         """The same scheduler."""
+        if cls is not AcceleratedScheduler:
+            _refuse_subclass(cls, "scheduler")
         if not is_scheduler(scheduler):
             raise TypeError(
                 f"AcceleratedScheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
@@ -125,9 +126,6 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
             )
         gate_scheduler(scheduler, SchedulerRule(step_with_optimizer, others=others, by_hand=True))
         return scheduler
-
-    def __init_subclass__(cls) -> NoReturn:
-        _refuse_subclass(cls, "scheduler")
 
 
 class _Alone:
@@ -183,6 +181,6 @@ def _refuse_prepared(optimizer: Optimizer, gate: OptimizerGate) -> None:
 
 def _refuse_subclass(cls: type, noun: str) -> NoReturn:
     raise TypeError(
-        f"{cls.__name__} was to be a subclass of {cls.__bases__[0].__name__}, which no {noun} is made from: prepared ones keep "
-        f"their own class. Subclass that of the {noun}, or torch's base class."
+        f"{cls.__name__}() was called, a subclass of {cls.__bases__[0].__name__}, which no {noun} is made from: prepared ones keep "
+        f"their own class, and would not have what the subclass says. Subclass that of the {noun}, or torch's base class."
     )

@@ -18,9 +18,10 @@ from accel_core import collectives, fused_backward, gradients, metrics
 from accel_core.accumulation import Accumulate, Accumulation
 from accel_core.assembly import Arguments, assemble
 from accel_core.batch_stream import as_data_loader
-from accel_core.config import as_text, resolve
+from accel_core.config import as_text, flag, resolve
 from accel_core.deprecation import Deprecation
-from accel_core.feed import Feed
+from accel_core.feed import Feed, RunningLoader
+from accel_core.handlers import GradientAccumulationPlugin
 from accel_core.hookspecs import LAYOUT_HOOKS
 from accel_core.optimizer import OptimizerGate, gate_of, place_state
 from accel_core.options import (
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.saving import SaveHook
     from accel_core.collectives import Reduction
     from accel_core.compilation import TorchDynamoPlugin
-    from accel_core.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler
+    from accel_core.handlers import AutocastKwargs, KwargsHandler
     from accel_core.layout import Layout
     from accel_core.nonfinite import NonFiniteDetector
     from accel_core.options import ChosenStrategy
@@ -260,6 +261,7 @@ class Accelerator(ProcessControl):
             sync_with_dataloader=parts.accumulation.sync_with_dataloader,
             sync_each_batch=parts.accumulation.sync_each_batch,
             synchronises=self._world.size > 1 and owners["no_sync"] is not None,
+            mean_over_steps=parts.accumulation.mean_over == "steps",
         )
         parts.defaults.window_loop = WindowLoop(
             self._relay,
@@ -313,8 +315,14 @@ class Accelerator(ProcessControl):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a full window of `accumulate`."""
+        """Micro-batches in a full window of `accumulate`. It may be assigned between two windows."""
         return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        GradientAccumulationPlugin(num_steps=steps)  # which checks it
+        self._refuse_in_window("gradient_accumulation_steps", steps)
+        self._accumulation.resize(steps)
 
     @property
     def dataloader_config(self) -> KwargsHandler | None:
@@ -333,8 +341,22 @@ class Accelerator(ProcessControl):
 
     @property
     def even_batches(self) -> bool | None:
-        """Whether an incomplete last global batch is filled; None if the loader component does not say."""
+        """Whether an incomplete last global batch is filled; None if the loader component does not say.
+
+        It may be assigned between two windows, and holds for loaders that are prepared afterwards.
+        """
         return getattr(self._parts.loader, "even_batches", None)
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        value = flag("even_batches", even, "", None).value
+        self._refuse_in_window("even_batches", even)
+        if self.even_batches is None:
+            raise AttributeError(
+                "accelerator.even_batches was assigned, but the loader component has no such option. Install accel-data, whose "
+                "loaders have it."
+            )
+        self._parts.loader.even_batches = value  # type: ignore[attr-defined]
 
     @property
     def use_seedable_sampler(self) -> bool | None:
@@ -356,6 +378,21 @@ class Accelerator(ProcessControl):
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether `scheduler.step()` waits for the optimizer."""
         return self._scheduler_rule.with_optimizer
+
+    @property
+    def running_loader(self) -> RunningLoader | None:
+        """The prepared loader that is being iterated, the innermost one, and its present batch; None outside of such loops."""
+        passage = self._feed.newest()
+        if passage is None:
+            return None
+        loaders = self._prepared.loaders
+        loader = next((each for each in loaders if getattr(each, "_accel_outlet", None) is passage.by), None)
+        return RunningLoader(loader, passage.remaining, passage.rows)
+
+    @property
+    def scaler(self) -> Any:
+        """What scales losses, with `state_dict` and `load_state_dict`, for checkpoints of one's own; None where nothing does."""
+        return next(iter(self._scales()), None) if self._parts.activation.owners["scale_loss"] else None
 
     @property
     def step(self) -> int:
@@ -681,7 +718,7 @@ class Accelerator(ProcessControl):
 
     clear = free_memory
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+    def accumulate(self, *models: nn.Module, closes: bool | None = None) -> AbstractContextManager[None]:
         """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
 
         A window has `gradient_accumulation_steps` micro-batches, and closes early at the end of a prepared loader. Its
@@ -689,8 +726,10 @@ class Accelerator(ProcessControl):
 
         Args:
             models: the prepared models whose gradients need not be synchronised before the window closes; none: all.
+            closes: for loops that count themselves: whether this micro-batch closes the window, however many are in it. Say it in
+                all micro-batches, and the same on every rank. None: the number of micro-batches decides.
         """
-        return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync)
+        return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync, closes)
 
     def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
         """Use it instead of `loss.backward()`: scales for the window and the precision, and synchronises when it closes.
@@ -1449,6 +1488,13 @@ class Accelerator(ProcessControl):
             self._parts.activation.owners,
             options,
         )
+
+    def _refuse_in_window(self, option: str, value: object) -> None:
+        if self._accumulation.open or self._accumulation.inside:
+            raise RuntimeError(
+                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open, which has its length and its "
+                f"batches already. Assign it before the first accumulate() of a window, when accelerator.sync_gradients is True."
+            )
 
     def _detect_nonfinite(self) -> None:
         from accel_core.nonfinite import NonFiniteDetector

@@ -35,13 +35,16 @@ class Accumulation:
         sync_with_dataloader: whether windows close at the end of a loader.
         sync_each_batch: whether gradients are synchronised at each micro-batch.
         synchronises: whether gradients stay local until the backward of the closing micro-batch.
+        mean_over_steps: whether each micro-batch weighs 1/steps, also in a window that has other than `steps` of them.
     """
 
     __slots__ = (
         "_deferred",
+        "_mean_over_steps",
         "_rescale",
         "_sync_with_dataloader",
         "backwards",
+        "by_caller",
         "feed",
         "inside",
         "micro_backwards",
@@ -66,8 +69,10 @@ class Accumulation:
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
         synchronises: bool = False,
+        mean_over_steps: bool = False,
     ) -> None:
         self.steps = steps
+        self._mean_over_steps = mean_over_steps
         self.synchronises = synchronises
         self.feed = feed
         self.sync_each_batch = sync_each_batch
@@ -86,14 +91,27 @@ class Accumulation:
         self.inside = False  # between `__enter__` and `__exit__` of `accumulate`
         self.backwards = 0  # backwards in the window
         self.micro_backwards = 0  # backwards in the present micro-batch
+        self.by_caller = False  # whether the caller says which micro-batch closes the window
         self.weight = 1.0 / self.steps
         self._deferred: list[Callable[[], None]] = []
 
-    def enter(self) -> bool:
-        """A micro-batch begins. Returns whether it closes the window."""
+    def enter(self, closes: bool | None = None) -> bool:
+        """A micro-batch begins. Returns whether it closes the window.
+
+        Args:
+            closes: what the caller says of it; None: its number does, and the end of a loader.
+        """
         self.inside = True
         self.micro_backwards = 0
+        if closes is None and self.by_caller and self.open:
+            closes = self.position + 1 >= self.steps
+        if closes is not None:
+            return self._told(closes)
         if self.steps == 1:
+            if self.by_caller:
+                self._settle()
+                self.reset()
+                self.inside = True
             self.serial += 1
             self.backwards = 0
             return True
@@ -102,9 +120,19 @@ class Accumulation:
             self._begin_window(remaining)
         self.position += 1
         if remaining == 0 and self.position < self.size:
-            self._shorten_window()
+            self._settle_size()
         self.open = self.position < self.size
         return not self.open
+
+    def _told(self, closes: bool) -> bool:
+        if self.position == 0:
+            self._begin_window(None)
+        self.by_caller = True
+        self.position += 1
+        if closes and self.position != self.size:
+            self._settle_size()
+        self.open = not closes
+        return closes
 
     def leave(self) -> None:
         """The micro-batch has ended."""
@@ -131,22 +159,27 @@ class Accumulation:
         self._settle()
         self.serial += 1
         self.backwards = 0
+        self.by_caller = False
         self.size = self.steps if remaining is None else min(self.steps, remaining + 1)
-        self.weight = 1.0 / self.size
+        self.weight = self._share()
 
     def _settle(self) -> None:
         for drop in self._deferred:
             drop()
         self._deferred.clear()
 
-    def _shorten_window(self) -> None:
-        # Only when an earlier loop was left in the middle of a window and the loader that goes on is shorter than the
-        # rest of it. What was accumulated weighs 1/size each, and is to weigh 1/position.
+    def _share(self) -> float:
+        """What each micro-batch weighs in the mean."""
+        return 1.0 / (self.steps if self._mean_over_steps else self.size)
+
+    def _settle_size(self) -> None:
+        # An earlier loop was left in the middle of a window and the loader that goes on is shorter than the rest of it, or the
+        # caller closes the window. What was accumulated weighs 1/size each, and is to weigh 1/position.
+        before, self.size = self._share(), self.position
+        self.weight = self._share()
         rescale = self._rescale()
-        if rescale is not None:
-            rescale(self.size / self.position)
-        self.size = self.position
-        self.weight = 1.0 / self.size
+        if rescale is not None and self.weight != before:
+            rescale(self.weight / before)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the window stands, between two micro-batches."""
@@ -161,7 +194,18 @@ class Accumulation:
             self.serial += 1
             self.open = True
             self.position, self.size, self.backwards = state["position"], state["size"], state["backwards"]
-            self.weight = 1.0 / self.size
+            self.weight = self._share()
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether a window may have several micro-batches."""
+        return self.steps > 1 or self.by_caller
+
+    def resize(self, steps: int) -> None:
+        """Windows have so many micro-batches from now on. Between two windows only."""
+        self._settle()
+        self.steps = self.feed.lookahead = steps
+        self.reset()
 
     def lacks_backward(self, settled: int) -> bool:
         """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
@@ -171,13 +215,13 @@ class Accumulation:
 
         It holds behind the `accumulate` block too. Where `accumulate` is never called there is no window to speak of.
         """
-        return self.steps > 1 and self.serial > 0 and self.backwards == 0 and settled != self.serial
+        return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
     @property
     def lacks_synchronisation(self) -> bool:
         """Whether a step now would use gradients that stayed local, because the closing micro-batch ran no backward."""
         return (
-            self.synchronises and not self.sync_each_batch and self.steps > 1 and self.size > 1
+            self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
             and self.backwards > 0 and self.micro_backwards == 0
         )  # fmt: skip
 
@@ -189,7 +233,7 @@ class Accumulation:
 
         In a window of one micro-batch nothing is protected: there `zero_grad` means what it means in a plain loop.
         """
-        if self.steps == 1 or self.backwards == 0 or settled == self.serial:
+        if not self._has_windows or self.backwards == 0 or settled == self.serial:
             return False
         return self.open or self.inside
 
@@ -215,10 +259,13 @@ def is_state(value: Any) -> bool:
 class Accumulate:
     """The context manager behind `Accelerator.accumulate`: one micro-batch. A class, because it runs in every step."""
 
-    __slots__ = ("_accumulation", "_contexts", "_models", "_no_sync")
+    __slots__ = ("_accumulation", "_closes", "_contexts", "_models", "_no_sync")
 
-    def __init__(self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: NoSync) -> None:
+    def __init__(
+        self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: NoSync, closes: bool | None = None
+    ) -> None:
         self._accumulation = accumulation
+        self._closes = closes
         self._models = models
         self._no_sync = no_sync
         self._contexts: list[AbstractContextManager[None]] | None = None
@@ -230,7 +277,7 @@ class Accumulate:
                 "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch would "
                 "be counted twice. Name all models in one call: accumulate(generator, discriminator)."
             )
-        if accumulation.enter() or accumulation.sync_each_batch:
+        if accumulation.enter(self._closes) or accumulation.sync_each_batch:
             return
         self._contexts = [self._no_sync(model) for model in self._models]
         for context in self._contexts:

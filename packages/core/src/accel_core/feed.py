@@ -24,9 +24,11 @@ Rules, each of which some loop in the wild depends on:
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from accel_core.samples import Drawn
 
 
@@ -40,13 +42,33 @@ class Rows(NamedTuple):
     real: int
 
 
+class RunningLoader(NamedTuple):
+    """A loader in the middle of an iteration.
+
+    Args:
+        loader: the prepared one; None if its component does not say.
+        remaining: how many batches follow the present one on this rank, or at least as many as were looked ahead; None: unknown.
+        rows: of the present batch on this rank; None if they cannot be counted.
+    """
+
+    loader: DataLoader[Any] | None
+    remaining: int | None
+    rows: Rows | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present batch is the last one of the epoch."""
+        return self.remaining == 0
+
+
 class Passage:
     """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
 
-    __slots__ = ("__weakref__", "_feed", "advanced", "drawn", "remaining", "rows")
+    __slots__ = ("__weakref__", "_feed", "advanced", "by", "drawn", "remaining", "rows")
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, by: object = None) -> None:
         self._feed = feed
+        self.by = by
         self.remaining: int | None = None
         self.rows: Rows | None = None
         self.drawn: Drawn = None
@@ -102,9 +124,13 @@ class Feed:
         self._live: list[weakref.ref[Passage]] = []
         self.newest: weakref.ref[Passage] | _Nobody = _nobody
 
-    def enter(self) -> Passage:
-        """A new innermost passage. The iterator keeps it; the feed only refers to it weakly."""
-        passage = Passage(self)
+    def enter(self, by: object = None) -> Passage:
+        """A new innermost passage. The iterator keeps it; the feed only refers to it weakly.
+
+        Args:
+            by: the `_accel_outlet` of the loader, by which `Accelerator.running_loader` finds it.
+        """
+        passage = Passage(self, by)
         self.newest = weakref.ref(passage)
         self._live.append(self.newest)
         return passage

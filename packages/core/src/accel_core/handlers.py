@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 
 @dataclass
@@ -77,14 +77,22 @@ class GradientAccumulationPlugin(KwargsHandler):
         sync_with_dataloader: whether a window also closes at the end of a prepared loader.
         sync_each_batch: whether gradients are synchronised at each micro-batch (less memory under some strategies, more
             communication; the result is the same).
+        mean_over: over how many micro-batches the gradient is averaged: "window", those that are in it, or "steps", `num_steps`
+            in a shorter window too, as other libraries do.
     """
 
     num_steps: int = 1
     adjust_scheduler: bool | None = None
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    mean_over: Literal["window", "steps"] = "window"
 
     def __post_init__(self) -> None:
+        if self.mean_over not in ("window", "steps"):
+            raise ValueError(
+                f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window', the micro-batches that are in it, or "
+                f"'steps', num_steps always."
+            )
         if type(self.num_steps) is not int or self.num_steps < 1:
             raise ValueError(
                 f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1, the "

@@ -61,7 +61,7 @@ class Outlet:
     @contextmanager
     def passage(self) -> Iterator[Passage]:
         """One iteration, from its first batch to its end or death. What is raised inside is announced to the other ranks."""
-        passage = self.feed.enter()
+        passage = self.feed.enter(self)
         try:
             yield passage
         except Exception as error:

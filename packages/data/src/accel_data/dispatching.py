@@ -182,7 +182,7 @@ class DispatchSource:
         return None if batches is None else max(self.sharing.steps_of_batches(batches) - self.skipped, 0)
 
     def _reported(self, loaded: Start, opening: EpochOpening, outlet: Outlet) -> Iterator[Any]:
-        passage = outlet.feed.enter()
+        passage = outlet.feed.enter(outlet)
         opening.start()
         progress = opening.progress
         mailbox, serial = self._line.open()

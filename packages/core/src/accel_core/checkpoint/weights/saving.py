@@ -195,8 +195,8 @@ def _refuse_parts(obj: Any) -> None:
     if any(isinstance(each, torch.Tensor) and hasattr(each, "full_tensor") for each in flatten(obj)[0]):
         raise ValueError(
             "save() was given tensors of which each rank has a part (DTensors), so the file would hold that of this rank alone. "
-            "Gather them on every rank first: state = accelerator.get_state_dict(model), then accelerator.save(state, file), or "
-            "model.save_pretrained(folder, state_dict=state). accelerator.save_model(model, folder) does all of it."
+            "Gather them on every rank first: state = accelerator.get_state_dict(model), then accelerator.save(state, file); or "
+            "hand the state on as state_dict=. accelerator.save_model(model, folder) does all of it."
         )
 
 
