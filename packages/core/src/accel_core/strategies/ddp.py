@@ -161,7 +161,10 @@ class DDP(Strategy):
         for reference in self._wrappers:
             wrapper = reference()
             sync = None if wrapper is None else sync_of(wrapper)
-            if sync is not None and sync.changed:
+            if sync is None or not sync.changed:
+                continue
+            sync.settle(wrapper)
+            if sync.in_doubt():
                 assert self._world is not None, "layout() runs in the constructor of the Accelerator"
                 sync.average(wrapper, self._world)
 

@@ -93,7 +93,7 @@ class GradientSync:
 
     def is_thawed(self) -> bool:
         """Whether parameters require a gradient that the reducer does not know. 50 ns for each frozen one."""
-        return any(map(_requires_grad, self._frozen))
+        return bool(self._frozen) and any(map(_requires_grad, self._frozen))
 
     def count_thawed(self) -> int:
         """How many."""
@@ -120,7 +120,6 @@ class GradientSync:
 
         The mean over the ranks of what is a mean already is that mean: so all gradients are averaged as they are.
         """
-        self.settle(wrapper)
         if self._waiting or self.withheld or not self.averaged or wrapper._join_config.enable:
             return  # ranks that have ended take part in what the reducer does, and in nothing else
         if not (self.changed or self._local) or any(_is_sparse(each) for each in self.known):
