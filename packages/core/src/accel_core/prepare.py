@@ -344,7 +344,7 @@ def check_reading(feed: Feed, ranks: int) -> None:
     if ranks == 1 or feed.newest() is not None:
         return
     for each in gc.get_objects():
-        if not isinstance(each, _BaseDataLoaderIter):
+        if not issubclass(type(each), _BaseDataLoaderIter):  # proxies and lazy objects are not to be asked
             continue
         sampler = each._index_sampler
         if type(getattr(sampler, "sampler", sampler)) in (SequentialSampler, RandomSampler):

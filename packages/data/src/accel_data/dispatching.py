@@ -133,9 +133,11 @@ class DispatchSource:
     def position(self) -> Start:
         """Where the loader stands; on the first rank with the states of generators and dataset."""
         position = self.epochs.position()
-        if position.extras or self.shard.index:
+        if self.shard.index or position.extras.keys() - {"ended"}:
             return position
-        return Start(position.epoch, position.samples, self.local._position().extras)
+        behind = dict(self.local._position().extras)
+        behind.pop("ended", None)  # of what was read ahead
+        return Start(position.epoch, position.samples, {**behind, **position.extras})
 
     def check(self, start: Start) -> None:
         """Raises `ValueError` for a position that the loader which reads for all does not take."""

@@ -207,18 +207,23 @@ def _begin(run: Run, request: SaveRequest, members: Sequence[int]) -> Draft:
     draft = Draft(request.folder, identity)
     begins = world.rank == members[0]
     # One node before the others, who see its folder if it is theirs too.
-    everywhere(world, "for the first node to begin", lambda: _begin_here(draft) if world.is_main else None)
-    everywhere(world, "to begin", lambda: _begin_here(draft) if begins and not world.is_main else None)
-    return draft
+    begun: list[Draft] = []  # a draft holds a lock, which does not travel
+
+    def begin() -> None:
+        begun.append(_begin_here(draft))
+
+    everywhere(world, "for the first node to begin", lambda: begin() if world.is_main else None)
+    everywhere(world, "to begin", lambda: begin() if begins and not world.is_main else None)
+    return begun[0] if begun else draft
 
 
-def _begin_here(draft: Draft) -> None:
+def _begin_here(draft: Draft) -> Draft:
     if draft.data.exists():
         raise CheckpointError(
             f"save_on_each_node=True was asked for, but another node has made {draft.data} already: the nodes share this folder. "
             f"Use ProjectConfiguration(save_on_each_node=False)."
         )
-    Draft.begin(draft.folder, draft.id)
+    return Draft.begin(draft.folder, draft.id)
 
 
 def _run_hooks(run: Run, request: SaveRequest) -> list[int]:

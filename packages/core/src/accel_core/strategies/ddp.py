@@ -161,7 +161,7 @@ class DDP(Strategy):
         for reference in self._wrappers:
             wrapper = reference()
             sync = None if wrapper is None else sync_of(wrapper)
-            if sync is None or not sync.changed:
+            if wrapper is None or sync is None or not sync.changed:
                 continue
             sync.settle(wrapper)
             if sync.in_doubt():
