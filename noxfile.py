@@ -263,8 +263,10 @@ def record_verified(*groups: str) -> None:
 def phase(name: str) -> Iterator[None]:
     """Prints how long a part of a session took."""
     began = time.monotonic()
-    yield
-    print(f"seconds: {name} {time.monotonic() - began:.0f}", flush=True)
+    try:
+        yield
+    finally:
+        print(f"seconds: {name} {time.monotonic() - began:.0f}", flush=True)
 
 
 @contextmanager

@@ -326,7 +326,7 @@ def test_strategies_whose_ranks_do_not_hold_the_model_are_refused() -> None:
     accelerator = Accelerator()
     parts = replace(accelerator._parts, strategy=Sharding())
     with pytest.raises(ValueError, match="does not say that every rank holds the whole model.*replicates_parameters"):
-        NonFiniteDetector.of(parts, accelerator._feed)
+        NonFiniteDetector.of(parts, accelerator._feed, accelerator._prepared)
 
 
 def errors(run: Callable[[], object]) -> NonFiniteError | None:

@@ -33,9 +33,9 @@ class CountingFeed(Dress):
     draws = 0  # since the last look, of all passages
     is_ahead = False
 
-    def enter(self) -> Passage:
+    def enter(self, by: object = None) -> Passage:
         """As ever, with a passage that counts."""
-        passage = CountingPassage(self)  # type: ignore[arg-type]
+        passage = CountingPassage(self, by)  # type: ignore[arg-type]
         self.newest = weakref.ref(passage)
         self._live.append(self.newest)
         return passage
@@ -55,8 +55,8 @@ class CountingPassage(Passage):
 
     __slots__ = ("draws", "is_ahead")
 
-    def __init__(self, feed: Feed) -> None:
-        super().__init__(feed)
+    def __init__(self, feed: Feed, by: object = None) -> None:
+        super().__init__(feed, by)
         self.draws = 0
         self.is_ahead = False
 

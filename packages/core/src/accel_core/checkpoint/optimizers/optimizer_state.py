@@ -310,7 +310,7 @@ def _misfits_groups(optimizer: Any, named: Mapping[int, str], saved: SavedOptimi
         if unknown:
             yield f"group {number} of this optimizer has no option {_listed(unknown)}, which the checkpoint sets"
         for key, value in options.items():
-            if _is_number(group.get(key)) and not _is_number(value):
+            if key not in OF_THIS_PROCESS and _is_number(group.get(key)) and not _is_number(value):
                 yield f"group {number} of this optimizer has a number as {key!r}, and the checkpoint {value!r:.80}"
 
 
