@@ -12,7 +12,9 @@ from typing import NamedTuple
 import pytest
 from names import COMES_WITH, OLDER_ARGUMENTS, OLDER_NAMES
 
+import accel_core
 from accel_core import Accelerator, AutocastKwargs, Strategy, hookimpl
+from accel_core.vocabulary import ELSEWHERE
 
 ROOT = Path(__file__).parents[1]
 
@@ -145,3 +147,11 @@ def test_the_page_has_every_name():
 def test_the_page_says_what_the_docstrings_say():
     page = runpy.run_path(str(ROOT / "docs" / "generate.py"))["names_page"]()
     assert page == PAGE, "docs/reference/names.md is out of date: type `nox -s docs`"
+
+
+@pytest.mark.parametrize(("name", "distribution"), ELSEWHERE.items())
+def test_a_name_of_another_package_is_told_with_its_package(name, distribution):
+    package = distribution.replace("-", "_")
+    with pytest.raises(AttributeError, match=rf"it is in {distribution}\. Type .*from {package} import {name}"):
+        getattr(accel_core, name)
+    assert hasattr(importlib.import_module(package), name)

@@ -30,7 +30,7 @@ from accel_core.project import ProjectConfiguration
 from accel_core.seeding import set_seed
 from accel_core.state import AcceleratorState, PartialState
 from accel_core.strategies import DDP, DistributedDataParallelKwargs, Single, Strategy, place_model
-from accel_core.vocabulary import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+from accel_core.vocabulary import ELSEWHERE, DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -170,6 +170,12 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ELSEWHERE:
+        distribution = ELSEWHERE[name]
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Type `pip install {distribution}`, and "
+            f"`from {distribution.replace('-', '_')} import {name}`."
+        )
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

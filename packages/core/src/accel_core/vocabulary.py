@@ -42,6 +42,23 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution."""
 
 
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "BatchSamplerShard", "DataLoaderConfiguration", "DataLoaderDispatcher", "DataLoaderShard",
+                "IterableDatasetShard", "SeedableRandomSampler", "prepare_data_loader", "skip_first_batches", "slice_tensors",
+            ),
+            "accel-data",
+        ),
+        **dict.fromkeys(("AORecipeKwargs", "FP8RecipeKwargs", "GradScalerKwargs", "TERecipeKwargs"), "accel-precision"),
+        "FullyShardedDataParallelPlugin": "accel-fsdp",
+        **dict.fromkeys(("debug_launcher", "notebook_launcher"), "accel-launch"),
+    }
+)  # fmt: skip
+"""Names that scripts look for in the core, and that are in the package of another distribution: name → distribution."""
+
+
 OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
     "out of memory",  # torch's allocators on accelerators, MPS, and the runtimes of CUDA and HIP
     "DefaultCPUAllocator: can't allocate memory",
