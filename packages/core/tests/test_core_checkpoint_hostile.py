@@ -195,6 +195,23 @@ def test_what_would_wait_take_all_memory_or_be_restored_in_part_is_refused_befor
         assert "Part of the run was restored" not in said[name], (name, said[name])
 
 
+def load_what_an_earlier_version_has_saved(folder):
+    training = Training()
+    training.step()
+    training.accelerator.save_state(folder)
+    before = training.fingerprint()
+    record = json.loads((folder / "manifest.json").read_text())["record"]
+    del record["tracking"]  # which says where a run is recorded, since runs are
+    sealed(folder, record=record)
+    training.step()
+    training.accelerator.load_state(folder)
+    return training.fingerprint() == before
+
+
+def test_a_record_that_says_nothing_of_trackers_is_of_an_earlier_version(tmp_path):
+    assert run_ranks(load_what_an_earlier_version_has_saved, 1, tmp_path) == [True]
+
+
 def test_a_pipe_among_checkpoints_does_not_stop_who_lists_them(tmp_path):
     (tmp_path / "checkpoint_1").mkdir()
     os.mkfifo(tmp_path / "checkpoint_1" / MANIFEST)

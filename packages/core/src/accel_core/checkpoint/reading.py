@@ -245,7 +245,7 @@ _RECORD: Mapping[str, Callable[[Any], bool]] = {
     "models": lambda value: type(value) is int and value >= 0,
     "left_to_hooks": lambda value: isinstance(value, list) and all(map(_is_model, value)),
     "iteration": lambda value: value is None or (type(value) is int and value >= 0),
-    "tracking": _are_tracked,
+    "tracking": lambda value: value is None or _are_tracked(value),  # None: of before runs were recorded
     "window": lambda value: isinstance(value, dict) and type(value.get("steps")) is int,
     "positions": _are_positions,
 }
