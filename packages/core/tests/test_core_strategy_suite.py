@@ -154,7 +154,7 @@ def failures(suite, tests):
 @pytest.mark.parametrize("strategy", sampled(CAUGHT_BY), ids=lambda strategy: strategy.__name__)
 def test_a_wrong_strategy_is_caught_by_exactly_the_tests_that_should(strategy):
     tests = TESTS if strategy in NEEDS_A_LAUNCH else TESTS - {EXIT}
-    suite = suite_of(strategy, patience=6.0 if strategy in GETS_STUCK else 12.0)
+    suite = suite_of(strategy, patience=10.0 if strategy in GETS_STUCK else 12.0)
     assert failures(suite, tests).keys() == CAUGHT_BY[strategy]
 
 
