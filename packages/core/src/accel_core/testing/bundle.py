@@ -148,7 +148,10 @@ def _agree(store: dist.Store, job: Callable[[S], Any], world: World, fact: objec
     if len(raised) > 1:
         raise RuntimeError(f"{name} raised on some ranks only.{story}")
     if raised == {True}:
-        world.barrier()  # fails where a collective was left unfinished
+        # These fail where a collective was left unfinished: one of ours, or one of torch, which has a group of its own.
+        world.barrier()
+        if world.size > 1:
+            dist.barrier(group=world.group)
 
 
 class _Stay:
