@@ -96,7 +96,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Everything: before an issue is called done, and before a release. Takes about an hour on two cores."""
+    """Everything: before an issue is called done, and before a release. Takes half an hour on two cores."""
     install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
     with checked(session), phase("tests"):
         session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak", *session.posargs, env=required(["tensorboard"]))
@@ -123,7 +123,7 @@ def services(session: nox.Session) -> None:
 def due(session: nox.Session) -> None:
     """Fails if the sources of a group named after `--`, or of any, have changed since `full`: then `tests` runs it too."""
     if found := [group for group in changed_groups() if group in (session.posargs or VERIFIED_BY_FULL)]:
-        session.error(f"Changed since `nox -s full`: {', '.join(found)}. `nox -s tests` runs their long tests too.")
+        session.error(f"Changed since `nox -s full`: {', '.join(found)}. `nox -s tests` runs their long tests too")
 
 
 @nox.session

@@ -106,7 +106,7 @@ class Accumulation:
         if closes is None and self.by_caller and self.open:
             closes = self.position + 1 >= self.steps
         if closes is not None:
-            return self._told(closes)
+            return self._enter_by_caller(closes)
         if self.steps == 1:
             if self.by_caller:
                 self._settle()
@@ -124,7 +124,7 @@ class Accumulation:
         self.open = self.position < self.size
         return not self.open
 
-    def _told(self, closes: bool) -> bool:
+    def _enter_by_caller(self, closes: bool) -> bool:
         if self.position == 0:
             self._begin_window(None)
         self.by_caller = True

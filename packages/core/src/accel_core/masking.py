@@ -1,6 +1,6 @@
 """Secrets in what is printed or recorded: hidden by the names under which they stand, in one way everywhere.
 
-A name says so if it speaks of a key, a token, a secret, a password or the like: `WANDB_API_KEY`, `hf_token`, `auth.password`,
+A name says so if it speaks of a key, a token, a secret, a password or the like: `SERVICE_API_KEY`, `hub_token`, `auth.password`,
 `apiKey`. Numbers are hidden only where a name ends so (`password: 1234`), and truth values never: `max_tokens` and
 `per_token_loss` are options of their own.
 """
@@ -45,7 +45,7 @@ def masked_text(text: str) -> str:
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
-    """A command line: `--api-key=…`, `--api-key …` and `wandb.api_key=…` without what stands there."""
+    """A command line: `--api-key=…`, `--api-key …` and `service.api_key=…` without what stands there."""
     shown: list[str] = []
     flag = ""
     for word in words:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel_core.world import World
 
 MOST_SIZES = 64
-"""How many process groups units of unlike sizes gather in; each has two threads."""
+"""How many process groups units of unlike sizes gather in, at most."""
 
 
 def cut_parameters(units: Iterable[nn.Module]) -> list[Any]:
