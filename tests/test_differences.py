@@ -73,14 +73,13 @@ def test_a_name_that_is_said_to_be_missing_is_missing(name):
     assert not hasattr(ROOTS[first], attribute)
 
 
-@pytest.mark.parametrize("option", ["strategy"])
-def test_components_that_are_said_to_be_missing_are_named_with_their_distribution(option):
-    (line,) = re.findall(rf"^\| `{option}=.*", MISSING, re.MULTILINE)
-    distributions = re.findall(r"accel-\w+", line)
-    for name in re.findall(r'"(\w+)"', line):
-        with pytest.raises(accel_core.NotInstalledError) as raised:
-            accel_core.Accelerator(**{option: name})
-        assert any(f"pip install {distribution}" in str(raised.value) for distribution in distributions)
+def test_components_that_are_said_to_be_missing_are_missing():
+    (line,) = re.findall(r"^\| `strategy=.*", MISSING, re.MULTILINE)
+    names = re.findall(r'"(\w+)"', line)
+    assert names
+    for name in names:
+        with pytest.raises(accel_core.NotInstalledError, match="No package offers it yet"):
+            accel_core.Accelerator(strategy=name)
 
 
 def test_the_older_spellings_on_the_page_are_those_of_the_source():

@@ -14,7 +14,8 @@ from names import COMES_WITH, OLDER_ARGUMENTS, OLDER_NAMES
 
 import accel_core
 from accel_core import Accelerator, AutocastKwargs, Strategy, hookimpl
-from accel_core.vocabulary import ELSEWHERE
+from accel_core.vocabulary import ELSEWHERE, KNOWN_PROVIDERS
+from accel_core.vocabulary import OlderArguments as Typed
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,6 +109,10 @@ def test_the_constructor_takes_older_arguments_that_its_signature_does_not_have(
     assert Accelerator(**{argument: values.get(argument, OfManyNames())})
 
 
+def test_type_checkers_know_the_older_arguments():
+    assert set(OLDER_ARGUMENTS) == set(Typed.__annotations__)
+
+
 class Sample:
     def plain(self, a, b=1): ...
 
@@ -155,3 +160,17 @@ def test_a_name_of_another_package_is_told_with_its_package(name, distribution):
     with pytest.raises(AttributeError, match=rf"it is in {distribution}\. Type .*from {package} import {name}"):
         getattr(accel_core, name)
     assert hasattr(importlib.import_module(package), name)
+
+
+def test_messages_name_distributions_that_exist():
+    ours = {
+        re.search(r'^name = "(.+)"', path.read_text(), re.MULTILINE)[1]
+        for path in ROOT.glob("packages/*/pyproject.toml")
+    }
+    named = {each for providers in KNOWN_PROVIDERS.values() for each in providers.values()} | set(ELSEWHERE.values())
+    assert named - {None} <= ours
+    sources = ((path, path.read_text()) for path in ROOT.glob("packages/*/src/**/*.py"))
+    typed = {
+        (path.name, name) for path, text in sources for name in re.findall(r"pip install[^{\n]*?(accel-[\w-]+)", text)
+    }
+    assert {name for _, name in typed} <= ours, typed

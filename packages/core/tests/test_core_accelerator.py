@@ -100,7 +100,11 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
         ({"gradient_accumulation_plugin": 2}, TypeError, "gradient_accumulation_plugin is a int, expected Gradient"),
         ({"mixed_precision": 16}, TypeError, "mixed_precision=16 .argument. gives a int, expected a name such as 'no'"),
         ({"mixed_precision": "bf17"}, PluginError, "'bf17' was asked for.*"),
-        ({"strategy": "megatron_lm"}, NotInstalledError, "'megatron_lm' was asked.*\nType: pip install accel-megatron"),
+        (
+            {"strategy": "megatron_lm"},
+            NotInstalledError,
+            "'megatron_lm' was asked.*\nNo package offers it yet: choose another",
+        ),
         (
             {"mixed_precision": _Halved(), "kwargs_handlers": [_HalvedKwargs()]},
             ValueError,

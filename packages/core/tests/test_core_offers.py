@@ -79,6 +79,13 @@ def test_a_known_name_that_is_not_installed_says_what_to_install(monkeypatch):
     )
 
 
+def test_a_known_name_that_no_package_offers_says_so(monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(NotInstalledError) as error:
+        find("accel.strategies", "deepspeed")
+    assert said(error).endswith("\nNo package offers it yet: choose another")
+
+
 def test_a_misspelt_name_is_answered_with_the_nearest_installed_one(monkeypatch):
     install(monkeypatch, "fsdp")
     with pytest.raises(PluginError) as error:
@@ -95,7 +102,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one_and_how_to_insta
         find("accel.trackers", "tensorbord")
     assert "The tracker 'tensorbord' was asked for" in said(error)
     assert "Installed: none." in said(error)
-    assert "Type 'tensorboard' if that was meant (not installed: pip install accel-trackers)" in said(error)
+    assert "Type 'tensorboard' if that was meant. It is not installed. Type: pip install accel-trackers." in said(error)
 
 
 def test_a_name_that_resembles_nothing_is_answered_with_the_choices(monkeypatch):

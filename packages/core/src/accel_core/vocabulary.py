@@ -6,11 +6,16 @@ serves older public names, and nothing branches on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING, TypedDict
 
 from accel_core.deprecation import Deprecation
+
+if TYPE_CHECKING:
+    from accel_core.handlers import KwargsHandler
+    from accel_core.strategies.strategy import Strategy
 
 _TRACKERS = (
     "aim",
@@ -25,12 +30,12 @@ _TRACKERS = (
     "wandb",
 )
 
-KNOWN_PROVIDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
         "accel.strategies": {
-            "deepspeed": "accel-deepspeed",
+            "deepspeed": None,
             "fsdp": "accel-fsdp",
-            "megatron_lm": "accel-megatron",
+            "megatron_lm": None,
         },
         "accel.precisions": dict.fromkeys(
             ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8"), "accel-precision"
@@ -39,7 +44,10 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "accel.trackers": dict.fromkeys(_TRACKERS, "accel-trackers"),
     }
 )
-"""Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution."""
+"""Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution.
+
+None: scripts use the name, and no distribution offers it yet.
+"""
 
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
@@ -57,6 +65,20 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 """Names that scripts look for in the core, and that are in the package of another distribution: name → distribution."""
+
+
+class OlderArguments(TypedDict, total=False):
+    """Older arguments of the Accelerator, for type checkers, which find every other name wrong.
+
+    A third party's strategy may be given by its own `<name>_plugin` too, which no checker knows: write `strategy=`.
+    """
+
+    deepspeed_plugin: Strategy | Mapping[str, Strategy] | None
+    deepspeed_plugins: Strategy | Mapping[str, Strategy] | None
+    fsdp_plugin: Strategy | Mapping[str, Strategy] | None
+    megatron_lm_plugin: Strategy | Mapping[str, Strategy] | None
+    kwarg_handler: Sequence[KwargsHandler]
+    step_with_optimizer: bool
 
 
 OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (

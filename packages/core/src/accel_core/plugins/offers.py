@@ -152,6 +152,11 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
     return found[0]
 
 
+def how_to_get(provider: str | None) -> str:
+    """What to do for a component that is not installed, without a full stop: `KNOWN_PROVIDERS` has the distribution."""
+    return "No package offers it yet: choose another" if provider is None else f"Type: pip install {provider}"
+
+
 def nearest(name: str, names: Sequence[str]) -> str | None:
     """The name that was probably meant, letter case aside; None if nothing is close."""
     by_folded = {candidate.casefold(): candidate for candidate in names}
@@ -167,11 +172,11 @@ def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginErr
     opening = f"The {noun} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
     providers = {canonical(offer.distribution) for offer in installed}
     provider = canonical(distribution) if distribution else known.get(plain)
-    if provider is not None and provider not in providers:
-        return NotInstalledError(f"{opening}Type: pip install {provider}")
+    if provider not in providers and (distribution or plain in known):
+        return NotInstalledError(f"{opening}{how_to_get(provider)}")
     meant = nearest(plain, [*(offer.name for offer in installed), *known])
     if meant is None or meant == plain:
         return PluginError(f"{opening}Choose one of these, or pass an object. {SHOW_ALL}")
     is_here = any(offer.name == meant for offer in installed)
-    hint = "" if is_here else f" (not installed: pip install {known[meant]})"
-    return PluginError(f"{opening}Type {meant!r} if that was meant{hint}. {SHOW_ALL}")
+    hint = "" if is_here else f" It is not installed. {how_to_get(known[meant])}."
+    return PluginError(f"{opening}Type {meant!r} if that was meant.{hint} {SHOW_ALL}")

@@ -155,7 +155,7 @@ _PARALLELISM: Mapping[str, Rule] = {
     "sp_attn_implementation": leave("under fsdp.context_parallel, attention is F.scaled_dot_product_attention"),
 }
 
-_OF_DEEPSPEED = "options of DeepSpeed are those of the installed strategy: `accel config` asks for them once accel-deepspeed is there"
+_OF_DEEPSPEED = "options of DeepSpeed are those of a strategy that no package offers yet"
 _HOSTS = "type accel launch on each machine, or start it with srun or mpirun, which it joins"
 _DEEPSPEED: Mapping[str, Rule] = {
     "gradient_accumulation_steps": only_if(
@@ -191,9 +191,7 @@ _DEEPSPEED: Mapping[str, Rule] = {
     ),
 }
 
-_OF_MEGATRON = (
-    "options of Megatron are those of the installed strategy: `accel config` asks for them once accel-megatron is there"
-)
+_OF_MEGATRON = "options of Megatron are those of a strategy that no package offers yet"
 _MEGATRON: Mapping[str, Rule] = {
     "gradient_clipping": leave(
         "the script clips: accelerator.clip_grad_norm_(model.parameters(), 1.0)", nothing=("none",)

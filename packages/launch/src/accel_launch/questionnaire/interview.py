@@ -164,7 +164,7 @@ class Interview:
         providers: dict[str, list[str]] = {}
         installed = self.answers.catalog.names(role)
         for name, provider in KNOWN_PROVIDERS.get(ROLES[role], {}).items():
-            if name not in installed:
+            if provider is not None and name not in installed:
                 providers.setdefault(provider, []).append(name)
         parts = [f"{', '.join(names)} (pip install {provider})" for provider, names in providers.items()]
         return f"not installed: {'; '.join(parts)}" if parts else ""

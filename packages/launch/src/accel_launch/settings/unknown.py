@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.outside import DEFAULT_LOADER, LOADER_OPTIONS
-from accel_core.plugins.offers import NOUNS, nearest
+from accel_core.plugins.offers import NOUNS, how_to_get, nearest
 from accel_core.vocabulary import KNOWN_PROVIDERS
 from accel_launch.settings.catalog import ROLES
 from accel_launch.settings.errors import SettingsError
@@ -89,7 +89,7 @@ def what_to_install(catalog: Catalog, section: str) -> str | None:
     for role, group in ROLES.items():
         for name, provider in KNOWN_PROVIDERS.get(group, {}).items():
             if name.replace("-", "_") == section.replace("-", "_") and name not in catalog.names(role):
-                return f"the {NOUNS[group]} {name!r} is not installed. Type: pip install {provider}"
+                return f"the {NOUNS[group]} {name!r} is not installed. {how_to_get(provider)}"
     return None
 
 
@@ -99,7 +99,7 @@ def _no_such_loader_option(catalog: Catalog, name: str) -> str | None:
         return None
     if catalog.loader is None:
         provider = KNOWN_PROVIDERS["accel.loaders"].get(DEFAULT_LOADER)
-        return f"{plain!r} is an option of loader components, of which none is installed. Type: pip install {provider}"
+        return f"{plain!r} is an option of loader components, of which none is installed. {how_to_get(provider)}"
     return (
         f"the loader {catalog.loader!r} has no option {plain!r}. It has: {', '.join(catalog.data) or 'none of these'}. Choose another "
         f"loader, or leave it out."

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _SLAB = 16 << 20
 """Bytes of a tied weight that are compared at a time, if the files have it twice."""
 
-_INSTALL = "Type: pip install accel-big-model, and call its function of the same name; or leave it out."
+_UNSERVED = "No package offers it yet: leave it out."
 
 
 def load_checkpoint_in_model(
@@ -65,14 +65,14 @@ def load_checkpoint_in_model(
             index of one of these names, or a single `.safetensors` file. Where there is more than one, the first in this
             order, the index of a name behind its file.
         device_map: {"": device} moves the model there first. Not for shards.
-        offload_folder: not offered by accel-core.
+        offload_folder: not offered yet.
         dtype: which floating tensors that are read have afterwards. None: parameters keep theirs, and values are cast. Not for
             shards.
-        offload_state_dict: not offered by accel-core.
-        offload_buffers: not offered by accel-core.
+        offload_state_dict: not offered yet.
+        offload_buffers: not offered yet.
         keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of them is float32 whatever
             `dtype` says.
-        offload_8bit_bnb: not offered by accel-core.
+        offload_8bit_bnb: not offered yet.
         strict: False reads what fits, and warns of the rest.
         full_state_dict: only True: in the files, weights are whole.
         broadcast_from_rank0: only False: every rank reads by itself.
@@ -82,7 +82,7 @@ def load_checkpoint_in_model(
             what is missing, unexpected or different. The model is as it was, unless the message says that it is filled in
             part: whether the values in a checkpoint are undamaged is known when they have been read.
         FileNotFoundError: if there is no such file or directory, or no weights in it.
-        NotInstalledError: for what accel-big-model offers: other device maps, and offloading.
+        NotInstalledError: for what no package offers yet: other device maps, and offloading.
         ValueError: for arguments that cannot be followed, a checkpoint of several models, and a model without memory.
     """
     _refuse_offloading(offload_folder, offload_state_dict, offload_buffers, offload_8bit_bnb)
@@ -293,7 +293,7 @@ def _refuse_offloading(
     asked = [f"{name}={value!r}" for name, value in given.items() if value not in (None, False)]
     if asked:
         raise NotInstalledError(
-            f"{CALL} was asked for {', '.join(asked)}, but accel-core keeps models in memory. {_INSTALL}"
+            f"{CALL} was asked for {', '.join(asked)}, but accel-core keeps models in memory. {_UNSERVED}"
         )
 
 
@@ -326,7 +326,7 @@ def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> 
     if isinstance(device_map, str) or list(device_map) != [""] or device_map[""] == "disk":
         raise NotInstalledError(
             f"{CALL} was given device_map={device_map!r}, but accel-core puts a model on one device, as in {{'': 'cpu'}}. "
-            f"{_INSTALL}"
+            f"{_UNSERVED}"
         )
     try:
         device = torch.device(device_map[""])

@@ -49,8 +49,7 @@ def check_memory(model: nn.Module) -> None:
     if meta:
         raise ValueError(
             f"{CALL} fills the memory of a model, but {len(meta)} of the {len(named)} tensors of {type(model).__name__} are on "
-            f"the meta device and have none: {listed(meta)}. Call model.to_empty(device=...) first, or use accel-big-model, "
-            f"which loads models that are built without memory."
+            f"the meta device and have none: {listed(meta)}. Call model.to_empty(device=...) first."
         )
 
 
