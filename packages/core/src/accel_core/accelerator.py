@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     import signal
 
     from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Unpack
 
     from accel_core.assembly import Assembly
     from accel_core.checkpoint.assembling import Gathering
@@ -86,8 +87,19 @@ if TYPE_CHECKING:
     from accel_core.tracking.selection import Chosen
     from accel_core.tracking.tracker import GeneralTracker, Tracker
     from accel_core.tracking.trackers import Trackers
-    from accel_core.vocabulary import DistributedType
+    from accel_core.vocabulary import DistributedType, OlderArguments
     from accel_core.window import Inputs, LossFn
+
+    Placements = Sequence[bool] | None
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _CHECK_BREAKPOINT = Deprecation("check_breakpoint()", "check_trigger()", removed_in="1.0")
 
@@ -185,12 +197,13 @@ class Accelerator(ProcessControl):
         project_config: ProjectConfiguration | None = None,
         detect_nonfinite: bool | None = None,
         log_with: str | Tracker | GeneralTracker | Sequence[str | Tracker | GeneralTracker] | None = None,
-        **older_names: object,
+        **older_names: Unpack[OlderArguments],
     ) -> None:
-        chosen = chosen_strategy(strategy, older_names)
-        kwargs_handlers = renamed(older_names, "kwargs_handlers", kwargs_handlers, None)
-        step_with_optimizer = renamed(older_names, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
-        refuse_unknown(type(self), older_names)
+        older = dict(older_names)
+        chosen = chosen_strategy(strategy, older)
+        kwargs_handlers = renamed(older, "kwargs_handlers", kwargs_handlers, None)
+        step_with_optimizer = renamed(older, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
+        refuse_unknown(type(self), older)
         placement = checked_placement(device_placement)
         warn_of_unread()
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
@@ -458,6 +471,20 @@ class Accelerator(ProcessControl):
         """
         return self._preempted().check()
 
+    @overload
+    def prepare(self, a: A, /, *, device_placement: Placements = None) -> A: ...
+    @overload
+    def prepare(self, a: A, b: B, /, *, device_placement: Placements = None) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Placements = None) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: D, /, *, device_placement: Placements = None) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: Placements = None
+    ) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(self, *objects: Any, device_placement: Placements = None) -> Any: ...
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
 
@@ -485,8 +512,8 @@ class Accelerator(ProcessControl):
         return results[0] if len(results) == 1 else tuple(results)
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+        self, model: ModelT, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> ModelT:
         """Prepares one model.
 
         Args:
@@ -497,7 +524,7 @@ class Accelerator(ProcessControl):
         check_device_placement(
             None if device_placement is None else [device_placement], [model], self._parts.strategy.places_models
         )
-        return self._prepare_model(model, device_placement, (), evaluation_mode)
+        return cast("ModelT", self._prepare_model(model, device_placement, (), evaluation_mode))
 
     def prepare_data_loader(
         self,
@@ -559,7 +586,7 @@ class Accelerator(ProcessControl):
         skipped: DataLoader[Any] = behind(num_batches)
         return skipped
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+    def prepare_optimizer(self, optimizer: OptimizerT, device_placement: bool | None = None) -> OptimizerT:
         """Prepares one optimizer, in place: `step` and `zero_grad` wait for the end of the window.
 
         Args:
@@ -583,7 +610,7 @@ class Accelerator(ProcessControl):
             self._prepared.fused |= fused_backward.is_fused(optimizer)
         return optimizer
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: T) -> T:
         """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
         if not is_scheduler(scheduler):
             raise TypeError(
@@ -971,7 +998,7 @@ class Accelerator(ProcessControl):
                 )
         return self._relay.context_parallel(given, dims, list(no_restore_buffers or ()))
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
 
         Args:
@@ -986,7 +1013,7 @@ class Accelerator(ProcessControl):
         """
         return collectives.gather(tensor, self._world)
 
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
         """Combines tensors over the ranks: their sum, mean or maximum. Collective.
 
         Args:
@@ -999,7 +1026,7 @@ class Accelerator(ProcessControl):
         """
         return collectives.reduce(tensor, self._world, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
 
         Args:
@@ -1028,6 +1055,10 @@ class Accelerator(ProcessControl):
         assert isinstance(handler, ProfileKwargs), "handlers are kept by their class"
         return profile(handler, self._world)
 
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+    @overload
+    def gather_for_metrics(self, input_data: Sequence[T], use_gather_object: Literal[True]) -> list[T]: ...
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
 

@@ -7,7 +7,7 @@ tensors each by itself and straight into the result, its small ones packed toget
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from accel_core.channel import Channel
     from accel_core.world import World
 
+T = TypeVar("T")
+
 SMALL_BROADCAST = 1 << 20
 """A tree goes in one exchange, from everyone to everyone, while a rank receives at most this many bytes."""
 
@@ -29,7 +31,7 @@ PARCEL = 4 << 20
 """Bytes that are packed together: so much extra memory, and a tensor at least as large goes unpacked."""
 
 
-def broadcast(tree: Tree, world: World, source: int = 0, group: ProcessGroup | None = None) -> Tree:
+def broadcast(tree: T, world: World, source: int = 0, group: ProcessGroup | None = None) -> T:
     """Gives every rank the tensors of one rank. A collective.
 
     All ranks pass tensors of the same shapes and dtypes, as they would to torch.distributed.broadcast; those of the other
@@ -59,7 +61,7 @@ def broadcast(tree: Tree, world: World, source: int = 0, group: ProcessGroup | N
     return broadcast_from(channel, call, tree, source)
 
 
-def broadcast_from(channel: Channel, call: str, tree: Tree, source: int) -> Tree:
+def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
     """The same over a channel, for a call of another name, which says who the source is if that varies."""
     leaves, shape = flatten_with_shape(tree)
     if bytes_of(leaves) * channel.size > SMALL_BROADCAST:

@@ -47,7 +47,7 @@ SMALL_OBJECT = 1 << 20
 T = TypeVar("T")
 
 
-def gather(tree: Tree, world: World, group: ProcessGroup | None = None) -> Tree:
+def gather(tree: T, world: World, group: ProcessGroup | None = None) -> T:
     """Concatenates the tensors of all ranks along their first dimension, in rank order. A collective, and exactly one.
 
     Ranks may differ in the first dimension, and it may be zero. A tensor without dimensions gives one element per rank,
@@ -75,12 +75,12 @@ def gather(tree: Tree, world: World, group: ProcessGroup | None = None) -> Tree:
 
 
 def reduce(
-    tree: Tree,
+    tree: T,
     world: World,
     reduction: Reduction = "sum",
     scale: float = 1.0,
     group: ProcessGroup | None = None,
-) -> Tree:
+) -> T:
     """Combines each tensor with those of the other ranks, element by element. A collective, except for `"none"`.
 
     The result is the same on every rank, bit by bit. Small tensors are summed on every rank in the same way, and narrow
@@ -239,7 +239,7 @@ def bytes_of(leaves: list[Any]) -> int:
     return sum([leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided])
 
 
-def alone(tree: Tree, leaves: list[torch.Tensor]) -> Tree:
+def alone(tree: T, leaves: list[torch.Tensor]) -> T:
     """What `gather` gives in a group of one: the same tree, unless a leaf has no dimensions or requires a gradient."""
     if all([leaf.ndim and not leaf.requires_grad for leaf in leaves]):
         return tree

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,7 +23,8 @@ from accel_core.world import World
 
 if TYPE_CHECKING:
     from accel_core.collectives import Reduction
-    from accel_core.tree import Tree
+
+T = TypeVar("T")
 
 __all__ = [
     "broadcast",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 
-def gather(tensor: Tree) -> Tree:
+def gather(tensor: T) -> T:
     """Concatenates the tensors of all ranks along dim 0, in rank order. Collective.
 
     Args:
@@ -73,7 +74,7 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
     return collectives.gather_objects(object, World.current())
 
 
-def reduce(tensor: Tree, reduction: Reduction, scale: float = 1.0) -> Tree:
+def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
     """Combines tensors over the ranks: their sum, mean or maximum. Collective, except for "none".
 
     The reduction has no default here: `Accelerator.reduce` sums unless it is told otherwise, while functions of this name
@@ -96,7 +97,7 @@ def reduce(tensor: Tree, reduction: Reduction, scale: float = 1.0) -> Tree:
     return collectives.reduce(tensor, World.current(), reduction, scale)
 
 
-def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Gives every rank the tensors of one rank. Collective.
 
     Args:
@@ -135,7 +136,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return collectives.broadcast_object_list(object_list, World.current(), from_process)
 
 
-def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: complex = 0, pad_first: bool = False) -> Tree:
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_first: bool = False) -> T:
     """Pads each tensor along one dimension to the largest size that it has on any rank. Collective.
 
     Other dimensions may differ between the ranks. Gradients flow through the padding.

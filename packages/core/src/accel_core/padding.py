@@ -5,7 +5,7 @@ from __future__ import annotations
 import cmath
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
     from accel_core.world import World
 
+T = TypeVar("T")
+
 
 def pad_across_processes(
-    tree: Tree,
+    tree: T,
     world: World,
     dim: int = 0,
     pad_index: complex = 0,
     pad_first: bool = False,
     group: ProcessGroup | None = None,
-) -> Tree:
+) -> T:
     """Pads each tensor along one dimension to the largest size that it has on any rank. A collective, and exactly one.
 
     Other dimensions may differ between the ranks. Gradients flow through the padding.

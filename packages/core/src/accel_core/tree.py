@@ -14,7 +14,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -44,14 +44,17 @@ def flatten_with_shape(tree: Tree) -> tuple[list[Any], Any]:
     return leaves, _collect(tree, leaves)
 
 
-def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
+def unflatten(tree: T, leaves: list[Any]) -> T:
     """A tree like `tree`, with other leaves."""
+    kind: Any = type(tree)
+    new: T
     if _flat_tensors(tree) is None:
-        return _replace(tree, iter(leaves))
-    kind = type(tree)
-    if kind is torch.Tensor:
-        return leaves[0]
-    return dict(zip(tree, leaves, strict=True)) if kind is dict else kind(leaves)
+        new = _replace(tree, iter(leaves))
+    elif kind is torch.Tensor:
+        new = leaves[0]
+    else:
+        new = kind(zip(cast("dict[Any, Any]", tree), leaves, strict=True) if kind is dict else leaves)
+    return new
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
