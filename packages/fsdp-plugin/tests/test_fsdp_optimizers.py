@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_core import Accelerator
 from accel_core.testing import run_ranks
@@ -72,6 +73,31 @@ class WithClosure(Declared):
         return loss
 
 
+class SharpnessAware(Declared):
+    """Climbs along the gradient, asks for the gradient there, and steps with it from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "it needs a closure"
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        before = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.add_(0.05 * parameter.grad / norm)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value - 0.1 * parameter.grad)
+        return loss
+
+
+class SharpnessAwareOfParts(SharpnessAware):
+    def step(self, closure=None):
+        if closure is not None:
+            raise RuntimeError("it cannot")
+        super().step()
+
+
 class InBackward(Declared):
     def fused_backward(self, loss, lr):
         raise AssertionError("is never reached")
@@ -104,6 +130,7 @@ TAKEN = {
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
     "declared": Declared,
     "with closure": WithClosure,
+    "sharpness aware": SharpnessAware,
 }
 REFUSED = {
     "Rprop": (torch.optim.Rprop, "it raised RuntimeError: aten.index_put_"),
@@ -117,6 +144,11 @@ REFUSED = {
         ByNorm,
         r"it changed whole parameters by up to 0\.\d+, and those that were cut to values 0\.\d+ beside",
     ),
+    "with and without closure": (
+        SharpnessAwareOfParts,
+        "it raised AssertionError: it needs a closure; and with a closure, RuntimeError: it cannot",
+    ),
+    "LBFGS uneven": (torch.optim.LBFGS, "it raised RuntimeError: Cannot flatten unevenly sharded tensor"),
     "in backward": (InBackward, "it steps each parameter during the backward, before gradients have travelled"),
 }
 THIRD_PARTY = {
@@ -129,10 +161,10 @@ THIRD_PARTY = {
 }
 
 
-def sharded(strategy=None):
+def sharded(strategy=None, model=Net):
     torch.manual_seed(0)
     accelerator = Accelerator(strategy=strategy or FSDP(), cpu=True)
-    return accelerator, accelerator.prepare(Net())
+    return accelerator, accelerator.prepare(model())
 
 
 def outcome(make, model):
@@ -145,11 +177,12 @@ def outcome(make, model):
 
 def tried(modules):
     _, model = sharded()
+    _, uneven = sharded(model=partial(nn.Linear, 4, 7))
     makers = {**TAKEN, **{name: make for name, (make, _) in REFUSED.items()}}
     for module in modules:
         makers.update({f"{module}.{name}": make for name, make in THIRD_PARTY[module].items()})
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
-        return {name: outcome(make, model) for name, make in makers.items()}
+        return {name: outcome(make, uneven if "uneven" in name else model) for name, make in makers.items()}
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +230,19 @@ def untouched():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("step"))
+    everywhere = [
+        register(lambda *_: calls.append("any step"))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
     groups = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
     before, weights = streams(), [parameter.full_tensor().clone() for parameter in model.parameters()]
     check(optimizer)
     assert streams() == before
     assert calls == []
+    torch.optim.SGD([torch.zeros(1)]).step()
+    assert calls == ["any step", "any step"]
+    for handle in everywhere:
+        handle.remove()
     assert not optimizer.state
     assert [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups] == groups
     assert all(torch.equal(p.full_tensor(), w) for p, w in zip(model.parameters(), weights, strict=True))

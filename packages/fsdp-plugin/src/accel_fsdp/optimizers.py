@@ -11,11 +11,13 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from accel_core import streams
 from accel_core.checkpoint.optimizers.known_optimizers import ELEMENTWISE, is_known, layouts_of
@@ -166,15 +168,44 @@ _INSTEAD = (
 def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
     """What was wrong in the trial."""
     before = streams.capture(device)
+    errors: dict[str, None] = {}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_hooks_of_all_optimizers():
             warnings.simplefilter("ignore")  # the real steps say the same
-            return _Trial(optimizer).difference()
-    except Exception as error:  # noqa: BLE001  (somebody else's optimizer; whatever it raises is the answer)
-        reason = str(error).strip().partition("\n")[0]
-        return f"it raised {type(error).__name__}: {reason:.300}"
+            for with_closure in _ways_to_step(optimizer):
+                try:
+                    return _Trial(optimizer, with_closure).difference()
+                except Exception as error:  # noqa: BLE001  (somebody else's optimizer; whatever it raises is the answer)
+                    reason = str(error).strip().partition("\n")[0]
+                    errors[f"{type(error).__name__}: {reason:.300}"] = None
     finally:
         streams.restore(before, device)
+    return f"it raised {'; and with a closure, '.join(errors)}"
+
+
+def _ways_to_step(optimizer: Optimizer) -> tuple[bool, ...]:
+    """Whether a trial passes a closure. One that may be left out is passed where the step fails without it."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None:
+        return (False,)
+    return (True,) if closure.default is closure.empty else (False, True)
+
+
+@contextmanager
+def _no_hooks_of_all_optimizers() -> Iterator[None]:
+    """Leaves out what `register_optimizer_step_pre_hook` and its like have added: a trial is no step of the user's."""
+    added: tuple[dict[int, Any], ...] = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    kept = [hooks.copy() for hooks in added]
+    try:
+        for hooks in added:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in zip(added, kept, strict=True):
+            hooks.update(before)
 
 
 class _Kind(NamedTuple):
@@ -182,23 +213,22 @@ class _Kind(NamedTuple):
 
     mesh: Any
     placements: tuple[Any, ...]
-    dims: int
+    uneven: tuple[bool, ...]
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Kind:
         mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-        return cls(mesh, tuple(placements), parameter.dim(), parameter.dtype, parameter.device)
+        parts = _parts_by_dim(mesh, placements, parameter.dim())
+        uneven = tuple(size % part != 0 for size, part in zip(parameter.shape, parts, strict=True))
+        return cls(mesh, tuple(placements), uneven, parameter.dtype, parameter.device)
 
     @property
     def shape(self) -> list[int]:
-        """Two elements in each dim on each rank."""
-        sizes = [2] * self.dims
-        for number, placement in enumerate(self.placements):
-            if not placement.is_replicate():
-                sizes[placement.dim] *= self.mesh.size(number)
-        return sizes
+        """Two elements in each dim on each rank; on the last one fewer, where the parameters are cut unevenly."""
+        parts = _parts_by_dim(self.mesh, self.placements, len(self.uneven))
+        return [2 * part - uneven for part, uneven in zip(parts, self.uneven, strict=True)]
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
         """A whole tensor as the parameters lie."""
@@ -211,10 +241,20 @@ class _Kind(NamedTuple):
         return distribute_tensor(value, self.mesh, plain, src_data_rank=None).to(self.device)
 
 
+def _parts_by_dim(mesh: Any, placements: Sequence[Any], dims: int) -> list[int]:
+    """Into how many parts each dim is cut."""
+    parts = [1] * dims
+    for number, placement in enumerate(placements):
+        if not placement.is_replicate():
+            parts[placement.dim] *= mesh.size(number)
+    return parts
+
+
 class _Trial:
     """Two copies of an optimizer that step the same small parameters: whole ones, and such that lie as its own do."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, with_closure: bool) -> None:
+        self._with_closure = with_closure
         self._draws = torch.Generator().manual_seed(0)
         groups = [list(dict.fromkeys(map(_Kind.of, group["params"]))) for group in optimizer.param_groups]
         self._kinds = [kind for kinds in groups for kind in kinds]
@@ -239,11 +279,16 @@ class _Trial:
         return None
 
     def _step(self) -> None:
-        for kind, whole, cut in zip(self._kinds, self._whole, self._cut, strict=True):
-            gradient = self._drawn(kind)
-            whole.grad, cut.grad = gradient.to(kind.device), kind.laid_out(gradient)
+        gradients = [self._drawn(kind) for kind in self._kinds]
+
+        def backward() -> torch.Tensor:
+            for kind, whole, cut, gradient in zip(self._kinds, self._whole, self._cut, gradients, strict=True):
+                whole.grad, cut.grad = gradient.to(kind.device, copy=True), kind.laid_out(gradient.clone())
+            return torch.ones(())
+
         for stepper in self._steppers:
-            stepper.step(*([torch.ones(()).clone] if _needs_closure(stepper) else []))
+            backward()
+            stepper.step(*([backward] if self._with_closure else []))
 
     def _drawn(self, kind: _Kind) -> torch.Tensor:
         return torch.randn(kind.shape, generator=self._draws).to(kind.dtype)
@@ -290,11 +335,6 @@ def _handles() -> tuple[type, ...]:
     from torch.distributed.device_mesh import DeviceMesh
 
     return ProcessGroup, DeviceMesh
-
-
-def _needs_closure(optimizer: Any) -> bool:
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    return any(each.name == "closure" and each.default is each.empty for each in parameters)
 
 
 def _held(optimizer: Optimizer) -> Iterator[torch.Tensor]:
