@@ -39,6 +39,9 @@ def collective() -> None:
 
     accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()
+    if way == "collective-all-raise":
+        fails()
+        raise ValueError(f"all of us, rank {rank}")
     if rank == 1 and way != "collective":
         fails()
         if way == "collective-raises":

@@ -40,9 +40,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def collective(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """Ranks that wait for each other in a collective, and a run that resumes: four launches side by side."""
+    folder = tmp_path_factory.mktemp("collective")
+    redirected = {"redirects": "3", "log_dir": str(folder / "logs")}
     ways = ("collective-raises", "collective-halts", "resumes", "collective")
     launches = [Launch(way, way, {"num_processes": 2, "max_restarts": int(way == "resumes")}) for way in ways]
-    return run_together(launches, tmp_path_factory.mktemp("collective"), 90.0)
+    launches += [
+        Launch(name, "collective-all-raise", {"num_processes": 3, **options})
+        for name, options in (("all raise", {"max_restarts": 1}), ("all raise, redirected", redirected))
+    ]
+    return run_together(launches, folder, 90.0)
 
 
 @pytest.mark.parametrize("way, status", [("raises", 1), ("exits", 3), ("is-killed", 137)])
@@ -139,6 +145,27 @@ def test_traceback_of_a_rank_in_a_collective_comes_before_what_follows_from_it(c
     assert first < result.errors.index("accel launch: rank 1 failed first")
     for consequence in ("Connection", "[rank0]"):
         assert consequence not in result.errors[:first]
+
+
+def test_traceback_that_all_ranks_have_is_shown_once_in_each_attempt(collective: dict[str, Result]) -> None:
+    errors = collective["all raise"].errors
+    assert errors.count("Traceback") == 2
+    later = re.findall(
+        r"^Rank (\d) failed at the same lines as rank (\d): ValueError: all of us, rank (\d)$", errors, re.MULTILINE
+    )
+    assert later
+    assert all(rank == told != first for rank, first, told in later)
+    shown = set(re.findall(r"^(?:\[rank\d\]: )?ValueError: all of us, rank (\d)$", errors, re.MULTILINE))
+    assert {first for _, first, _ in later} <= shown
+
+
+def test_each_rank_has_its_whole_traceback_in_its_own_file(collective: dict[str, Result]) -> None:
+    logs = collective["all raise, redirected"].folder.parent / "logs"
+    files = [path.read_text() for path in logs.rglob("stderr.log")]
+    assert len(files) == 3
+    found = [text for text in files if "ValueError" in text]
+    assert found
+    assert all("Traceback" in text for text in found)
 
 
 def test_rank_that_stops_answering_ends_all_and_is_named(collective: dict[str, Result]) -> None:

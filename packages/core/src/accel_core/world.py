@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from accel_core import error_file
+from accel_core import equal_tracebacks, error_file
 from accel_core.config import Option, flag
 from accel_core.errors import WorldError
 from accel_core.farewell import PATIENCE, Farewell
@@ -200,6 +200,7 @@ class World:
             ):  # stderr has no descriptor, in a notebook say
                 faulthandler.enable()  # a rank that a backend aborts shows where it stood
                 self._shows_crashes = True
+        equal_tracebacks.show_once()
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
