@@ -14,6 +14,7 @@ import pytest
 from checkpoint_jobs import Training, assert_clean, error_of
 
 from accel_core.checkpoint.files.folder import Draft
+from accel_core.checkpoint.files.lock import NAME, holder
 from accel_core.checkpoint.files.manifest import identity, is_complete, unreplaced
 from accel_core.checkpoint.files.retention import enforce
 from accel_core.errors import CheckpointError
@@ -71,6 +72,23 @@ def test_a_second_run_that_saves_into_one_folder_is_told_who_does_until_that_is_
     assert said[2] is None
     assert there == ["saving.lock", "unpublished"]
     assert (remains, complete) == (False, True)
+
+
+@pytest.mark.parametrize("content", ["", "no JSON", "[]", '{"host": "here"}', "x" * (1 << 13)])
+def test_a_lock_that_says_nothing_is_another_process(tmp_path, content):
+    reading, writing = os.pipe()
+    other = os.fork()
+    if other == 0:
+        draft = Draft.begin(tmp_path)
+        (draft.data / NAME).write_text(content)
+        os.write(writing, draft.id.encode())
+        time.sleep(60)
+        os._exit(0)
+    data = tmp_path / f"data-{os.read(reading, 16).decode()}"
+    assert holder(data) == "another process"
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+    assert holder(data) is None
 
 
 def test_without_locks_of_files_a_save_goes_on(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from accel_core.checkpoint.files.manifest import FileRecord, Manifest, is_complete, read_manifest, write_manifest
+from accel_core.checkpoint.files.manifest import (
+    LARGEST,
+    FileRecord,
+    Manifest,
+    is_complete,
+    read_manifest,
+    write_manifest,
+)
 from accel_core.errors import CheckpointError
 
 ID = "0123456789abcdef"
@@ -43,6 +51,16 @@ def rewrite(folder, **changes):
 
 
 # What is written
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_written(tmp_path):
+    before = checkpoint(tmp_path)
+    large = dataclasses.replace(manifest(id="f" * 16), record={"configuration": "x" * LARGEST})
+    with pytest.raises(
+        CheckpointError, match=rf"has \d+ bytes, and no reader takes more than {LARGEST}\. Make the record"
+    ):
+        write_manifest(tmp_path, large)
+    assert read_manifest(tmp_path) == before
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path):

@@ -277,6 +277,34 @@ def test_a_full_disk_leaves_no_file_and_is_said(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+NO_MEMORY = """
+    import json, resource, sys, torch
+    from pathlib import Path
+    from accel_core.checkpoint.files.part_file import PartReader, StoredFile
+    from accel_core.errors import CheckpointError
+    description = StoredFile.from_json(sys.argv[2], json.loads(sys.stdin.read()))
+    with PartReader(Path(sys.argv[1]), description) as reader:
+        reader.tensor("small")
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20),) * 2)
+        reader.tensor("small")
+        try:
+            reader.tensor("large")
+        except CheckpointError as error:
+            print(error)
+"""
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_said(tmp_path):
+    tensors = {"large": torch.zeros(256 << 20, dtype=torch.uint8), "small": torch.ones(3)}
+    path = tmp_path / NAME
+    description = json.dumps(write_part(path, tensors).to_json())
+    command = [sys.executable, "-c", textwrap.dedent(NO_MEMORY), str(path), NAME]
+    done = subprocess.run(command, input=description, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{path}: 'large' has {256 << 20} bytes, and there is no memory for so many (" in done.stdout
+    assert "Load another checkpoint" in done.stdout
+
+
 # Damage
 
 
