@@ -70,6 +70,24 @@ def reduce_in_a_backward(accelerator: Accelerator, folder: Path) -> None:
     accelerator.backward(output.sum())  # here 1
 
 
+def uneven_forwards(accelerator: Accelerator, folder: Path) -> None:
+    """A forward sends the running statistics of the first rank to all."""
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
+    output = model(torch.ones(2, 4))
+    if accelerator.is_main_process:
+        output = model(torch.ones(2, 4))  # here 0
+    accelerator.backward(output.sum())  # here 1
+
+
+def one_more_iteration(accelerator: Accelerator, folder: Path) -> None:
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    if accelerator.is_main_process:
+        accelerator.backward(model(torch.ones(2, 4)).sum())  # here 0
+    else:
+        accelerator.gather(torch.ones(1))  # here 1
+
+
 WHERE: dict[Callable[[Accelerator, Path], None], list[str]] = {
     small_message_of_torch: ["in reduce('sum') for", "in torch.distributed.all_gather_single() for"],
     save_alone: ["in save_state() for", "in torch.distributed.all_gather() for"],
@@ -81,6 +99,8 @@ WHERE: dict[Callable[[Accelerator, Path], None], list[str]] = {
         "Build the same model on every rank",
     ],
     reduce_in_a_backward: ["rank 0: in reduce('sum') inside of backward() for", "rank 1: in backward() for"],
+    uneven_forwards: ["rank 1: in backward() for"],
+    one_more_iteration: ["rank 0: in the forward of DistributedDataParallel for", "rank 1: in gather() for"],
 }
 
 

@@ -38,6 +38,22 @@ class Net(nn.Module):
         return middle if headless else self.head(middle)
 
 
+class Shared(nn.Module):
+    """A layer that is recomputed in two places, by backwards of their own: its gradient changes twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = x.requires_grad_()
+        for _ in range(2):
+            middle = torch.tanh(checkpoint(self.layer, middle, use_reentrant=True))
+        output: torch.Tensor = self.head(middle)
+        return output
+
+
 def rows(seed: int = 1) -> torch.Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
 
@@ -111,6 +127,14 @@ def refused() -> dict[str, str]:
     loss.backward(retain_graph=True)
     loss.backward()
     found["a second plain backward"] = loop.refusal()
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        other = Loop(**options)
+        for step in range(2):
+            loss = other.loss()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found[f"a second plain backward, {options}, step {step}"] = other.refusal()
+            assert_trains(other)
     loop.accelerator.forward_backward(loop.inner, [loop.own()], lambda output, batch: (output.sum(), len(batch)))
     found["forward_backward of the model inside"] = loop.refusal()
 
@@ -315,6 +339,12 @@ def legitimate() -> dict[str, bool]:
         loop.model(rows())  # with gradients, before the step
         steps.append(loop.agrees(loop.whole(seed=4), loop.whole(seed=5)))
         found[name] = all(steps)
+
+    shared = Loop(net=Shared(), static_graph=True)
+    found["static graph, one layer recomputed in two places"] = True
+    for seed in range(3):
+        shared.loss(seed=seed).backward()
+        found["static graph, one layer recomputed in two places"] &= shared.agrees(shared.whole(seed=seed))
 
     loop = Loop(find_unused_parameters=True)
     loop.accelerator.backward(loop.loss(headless=True))

@@ -47,9 +47,10 @@ class GradientSync:
 
     __slots__ = (
         "__weakref__",
+        "_all_change",
         "_frozen",
         "_local",
-        "_once",
+        "_may_repeat",
         "_remove",
         "_waiting",
         "averaged",
@@ -66,8 +67,8 @@ class GradientSync:
         }
         self.known = tuple(each for each in named.values() if each.requires_grad)
         self._frozen = tuple(each for each in named.values() if not each.requires_grad)
-        # Elsewhere a parameter may be left out of a backward, or change several times in one.
-        self._once = not (wrapper.find_unused_parameters or wrapper.static_graph)
+        self._all_change = not (wrapper.find_unused_parameters or wrapper.static_graph)  # in every backward, once
+        self._may_repeat = bool(wrapper.static_graph)
         self.changed: deque[nn.Parameter] = deque(maxlen=_KEPT * len(self.known))
         self._local: set[nn.Parameter] = set()  # those that had changed before it, and were not averaged
         self._waiting = False  # whether the next backward averages
@@ -108,8 +109,8 @@ class GradientSync:
         if not (self._waiting and self.changed) or not is_finished(wrapper):
             return
         later: Sequence[nn.Parameter] = ()
-        if self._once and len(self.changed) > len(self.known):
-            later = list(self.changed)[len(self.known) :]
+        if not self._all_change or len(self.changed) > len(self.known):
+            later = behind_the_first_backward(list(self.changed), self._may_repeat)
         self.changed.clear()
         self._local.clear()  # the reducer averages all that is in `.grad`
         self._local.update(later)
@@ -147,6 +148,23 @@ class GradientSync:
             return []
         changed = set(self.changed)
         return [name for name, each in wrapper.module.named_parameters() if each in set(self.known) - changed]
+
+
+def behind_the_first_backward(changed: Sequence[nn.Parameter], may_repeat: bool) -> Sequence[nn.Parameter]:
+    """The parameters that have changed in later backwards of a forward: those from the first one on that had changed before.
+
+    Args:
+        changed: the parameters whose gradients have changed, in order.
+        may_repeat: whether one backward may change a parameter several times, as one that is recomputed in two places does in a
+            static graph. Then only a backward that changes all of them again is a later one.
+    """
+    seen: set[nn.Parameter] = set()
+    for index, each in enumerate(changed):
+        if each in seen:
+            again = not may_repeat or set(changed[index : 2 * index]) == seen
+            return changed[index:] if again else ()
+        seen.add(each)
+    return ()
 
 
 def is_finished(wrapper: DistributedDataParallel) -> bool:

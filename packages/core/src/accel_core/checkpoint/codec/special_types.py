@@ -283,6 +283,8 @@ def _join_enum(name: str, member: str | int) -> enum.Enum:
         return cast(enum.Enum, kind.__members__[member])
     kind = find_class(name, enum.Flag, "__members__", "enum of flags")
     flags: enum.Flag = kind(member)
+    if flags.value != member:  # some versions of Python leave out bits that are no member's
+        raise ValueError(f"{member} is not a valid {kind.__qualname__}")
     return flags
 
 
