@@ -161,7 +161,7 @@ class DDP(Strategy):
         for reference in self._wrappers:
             wrapper = reference()
             sync = None if wrapper is None else sync_of(wrapper)
-            if wrapper is None or sync is None or not sync.changed:
+            if wrapper is None or sync is None or sync.is_first_backward:
                 continue
             sync.settle(wrapper)
             if sync.in_doubt():
@@ -174,7 +174,8 @@ class DDP(Strategy):
         for reference in self._wrappers:
             wrapper = reference()
             sync = None if wrapper is None else sync_of(wrapper)
-            if sync is not None:
+            if wrapper is not None and sync is not None:
+                sync.settle(wrapper)
                 if sync.in_doubt():
                     check(optimizer, [wrapper for each in self._wrappers if (wrapper := each()) is not None])
                 sync.averaged = False
@@ -233,6 +234,9 @@ class _Wrapper(Dress):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
+        if type(value) is bool and name in own:
+            own[name] = value  # torch sets one in every forward, and its way to the same takes microseconds
+            return
         inner = None if name in own else own.get("_modules", {}).get("module")
         if inner is not None and not hasattr(type(self), name) and name[0] != "_" and hasattr(inner, name):
             setattr(inner, name, value)

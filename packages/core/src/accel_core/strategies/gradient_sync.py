@@ -92,6 +92,11 @@ class GradientSync:
             self.changed.clear()
         self._waiting, self.withheld = True, False
 
+    @property
+    def is_first_backward(self) -> bool:
+        """Whether what has changed since the last step can be that of one backward which averages. Hot."""
+        return self._waiting and self._all_change and not self._local and len(self.changed) <= len(self.known)
+
     def is_thawed(self) -> bool:
         """Whether parameters require a gradient that the reducer does not know. 50 ns for each frozen one."""
         return bool(self._frozen) and any(map(_requires_grad, self._frozen))
