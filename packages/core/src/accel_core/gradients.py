@@ -110,8 +110,9 @@ class Gradients:
 
     def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes zero what the strategy keeps of the gradients of `parameters`, in its memory."""
-        for terms in self.kept(parameters).values():
-            _zero(terms)
+        if any(state for _, state in self._states()):  # nothing as a rule, where it keeps some beside `.grad`
+            for terms in self.kept(parameters).values():
+                _zero(terms)
 
     def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
         """Clears those of `parameters`, and all that is kept; `earlier` ones stay, as zeros."""
