@@ -57,7 +57,7 @@ VERIFIED = ROOT / ".ci" / "verified.json"
 VERIFIED_BY_FULL = {
     "suites": (
         "packages/core/src/accel_core/testing",
-        "packages/core/src/accel_core/hookspecs.py",
+        "packages/core/src/accel_core/contract/hook_specs.py",
         "packages/core/tests/wrong_*.py",
         "packages/core/tests/test_core_*_suite.py",
     ),

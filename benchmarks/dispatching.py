@@ -90,7 +90,7 @@ def counted(library: str, loader: Iterable[Sample], batches: int) -> dict[str, f
 
 def message_codes():
     """By these calls, ours carries several batches at once."""
-    from accel_data.mailbox import Mailbox
+    from accel_data.batch_scatter import Mailbox
 
     return {Mailbox.post.__code__, Mailbox.receive.__code__}
 

@@ -17,9 +17,11 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from accel_core import accelerator, hookspecs, options, process_control
+from accel_core import accelerator
+from accel_core.contract import hook_specs
+from accel_core.facade import older_arguments, process_methods
+from accel_core.options.option_fields import expected, to_data
 from accel_core.plugins import list_offers
-from accel_core.schema import expected, to_data
 from accel_launch.settings import catalog
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -30,7 +32,7 @@ OURS = {
 LINE = 120  # signatures that are longer have a line for each argument
 
 HOOKS_HEAD = """\
-<!-- Written by docs/generate.py from accel_core/hookspecs.py: change the hooks there, then run `nox -s docs`. -->
+<!-- Written by docs/generate.py from accel_core/contract/hook_specs.py: change the hooks there, then run `nox -s docs`. -->
 # Hooks
 
 A plugin takes over a hook by a method of the same name, marked with `accel_core.hookimpl`, that takes the arguments it
@@ -176,7 +178,7 @@ GROUPS = {
 
 def hooks_page() -> str:
     """The whole of docs/reference/hooks.md."""
-    specs = class_in(hookspecs, "HookSpecs")
+    specs = class_in(hook_specs, "HookSpecs")
     loop = f"```text\n{ast.get_docstring(specs)}\n```\n"
     return "\n".join(
         [HOOKS_HEAD, loop, *(hook_section(node) for node in specs.body if isinstance(node, ast.FunctionDef))]
@@ -187,7 +189,7 @@ def accelerator_page() -> str:
     """The whole of docs/reference/accelerator.md. Raises `ValueError` if GROUPS and the class do not have the same members."""
     node = class_in(accelerator, "Accelerator")
     # A member of the base that the Accelerator has of its own stands where the Accelerator says it.
-    members = public_members(class_in(process_control, "ProcessControl")) | public_members(node)
+    members = public_members(class_in(process_methods, "ProcessControl")) | public_members(node)
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(members):
         missing, stale = members.keys() - set(grouped), set(grouped) - members.keys()
@@ -256,7 +258,7 @@ def arguments_of(docstring: str) -> dict[str, str]:
 
 def described_argument(name: str) -> str:
     """What an argument that the signature does not have stands for."""
-    renamed = {each.old: each.new for each in options.OLDER_ARGUMENTS.values()}
+    renamed = {each.old: each.new for each in older_arguments.OLDER_ARGUMENTS.values()}
     if name in renamed:
         return f"an older spelling of `{renamed[name]}`"
     return "`strategy=` under an older name: a configured object, or a dict of such, the first of which is active"

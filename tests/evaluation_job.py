@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_core import Accelerator, set_seed
-from accel_core.reads import length_of
+from accel_core.loading.index_source import length_of
 
 SEED = 5
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from accel_core import Accelerator
-from accel_core.errors import NotInstalledError
+from accel_core.base.errors import NotInstalledError
 
 BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight

@@ -126,7 +126,7 @@ def test_a_public_name_without_a_heading_is_refused():
 
 
 def test_every_hook_of_the_core_stands_on_the_page():
-    from accel_core.hookspecs import HookSpecs
+    from accel_core.contract.hook_specs import HookSpecs
 
     hooks = [name for name in vars(HookSpecs) if not name.startswith("_")]
     assert hooks == re.findall(r"^## (\w+)$", reference("hooks.md"), re.MULTILINE)
@@ -143,8 +143,8 @@ def literals(pattern, files):
 
 
 def test_every_option_that_is_read_from_the_environment_stands_on_the_page():
-    from accel_core.outside import LOADER_OPTIONS, OPTIONS, variable_of
-    from accel_core.schema import fields_of
+    from accel_core.options.option_fields import fields_of
+    from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS, variable_of
     from accel_launch.options import LaunchOptions
 
     found = literals(r"ACCELERATE_\w+", ROOT.glob("packages/*/src/**/*.py"))
@@ -158,7 +158,7 @@ def test_every_option_that_is_read_from_the_environment_stands_on_the_page():
 
 
 def test_every_variable_of_a_launcher_stands_on_the_page():
-    found = literals(r"[A-Z]{2}[A-Za-z0-9_]+", ["packages/core/src/accel_core/launch_environment.py"])
+    found = literals(r"[A-Z]{2}[A-Za-z0-9_]+", ["packages/core/src/accel_core/processes/launch_environment.py"])
     launch = reference("environment.md").partition("## Launch")[2]
     assert found == set(re.findall(r"`([A-Z]{2}[A-Za-z0-9_]+)`", launch))
 

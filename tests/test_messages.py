@@ -24,7 +24,7 @@ import accel_fsdp
 import accel_launch
 import accel_precision
 import accel_trackers
-from accel_core.hookspecs import HookSpecs
+from accel_core.contract.hook_specs import HookSpecs
 from accel_core.plugins import list_offers
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +77,7 @@ ALLOWED = {
     "Float8LinearConfig.from_recipe_name",
     "SLURM_",  # the beginning of variables, in a pattern
     "GPT",  # the user's model, in an example
-    "broadcast_object",  # accel_core.collectives, called by the library: a table of what the ranks called shows it
+    "broadcast_object",  # accel_core.collectives.reduce_gather, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
     "hook",  # what the user registers
     "mlflow.active_run",  # of services

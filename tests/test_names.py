@@ -14,8 +14,8 @@ from names import COMES_WITH, OLDER_ARGUMENTS, OLDER_NAMES
 
 import accel_core
 from accel_core import Accelerator, AutocastKwargs, Strategy, hookimpl
-from accel_core.vocabulary import ELSEWHERE, KNOWN_PROVIDERS
-from accel_core.vocabulary import OlderArguments as Typed
+from accel_core.base.vocabulary import ELSEWHERE, KNOWN_PROVIDERS
+from accel_core.base.vocabulary import OlderArguments as Typed
 
 ROOT = Path(__file__).parents[1]
 

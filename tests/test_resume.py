@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_core import Accelerator
 from accel_core.testing import RanksFailed, run_ranks
-from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory
+from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 
 BATCH = 2
 EVERYTHING = list(range(SAMPLES))

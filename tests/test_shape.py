@@ -30,7 +30,7 @@ VENDORS = re.compile(
     r"wandb|comet|comet_ml|tensorboard|mlflow|aim|clearml|dvclive|swanlab|trackio)\b",
     re.IGNORECASE,
 )
-VOCABULARY = "packages/core/src/accel_core/vocabulary.py"  # older public names: the one place that knows vendors
+VOCABULARY = "packages/core/src/accel_core/base/vocabulary.py"  # older public names: the one place that knows vendors
 
 OURS_ELSEWHERE = re.compile(r"(?<![\w.])/(root|home|Users|work|opt|mnt)/\w")
 REGISTRIES = re.compile(
@@ -153,6 +153,53 @@ def circles_of(edges: dict[str, set[str]]) -> list[list[str]]:
     for name in sorted(edges):
         walk(name, [])
     return circles
+
+
+ROOMS = (
+    "base",
+    "options",
+    "contract",
+    "plugins",
+    "processes",
+    "collectives",
+    "loading",
+    "loop",
+    "strategies",
+    "nonfinite",
+    "tracking",
+    "checkpoint",
+    "facade",
+    "accel_core",  # the modules of the root
+    "testing",
+)
+"""Of the core, the lowest floor first."""
+
+
+def room_of(name: str) -> str:
+    """`loop` for accel_core.loop.memory, and `accel_core` for accel_core.build."""
+    core, _, rest = name.partition(".")
+    room = rest.partition(".")[0]
+    return room if room in ROOMS else core
+
+
+def test_a_room_of_the_core_imports_only_rooms_below_it():
+    """Imports inside functions count. Those for type checkers do not."""
+    upwards = {
+        f"{relative(path)}:{node.lineno} imports {target}"
+        for name, path in NAMES.items()
+        if name.startswith("accel_core")
+        for node in imports(tree(path), running=True)
+        for target in imported(node)
+        if target.startswith("accel_core") and ROOMS.index(room_of(target)) > ROOMS.index(room_of(name))
+    }
+    assert not upwards
+
+
+def test_the_root_of_the_core_has_the_accelerator_and_what_it_is_built_of():
+    root = {path.stem for path in (PACKAGES["core"] / "src" / "accel_core").glob("*.py")}
+    assert root == {"__init__", "__main__", "accelerator", "build", "state"}
+    folders = {name.split(".")[1] for name in NAMES if name.startswith("accel_core.")} - root
+    assert folders == set(ROOMS) - {"accel_core"}
 
 
 def test_circles_are_found():

@@ -16,7 +16,7 @@ from typing_extensions import assert_type
 
 from accel_core import Accelerator
 from accel_core import gather as gather_everywhere
-from accel_core.strategies.strategy import Strategy
+from accel_core.contract.strategy import Strategy
 
 
 def prepared(accelerator: Accelerator, model: nn.Linear, optimizer: SGD, loader: DataLoader[int]) -> None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from wrong_strategies import Right, Wrapper
 
-from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.layouts import Elementwise, Extent, Partial, pieces_of
 from accel_core.checkpoint.model_state import capture as capture_model
 from accel_core.checkpoint.optimizers.optimizer_state import capture, misfits, restore
-from accel_core.hookspecs import hookimpl
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.tensor_layouts import Elementwise, Extent, Partial, pieces_of
 
 
 class Plain(Right):

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.layouts import Elementwise, Extent, Replicated, pieces_of
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.model_state import capture as capture_model
 from accel_core.checkpoint.optimizers.known_optimizers import (
     COUNTER,
@@ -37,10 +36,11 @@ from accel_core.checkpoint.optimizers.known_optimizers import (
 )
 from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, misfits, restore
 from accel_core.checkpoint.optimizers.optimizer_state import capture as capture_optimizer
-from accel_core.errors import CheckpointError
-from accel_core.hookspecs import hookimpl
-from accel_core.layout import Layout
-from accel_core.optimizer import gate_of
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout
+from accel_core.contract.tensor_layouts import Elementwise, Extent, Replicated, pieces_of
+from accel_core.loop.optimizer_gate import gate_of
 from accel_core.strategies import Strategy, place_model
 
 

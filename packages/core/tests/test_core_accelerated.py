@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from accel_core import Accelerator
-from accel_core.accelerated import AcceleratedOptimizer, AcceleratedScheduler
+from accel_core.facade.accelerated import AcceleratedOptimizer, AcceleratedScheduler
 
 
 def pieces() -> tuple[nn.Linear, torch.optim.Optimizer, StepLR]:

@@ -33,7 +33,7 @@ from accel_core import (
     Single,
     World,
     WorldError,
-    assembly,
+    build,
     hookimpl,
 )
 from accel_core.plugins import offers
@@ -162,7 +162,7 @@ def test_what_is_not_installed_never_becomes_something_else_without_a_word(
 ) -> None:
     """L10."""
     installed = [each for each in offers.list_offers() if each.distribution != package]
-    monkeypatch.setattr(assembly, "list_offers", lambda: installed)
+    monkeypatch.setattr(build, "list_offers", lambda: installed)
     with pytest.raises(NotInstalledError, match=f"pip install {package}"):
         Accelerator(**{option: name}, cpu=True)  # type: ignore[arg-type]
 

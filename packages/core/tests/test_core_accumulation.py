@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel_core.accumulation import Accumulation
-from accel_core.feed import Feed
+from accel_core.contract.loader_progress import Feed
+from accel_core.loop.accumulation import Accumulation
 
 
 class Models:

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core import Accelerator, ProjectConfiguration, streams
+from accel_core import Accelerator, ProjectConfiguration
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint import background
 from accel_core.checkpoint.background import Background, Staging
-from accel_core.errors import CheckpointError
+from accel_core.processes import random_state
 from accel_core.testing import RanksFailed, assert_dies, live_objects, run_ranks
 
 MODES = ("eager", "lazy")
@@ -28,9 +29,9 @@ MODES = ("eager", "lazy")
 
 @pytest.fixture(autouse=True)
 def own_streams():
-    before = streams.capture(None)
+    before = random_state.capture(None)
     yield
-    streams.restore(before, None)
+    random_state.restore(before, None)
 
 
 class Net(nn.Module):

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from accel_core.watch.board import Board
-from accel_core.watch.roll_call import Call, Report
-from accel_core.watch.whereabouts import Process
+from accel_core.processes.watch.diagnosis import Call, Report
+from accel_core.processes.watch.stack_location import Process
+from accel_core.processes.watch.status_store import Board
 
 SOON = timedelta(milliseconds=50)
 

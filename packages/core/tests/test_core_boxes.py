@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.checkpoint.boxes import Box, flat_range, uncovered
-from accel_core.checkpoint.layouts import pieces_of
+from accel_core.contract.boxes import Box, flat_range, uncovered
+from accel_core.contract.tensor_layouts import pieces_of
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from together import Together
 
-from accel_core.broadcasting import PARCEL, broadcast
-from accel_core.channel import Channel
-from accel_core.world import World
+from accel_core.collectives.broadcast import PARCEL, broadcast
+from accel_core.processes.channel import Channel
+from accel_core.processes.world import World
 
 Pair = namedtuple("Pair", "first second")
 

@@ -13,11 +13,11 @@ from functools import partial
 import pytest
 from checkpoint_jobs import Training, assert_clean, error_of
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.lock import NAME, holder
 from accel_core.checkpoint.files.manifest import identity, is_complete, unreplaced
 from accel_core.checkpoint.files.retention import enforce
-from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
 
 

@@ -16,9 +16,9 @@ from test_core_checkpoint_input import resealed, sealed
 from torch import nn
 
 from accel_core import load_checkpoint_in_model
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.inspection.command import list_checkpoints
-from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
 
 GIB = 1 << 30
@@ -229,10 +229,10 @@ def test_a_set_of_items_with_one_hash_is_refused(tag):
 
 def test_numbers_in_the_state_of_numpy_that_lead_out_of_it_are_refused():
     numpy = pytest.importorskip("numpy")
-    from accel_core import streams
+    from accel_core.processes import random_state
 
-    states = streams.capture(None)
+    states = random_state.capture(None)
     name, keys, _, *rest = numpy.random.get_state()
-    streams.check(states, torch.device("cpu"))
+    random_state.check(states, torch.device("cpu"))
     with pytest.raises(ValueError, match="of another kind"):
-        streams.check({**states, "numpy": (name, keys, 10**6, *rest)}, None)
+        random_state.check({**states, "numpy": (name, keys, 10**6, *rest)}, None)

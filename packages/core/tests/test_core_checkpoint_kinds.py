@@ -9,7 +9,7 @@ from torch import nn
 from wrong_checkpoints import BeginsEveryPartAtTheFirstRow
 
 from accel_core import Accelerator
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
 from accel_core.testing import models, run_ranks
 
 

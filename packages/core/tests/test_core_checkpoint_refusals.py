@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration, Strategy, hookimpl
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.index import Index
 from accel_core.checkpoint.files.manifest import read_manifest
-from accel_core.errors import CheckpointError
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 class Stubborn:

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from accel_core import Accelerator
 from accel_core.checkpoint.assembling import whole
-from accel_core.collectives import gather_objects
+from accel_core.collectives.reduce_gather import gather_objects
+from accel_core.processes.world import World
 from accel_core.strategies import DDP, Single
 from accel_core.testing import models, run_ranks
-from accel_core.world import World
 
 WORLDS = (1, 2, 4)
 STRATEGIES = {"single": Single, "ddp": DDP, "rows": Rows, "uneven": Uneven, "flat": Flat}

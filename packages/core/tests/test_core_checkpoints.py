@@ -11,17 +11,18 @@ import torch
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core import Accelerator, LocalSGD, ProjectConfiguration, load_checkpoint_in_model, streams
-from accel_core.errors import CheckpointError
+from accel_core import Accelerator, LocalSGD, ProjectConfiguration, load_checkpoint_in_model
+from accel_core.base.errors import CheckpointError
+from accel_core.processes import random_state
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 @pytest.fixture(autouse=True)
 def own_streams():
-    before = streams.capture(None)
+    before = random_state.capture(None)
     yield
-    streams.restore(before, None)
+    random_state.restore(before, None)
 
 
 class Counter:

@@ -27,8 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec import decode, encode
-from accel_core.errors import CheckpointError
 
 NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 SHELLS = [torch.uint4, torch.int3, torch.bits8, torch.float4_e2m1fn_x2, torch.complex32]

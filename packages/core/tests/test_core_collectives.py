@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from together import Together
 
-from accel_core import channel as channel_module
-from accel_core.channel import Channel, Letter, from_bytes, to_bytes
-from accel_core.collectives import broadcast_object, broadcast_object_list, gather, gather_objects, reduce
-from accel_core.errors import CollectiveMismatchError
-from accel_core.mismatch import describe, mismatch
+from accel_core.base.errors import CollectiveMismatchError
+from accel_core.collectives.reduce_gather import broadcast_object, broadcast_object_list, gather, gather_objects, reduce
+from accel_core.processes import channel as channel_module
+from accel_core.processes.channel import Channel, Letter, from_bytes, to_bytes
+from accel_core.processes.mismatch_report import describe, mismatch
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 ON_TWO = Together(2)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_core import operations
+from accel_core.collectives import operations
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 CASES = 80
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_core.config import Option, as_bool, as_steps, as_text, resolve
+from accel_core.options.resolution import Option, as_bool, as_steps, as_text, resolve
 
 
 def test_an_argument_wins_even_if_it_equals_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, DistributedDataParallelKwargs, KwargsHandler, RNGType, hookimpl
-from accel_core.config import Option
-from accel_core.loader_options import VARIABLES, in_force, resolve_options
-from accel_core.seeding import agree_seed, derive_seed, loader_seed, was_chosen
+from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
+from accel_core.collectives.run_seed import agree_seed
+from accel_core.options.loader_options import VARIABLES, in_force, resolve_options
+from accel_core.options.resolution import Option
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 @dataclass

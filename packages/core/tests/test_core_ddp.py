@@ -582,9 +582,9 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
 
 
 def loader_without_a_plugin() -> str:
-    from accel_core.defaults import CoreDefaults
-    from accel_core.feed import Feed
-    from accel_core.layout import Shard
+    from accel_core.contract.layout import Shard
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.facade.default_hooks import CoreDefaults
 
     with pytest.raises(NotInstalledError) as raised:
         CoreDefaults().prepare_loader(torch.utils.data.DataLoader(range(4)), Shard(0, 2), Feed(), None)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import pytest
 
 import accel_core
 from accel_core import DDP, Accelerator, AutocastKwargs, GradientAccumulationPlugin, Single
-from accel_core.deprecation import Deprecation
-from accel_core.options import OLDER_ARGUMENTS, chosen_strategy, renamed
+from accel_core.base.deprecation import Deprecation
+from accel_core.facade.older_arguments import OLDER_ARGUMENTS, chosen_strategy, renamed
 from accel_core.plugins.versions import Version
 
 SOURCES = sorted(Path(accel_core.__file__).parent.rglob("*.py"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core.dressing import Dress, dress, undress
+from accel_core.base.class_override import Dress, dress, undress
 
 
 class Louder(Dress):

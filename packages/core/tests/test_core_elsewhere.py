@@ -24,9 +24,9 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
+from accel_core.processes.world import groups_beside
 from accel_core.testing import RanksFailed, run_ranks
 from accel_core.testing.ranks import RankReport
-from accel_core.world import groups_beside
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the launches of all
 

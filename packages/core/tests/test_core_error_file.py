@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core import error_file
+from accel_core.processes import error_file
 
 JOB = """
 import torch

@@ -10,7 +10,7 @@ import pytest
 from fake_distributions.installed import install
 
 from accel_core.__main__ import main
-from accel_core.hookspecs import hookimpl
+from accel_core.contract.hook_specs import hookimpl
 from accel_core.plugins import activate, build, passed
 from accel_core.plugins.explain import explain
 from accel_core.plugins.manager import hook_specs

@@ -11,13 +11,13 @@ from sharded_strategies import Uneven
 from torch import nn
 
 from accel_core import Accelerator
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.inspection.command import main as checkpoint_command
 from accel_core.checkpoint.weights.exporting import export_weights
 from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
 from accel_core.checkpoint.weights.saving import read_weights, write_weights
-from accel_core.errors import CheckpointError
 from accel_core.testing import run_ranks
-from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory
+from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 
 
 class Tied(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from accel_core.feed import Feed, Rows
+from accel_core.contract.loader_progress import Feed, Rows
 
 
 def test_an_iterator_that_advanced_reports_what_remains() -> None:

@@ -8,8 +8,8 @@ from gradient_strategies import Engine, InABuffer, InParts, RunsWindows
 from torch import nn
 
 from accel_core import Accelerator, NonFiniteError, hookimpl
-from accel_core.checkpoint.layouts import Elementwise
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
+from accel_core.contract.tensor_layouts import Elementwise
 from accel_core.testing import CheckpointSuite, StrategySuite
 
 

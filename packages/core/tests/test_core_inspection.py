@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.index import Index
 from accel_core.checkpoint.files.manifest import Manifest
@@ -15,7 +16,6 @@ from accel_core.checkpoint.files.part_file import write_part
 from accel_core.checkpoint.files.stored import DTYPES
 from accel_core.checkpoint.inspection.command import add_arguments, describe, list_checkpoints, run, verify
 from accel_core.checkpoint.inspection.comparison import compare
-from accel_core.errors import CheckpointError
 
 DAY = "2030-01-31T12:00:00+00:00"
 WEIGHT = torch.arange(12.0).reshape(4, 3)

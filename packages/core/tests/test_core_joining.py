@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator
-from accel_core.feed import Feed
-from accel_core.joining import evenness
+from accel_core.contract.loader_progress import Feed
+from accel_core.loop.uneven_inputs import evenness
 from accel_core.testing import RanksFailed, run_ranks
 
 LENGTHS = (5, 3, 0)

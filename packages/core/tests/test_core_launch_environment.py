@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.errors import WorldError
-from accel_core.launch_environment import Place, read_place
+from accel_core.base.errors import WorldError
+from accel_core.processes.launch_environment import Place, read_place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}

@@ -26,9 +26,9 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from accel_core.feed import Feed, Rows
-from accel_core.loading import PreparedLoader, prepare_local_loader
-from accel_core.reads import looked_ahead
+from accel_core.contract.loader_progress import Feed, Rows
+from accel_core.loading.index_source import looked_ahead
+from accel_core.loading.prepared_loader import PreparedLoader, prepare_local_loader
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", ["x", "y"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_core import DDP, Accelerator, CollectiveMismatchError
-from accel_core.local_sgd import LocalSGD
+from accel_core.loop.local_sgd import LocalSGD
 from accel_core.testing import run_ranks
 
 WORLD = 3

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from accel_core.errors import WorldError
-from accel_core.logs import get_logger
+from accel_core.base.errors import WorldError
+from accel_core.processes.logs import get_logger
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -163,7 +163,7 @@ def test_a_message_that_is_no_text_and_has_percent_signs_is_left_to_logging(logg
 def test_a_level_that_is_off_costs_neither_a_rank_nor_a_barrier(logged, monkeypatch):
     logger, handler = logged
     logger.logger.setLevel(logging.WARNING)
-    monkeypatch.setattr("accel_core.logs.read_place", None)
+    monkeypatch.setattr("accel_core.processes.logs.read_place", None)
     logger.info("no", in_order=True)
     assert handler.records == []
 

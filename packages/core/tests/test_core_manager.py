@@ -16,8 +16,8 @@ from types import ModuleType
 import pytest
 from fake_distributions.installed import install
 
-from accel_core.errors import PluginError
-from accel_core.hookspecs import HookSpecs, hookimpl
+from accel_core.base.errors import PluginError
+from accel_core.contract.hook_specs import HookSpecs, hookimpl
 from accel_core.plugins import Relay, activate, build, passed
 from accel_core.plugins.manager import hook_specs
 
@@ -324,7 +324,7 @@ def test_a_method_named_like_a_hook_but_without_the_marker_is_refused():
 
 
 def test_a_strategy_whose_prepare_model_lacks_the_marker_is_refused():
-    from accel_core.strategies.strategy import Strategy
+    from accel_core.contract.strategy import Strategy
 
     class Mine(Strategy):
         def prepare_model(self, model, optimizers, request):
@@ -460,7 +460,7 @@ def test_one_object_in_two_roles_is_refused():
 
 
 def test_the_core_as_it_stands_activates_with_its_own_defaults():
-    defaults = pytest.importorskip("accel_core.defaults")
+    defaults = pytest.importorskip("accel_core.facade.default_hooks")
     activation = activate([passed(Plain(), "accel.strategies")], defaults.CoreDefaults())
     assert activation.owners["backward"] is None
 

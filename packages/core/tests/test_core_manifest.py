@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.manifest import (
     LARGEST,
     FileRecord,
@@ -20,7 +21,6 @@ from accel_core.checkpoint.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from accel_core.errors import CheckpointError
 
 ID = "0123456789abcdef"
 RECORD = {"step": 7, "options": {"mixed_precision": ["bf16", "code"]}, "loss": 0.25, "name": "Größe", "none": None}

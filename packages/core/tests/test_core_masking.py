@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from accel_core.config import Option
-from accel_core.masking import HIDDEN, masked, masked_text, masked_words, without_secrets
-from accel_core.outside import CHANNEL, inherited
+from accel_core.base.masking import HIDDEN, masked, masked_text, masked_words, without_secrets
+from accel_core.options.option_sources import CHANNEL, inherited
+from accel_core.options.resolution import Option
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from together import Together
 
-from accel_core.errors import CollectiveMismatchError
-from accel_core.feed import Feed, Rows
-from accel_core.metrics import gather_for_metrics
+from accel_core.base.errors import CollectiveMismatchError
+from accel_core.collectives.metrics import gather_for_metrics
+from accel_core.contract.loader_progress import Feed, Rows
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 PER_RANK = 3
 ON_TWO = Together(2)

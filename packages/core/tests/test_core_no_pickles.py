@@ -35,17 +35,17 @@ BETWEEN_RANKS = "objects travel between the memories of ranks, never by a file"
 A_TEST_S = "the processes of a test send each other its function, its arguments and its results"
 NOTEBOOKS = "a function of a notebook and what comes of it travel between the memories of processes that it started, never by a file"
 ALLOWED = {
-    ("accel_core.pickling", "pickle.loads"): BETWEEN_RANKS,
-    ("accel_data.wire", "pickle.loads"): BETWEEN_RANKS,
+    ("accel_core.collectives.pickling", "pickle.loads"): BETWEEN_RANKS,
+    ("accel_data.batch_codec", "pickle.loads"): BETWEEN_RANKS,
     ("accel_core.testing.precision_jobs", "pickle.loads"): "a model is pickled and unpickled by the test that made it",
     (
         "accel_core.plugins.relay",
         "eval",
     ): "an adapter is made from the signature of a plugin's method, which runs anyway",
-    ("accel_core.schema", "eval"): "the annotations of a component's constructor, which runs anyway",
+    ("accel_core.options.option_fields", "eval"): "the annotations of a component's constructor, which runs anyway",
     ("accel_launch.notebook.desk", "pickle.loads"): NOTEBOOKS,
-    ("accel_launch.notebook.travel", "pickle.loads"): NOTEBOOKS,
-    ("accel_core.testing.bundle", "pickle.loads"): A_TEST_S,
+    ("accel_launch.notebook.function_pickle", "pickle.loads"): NOTEBOOKS,
+    ("accel_core.testing.shared_launch", "pickle.loads"): A_TEST_S,
     ("accel_core.testing.ranks", "pickle.loads"): A_TEST_S,
     ("accel_core.testing.loader_jobs", "pickle.loads"): "a loader is copied by pickling it",
     (

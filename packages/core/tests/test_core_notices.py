@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
+from accel_core.processes.watch.collective_scope import explain
+from accel_core.processes.watch.failure_notices import Notices, announce, broken_connection_in, is_broken_connection
 from accel_core.testing import RanksFailed, run_ranks
 from accel_core.testing.ranks import RankReport
-from accel_core.watch.marks import explain
-from accel_core.watch.notices import Notices, announce, broken_connection_in, is_broken_connection
 
 BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7069."
 
@@ -177,7 +177,7 @@ def test_certain_notices_count_before_announced_ones_and_own_ones_never() -> Non
 def test_announced_error_that_is_old_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, _ = notices()
     second.post(ValueError("long ago"), certain=False)
-    monkeypatch.setattr("accel_core.watch.notices.FRESH", 0.0)
+    monkeypatch.setattr("accel_core.processes.watch.failure_notices.FRESH", 0.0)
     assert first.read() == ""
 
 

@@ -10,11 +10,11 @@ import pytest
 from fake_distributions.installed import install
 from packaging.specifiers import SpecifierSet
 
-from accel_core.errors import NotInstalledError, PluginError
+from accel_core.base.errors import NotInstalledError, PluginError
+from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins import build, find, list_offers, passed
 from accel_core.plugins.offers import NOUNS
 from accel_core.plugins.versions import Version, admits, requirement_on
-from accel_core.vocabulary import KNOWN_PROVIDERS
 
 
 def said(error):

@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 
-from accel_core import operations
 from accel_core.accelerator import Accelerator
+from accel_core.collectives import operations
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 def use_each(size):

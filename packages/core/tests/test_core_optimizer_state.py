@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core.checkpoint.boxes import Box, flat_range
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec import decode, encode
-from accel_core.checkpoint.layouts import Elementwise, Extent, Opaque, Replicated, Whole
 from accel_core.checkpoint.optimizers.optimizer_state import SHARED, SavedEntry, capture, misfits, restore
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.tensor_layouts import Elementwise, Extent, Opaque, Replicated, Whole
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 def cloned(value):

@@ -23,11 +23,11 @@ from accel_core import (
     World,
     get_logger,
 )
-from accel_core.config import Option
-from accel_core.errors import WorldError
-from accel_core.loader_options import resolve_options
-from accel_core.outside import CHANNEL, LOADER_OPTIONS, OPTIONS, Told, told, variable_of
-from accel_core.sections import SECTIONS, Sections
+from accel_core.base.errors import WorldError
+from accel_core.options.component_options import SECTIONS, Sections
+from accel_core.options.loader_options import resolve_options
+from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, OPTIONS, Told, told, variable_of
+from accel_core.options.resolution import Option
 from accel_core.testing import run_ranks
 
 BF16 = "ACCELERATE_MIXED_PRECISION"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from together import Together
 
-from accel_core.channel import Channel
-from accel_core.collectives import gather
-from accel_core.padding import pad_across_processes, pad_input_tensors
-from accel_core.world import World
+from accel_core.collectives.padding import pad_across_processes, pad_input_tensors
+from accel_core.collectives.reduce_gather import gather
+from accel_core.processes.channel import Channel
+from accel_core.processes.world import World
 
 Pair = namedtuple("Pair", "first second")
 

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_core.checkpoint.boxes import Box
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files import part_file, stored
 from accel_core.checkpoint.files.part_file import BLOCK, PartReader, StoredFile, StoredTensor, read_all, write_part
 from accel_core.checkpoint.files.stored import DTYPES
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box
 from accel_core.testing import run_ranks
 
 NAME = "rank-00000.safetensors"
@@ -281,7 +281,7 @@ NO_MEMORY = """
     import json, resource, sys, torch
     from pathlib import Path
     from accel_core.checkpoint.files.part_file import PartReader, StoredFile
-    from accel_core.errors import CheckpointError
+    from accel_core.base.errors import CheckpointError
     description = StoredFile.from_json(sys.argv[2], json.loads(sys.stdin.read()))
     with PartReader(Path(sys.argv[1]), description) as reader:
         reader.tensor("small")

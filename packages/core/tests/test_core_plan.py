@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.layouts import Elementwise, Opaque, Partial, Piece, Replicated
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.plan import Claim, Copy, StoredBox, StoredBoxes, Task, plan
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.tensor_layouts import Elementwise, Opaque, Partial, Piece, Replicated
 
 WHOLE = Box((0, 0), (4, 3))
 TOP, BOTTOM = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))

@@ -11,9 +11,9 @@ import wrong_precisions as wrong
 
 from accel_core import PrecisionPolicy
 from accel_core.testing import precision_jobs, run_ranks
-from accel_core.testing.bundle import Raised
-from accel_core.testing.precision_facts import Description, Explained, Refused
+from accel_core.testing.precision_observations import Description, Explained, Refused
 from accel_core.testing.precision_suite import PrecisionSuite, Setting
+from accel_core.testing.shared_launch import Raised
 
 TOLERANCES = {"tolerance": 1e-2, "gradient_tolerance": 3e-2}
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_core.collectives import broadcast_object, gather
-from accel_core.preemption import Preemption
+from accel_core.collectives.reduce_gather import broadcast_object, gather
+from accel_core.collectives.stop_signals import Preemption
+from accel_core.processes.world import World
 from accel_core.testing import assert_dies, run_ranks
-from accel_core.world import World
 
 LIMIT = 90
 
@@ -266,8 +266,8 @@ def test_outside_of_the_main_thread_watching_is_refused(alone):
 
 AGAIN_AND_AGAIN = """
 import os, signal
-from accel_core.preemption import Preemption
-from accel_core.world import World
+from accel_core.collectives.stop_signals import Preemption
+from accel_core.processes.world import World
 
 preemption = Preemption(World.current(cpu=True), grace=0.2)
 preemption.watch()
@@ -286,8 +286,8 @@ def test_a_signal_after_the_grace_ends_the_process():
 
 TORCHRUN = """
 import os, signal
-from accel_core.preemption import Preemption
-from accel_core.world import World
+from accel_core.collectives.stop_signals import Preemption
+from accel_core.processes.world import World
 
 reader, writer = os.pipe()
 os.set_blocking(writer, False)

@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
-from accel_core import Accelerator, collectives
-from accel_core.launch_environment import Place
-from accel_core.process import split_between_processes
+from accel_core import Accelerator
+from accel_core.collectives import reduce_gather
+from accel_core.collectives.splitting import split_between_processes
+from accel_core.processes.launch_environment import Place
+from accel_core.processes.world import World
 from accel_core.state import PartialState
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -399,7 +400,7 @@ def take_turns(folder: Path) -> dict[str, Any]:
 
     def gather() -> None:
         if leads:
-            collectives.gather(torch.ones(1), state._world)
+            reduce_gather.gather(torch.ones(1), state._world)
         else:
             raise AssertionError("came in")
 
@@ -408,7 +409,7 @@ def take_turns(folder: Path) -> dict[str, Any]:
     found["nested"] = outcome(state.main_process_first(), nest)
     found["failure in nested"] = outcome(state.main_process_first(), fail_in_nested)
     found["collective"] = outcome(state.main_process_first(), gather)
-    found["afterwards"] = collectives.gather_objects([outcome(state.main_process_first(), nest)], state._world)
+    found["afterwards"] = reduce_gather.gather_objects([outcome(state.main_process_first(), nest)], state._world)
     return found
 
 
@@ -485,7 +486,7 @@ def take_longer_than_the_timeout() -> list[Any]:
     with state.main_process_first():
         if state.is_main_process:
             time.sleep(2.5)  # what takes long
-    gathered = collectives.gather(torch.tensor([state.process_index]), state._world)
+    gathered = reduce_gather.gather(torch.tensor([state.process_index]), state._world)
     backend = state._world.group._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     return [gathered.tolist(), backend.options._timeout]
 

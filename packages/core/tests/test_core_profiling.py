@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accel_core import Accelerator, ProfileKwargs, World
-from accel_core.profiling import profile
+from accel_core.loop.profiling import profile
 from accel_core.testing import run_ranks
 
 CYCLES = {"wait": 1, "warmup": 1, "active": 1}

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_core import Accelerator, AutocastKwargs, Precision, PrecisionPolicy, Single, Strategy, hookimpl, place_model
-from accel_core.checkpoint.layouts import Elementwise, Partial
-from accel_core.repointing import Repointing
+from accel_core.contract.tensor_layouts import Elementwise, Partial
+from accel_core.loop.parameter_replacement import Repointing
 
 
 class Doubled(nn.Linear):

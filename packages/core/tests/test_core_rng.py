@@ -9,10 +9,10 @@ import pytest
 import torch
 from together import Together
 
-from accel_core.errors import CollectiveMismatchError
-from accel_core.rng import synchronize
+from accel_core.base.errors import CollectiveMismatchError
+from accel_core.collectives.random_sync import synchronize
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 ON_TWO = Together(2)
 
@@ -84,7 +84,7 @@ def test_what_is_named_becomes_rank_zeros_and_all_else_goes_on(outcome, case):
 @ON_TWO
 def collectives_made():
     """How many messages the channel of the world has exchanged for each case."""
-    from accel_core.collectives import channel_of
+    from accel_core.collectives.reduce_gather import channel_of
 
     world = World.current(cpu=True)
     generators = seed_by_rank(world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_core.watch.roll_call import (
+from accel_core.processes.watch.diagnosis import (
     ENDED,
     Absent,
     Broken,

@@ -12,16 +12,17 @@ from safetensors.torch import load_file, save_file
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core import Accelerator, streams
-from accel_core.errors import CheckpointError, CollectiveMismatchError
+from accel_core import Accelerator
+from accel_core.base.errors import CheckpointError, CollectiveMismatchError
+from accel_core.processes import random_state
 from accel_core.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def own_streams():
-    before = streams.capture(None)
+    before = random_state.capture(None)
     yield
-    streams.restore(before, None)
+    random_state.restore(before, None)
 
 
 class Net(nn.Module):

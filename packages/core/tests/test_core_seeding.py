@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from accel_core.seeding import agree_seed, derive_seed, set_seed
+from accel_core.base.seeds import derive_seed
+from accel_core.collectives.run_seed import agree_seed, set_seed
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def test_numpy_is_not_needed():
     script = """
         import sys
         sys.modules["numpy"] = None
-        from accel_core.seeding import set_seed
+        from accel_core.collectives.run_seed import set_seed
         import torch
         set_seed(2**40)
         print(torch.initial_seed() == 2**40)
@@ -179,7 +180,7 @@ def test_derived_seeds_are_what_they_have_always_been():
 
 
 def test_derived_seeds_do_not_depend_on_hash_randomisation():
-    script = "from accel_core.seeding import derive_seed; print(derive_seed(42, 1))"
+    script = "from accel_core.collectives.run_seed import derive_seed; print(derive_seed(42, 1))"
     assert run_python(script, hash_seed="1") == str(derive_seed(42, 1))
 
 

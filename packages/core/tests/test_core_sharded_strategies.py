@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator
-from accel_core.checkpoint.boxes import Box, uncovered
-from accel_core.checkpoint.layouts import Alias, Elementwise, Replicated, Whole
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.model_state import names_of
 from accel_core.checkpoint.optimizers.optimizer_state import SavedEntry, capture
-from accel_core.collectives import gather_objects
-from accel_core.errors import CheckpointError
+from accel_core.collectives.reduce_gather import gather_objects
+from accel_core.contract.boxes import Box, uncovered
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Replicated, Whole
+from accel_core.processes.world import World
 from accel_core.testing import StrategySuite, models, run_ranks
-from accel_core.world import World
 
 STRATEGIES = (Rows, Uneven, Flat)
 WORLDS = (1, 2, 4)

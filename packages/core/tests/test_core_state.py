@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_core import DDP, Accelerator, Single, Strategy
-from accel_core.errors import WorldError
-from accel_core.launch_environment import Place
+from accel_core.base.errors import WorldError
+from accel_core.base.vocabulary import DistributedType
+from accel_core.processes.launch_environment import Place
+from accel_core.processes.world import World
 from accel_core.state import AcceleratorState, PartialState
 from accel_core.testing import run_ranks
-from accel_core.vocabulary import DistributedType
-from accel_core.world import World
 
 SECONDS = timedelta(seconds=77)
 

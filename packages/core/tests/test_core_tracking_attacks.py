@@ -23,8 +23,8 @@ from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end
 
 from accel_core import Accelerator, Histogram, TrackerError, TrackingKwargs
 from accel_core.testing import run_ranks
-from accel_core.tracking.lane import Lane
 from accel_core.tracking.snapshot import Snapshot
+from accel_core.tracking.tracker_thread import Lane
 
 
 @pytest.fixture
@@ -191,8 +191,8 @@ def test_a_tracker_that_never_started_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_in_the_same_second_have_ids_of_their_own() -> None:
+    from accel_core.processes.world import World
     from accel_core.tracking.plan import new_id
-    from accel_core.world import World
 
     world = World.current(cpu=True)
     ids = [new_id(world) for _ in range(3000)]

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.tracking.readable import DEEPEST, readable
+from accel_core.tracking.config_json import DEEPEST, readable
 
 
 class Colour(Enum):

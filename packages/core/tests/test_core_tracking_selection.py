@@ -19,8 +19,8 @@ from accel_core import (
     TrackingKwargs,
     World,
 )
+from accel_core.options.component_options import Sections
 from accel_core.plugins import Offer
-from accel_core.sections import Sections
 from accel_core.tracking.selection import Chosen, choose
 from accel_core.tracking.trackers import Trackers
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.tracking import snapshot, waiting
-from accel_core.tracking.leaves import LeftOut, UnreadableError, plain
+from accel_core.tracking import device_copy, snapshot
+from accel_core.tracking.scalars import LeftOut, UnreadableError, plain
 from accel_core.tracking.snapshot import Snapshot
 from accel_core.tracking.values import Bins, Flat, Histogram, Table, as_table, describe, flatten
 
@@ -471,12 +471,12 @@ def test_without_pinned_memory_or_events_a_copy_is_waited_for(monkeypatch: pytes
         return to(tensor, device)
 
     monkeypatch.setattr(torch.Tensor, "to", unpinned)
-    hosts, there = waiting.send([torch.tensor([1.0])], torch.device("cpu"))
+    hosts, there = device_copy.send([torch.tensor([1.0])], torch.device("cpu"))
     assert (hosts[0].tolist(), there, modes) == ([1.0], None, [True, False])
     monkeypatch.undo()
-    assert waiting.mark(torch.device("cpu")) is None
-    assert waiting.mark(torch.device("meta")) is None
-    assert waiting.copied_to_host(torch.tensor(3), None) == 3
+    assert device_copy.mark(torch.device("cpu")) is None
+    assert device_copy.mark(torch.device("meta")) is None
+    assert device_copy.copied_to_host(torch.tensor(3), None) == 3
 
 
 @pytest.fixture

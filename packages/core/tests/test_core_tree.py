@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from accel_core.tree import flatten, flatten_with_shape, map_tensors, outline, paths, to_device, unflatten
+from accel_core.base.nested import flatten, flatten_with_shape, map_tensors, outline, paths, to_device, unflatten
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from together import Together
 
-from accel_core.collectives import gather
+from accel_core.collectives.reduce_gather import gather
+from accel_core.collectives.triggers import Trigger
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.trigger import Trigger
-from accel_core.world import World
 
 ON_TWO = Together(2)
 

@@ -9,7 +9,7 @@ from enum import Enum
 import pytest
 import torch
 
-from accel_core.vocabulary import (
+from accel_core.base.vocabulary import (
     SEVERAL_PROCESSES,
     DistributedType,
     DynamoBackend,

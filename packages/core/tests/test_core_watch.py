@@ -24,9 +24,9 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, World, WorldError
+from accel_core.processes.watch.watch import Watch
 from accel_core.testing import RanksFailed, live_objects, run_ranks
 from accel_core.testing.ranks import RankReport
-from accel_core.watch.watch import Watch
 
 WITHIN = 15.0
 

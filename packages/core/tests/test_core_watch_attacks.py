@@ -19,14 +19,14 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
+from accel_core.processes.watch.diagnosis import ENDED, Broken, Report
+from accel_core.processes.watch.failure_notices import Notices
+from accel_core.processes.watch.monitor import Patrol
+from accel_core.processes.watch.rank_status import Entry, Presence
+from accel_core.processes.watch.stack_location import Process
+from accel_core.processes.watch.status_store import Board
+from accel_core.processes.watch.watch import Watch
 from accel_core.testing import RanksFailed, run_ranks
-from accel_core.watch.board import Board
-from accel_core.watch.notices import Notices
-from accel_core.watch.patrol import Patrol
-from accel_core.watch.presence import Entry, Presence
-from accel_core.watch.roll_call import ENDED, Broken, Report
-from accel_core.watch.watch import Watch
-from accel_core.watch.whereabouts import Process
 
 LONG = 6.0  # seconds: the Watch sees within five that ranks do not come together
 
@@ -195,7 +195,7 @@ def patrols(store: dist.Store, told: list[str]) -> tuple[Patrol, Presence]:
 
 def look(patrol: Patrol, monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
     now[0] += 1.0
-    monkeypatch.setattr("accel_core.watch.presence.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("accel_core.processes.watch.rank_status.time.monotonic", lambda: now[0])
     patrol._look()
 
 

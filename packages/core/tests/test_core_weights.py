@@ -22,13 +22,13 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint.assembling import BUFFER, Gathering, Weights
-from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Piece, Replicated
 from accel_core.checkpoint.weights import tensor_files
 from accel_core.checkpoint.weights.saving import parse_size, read_weights, save, save_weights, write_weights
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Opaque, Piece, Replicated
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 KB = 1000
 

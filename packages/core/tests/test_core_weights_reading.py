@@ -16,10 +16,10 @@ from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 
 from accel_core import Accelerator
+from accel_core.base.errors import CheckpointError, NotInstalledError
 from accel_core.checkpoint.reading import Checkpoint
 from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
 from accel_core.checkpoint.weights.saving import write_weights
-from accel_core.errors import CheckpointError, NotInstalledError
 from accel_core.testing import run_ranks
 
 EVERY_FORM = {

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.checkpoint.boxes import Box, flat_range
-from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Piece, Replicated
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.weights import sources
 from accel_core.checkpoint.weights.loading import load_checkpoint_in_model, load_weights
 from accel_core.checkpoint.weights.saving import write_weights
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Opaque, Piece, Replicated
 
 SHAPES = {"matrix": (6, 8), "cube": (4, 3, 5), "row": (7,), "number": (), "nothing": (0, 3)}
 FORMS = ("one file", "parts", "bin", "checkpoint")

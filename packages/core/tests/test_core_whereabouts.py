@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel_core.watch.presence import Entry, Presence
-from accel_core.watch.whereabouts import Process, calling_line, stand_of
+from accel_core.processes.watch.rank_status import Entry, Presence
+from accel_core.processes.watch.stack_location import Process, calling_line, stand_of
 
 
 def until(process: Process, state: str) -> str:
@@ -25,7 +25,7 @@ def until(process: Process, state: str) -> str:
 
 
 def test_process_is_seen_running_stopped_and_gone() -> None:
-    code = "import sys; from accel_core.watch.whereabouts import Process as P; import json; print(json.dumps(P.current().to_dict()), flush=True); sys.stdin.read()"
+    code = "import sys; from accel_core.processes.watch.stack_location import Process as P; import json; print(json.dumps(P.current().to_dict()), flush=True); sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         import json
@@ -89,8 +89,8 @@ def test_thread_stands_at_the_line_that_waits() -> None:
 
 def test_thread_that_computes_inside_of_a_collective_does_not_wait_there(monkeypatch: pytest.MonkeyPatch) -> None:
     now, used = [100.0], [0.0]
-    monkeypatch.setattr("accel_core.watch.presence.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("accel_core.watch.presence.time.process_time", lambda: used[0])
+    monkeypatch.setattr("accel_core.processes.watch.rank_status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("accel_core.processes.watch.rank_status.time.process_time", lambda: used[0])
     presence = Presence(3)
     presence.inside[threading.get_ident()] = Entry("backward()")
     presence.report()
@@ -125,7 +125,7 @@ def entry(name: str, *members: int) -> Entry:
 
 def test_presence_counts_how_long_a_thread_has_been_in_the_same_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("accel_core.watch.presence.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("accel_core.processes.watch.rank_status.time.monotonic", lambda: now[0])
     presence = Presence(3)
     thread = threading.get_ident()
     assert presence.report().calls == ()

@@ -13,20 +13,21 @@ import torch
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core import Accelerator, LocalSGD, streams
-from accel_core.errors import CheckpointError
-from accel_core.hookspecs import hookimpl
-from accel_core.precision import Precision, PrecisionPolicy
+from accel_core import Accelerator, LocalSGD
+from accel_core.base.errors import CheckpointError
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core.processes import random_state
+from accel_core.processes.world import World
 from accel_core.strategies import Single
 from accel_core.testing import run_ranks
-from accel_core.world import World
 
 
 @pytest.fixture(autouse=True)
 def own_streams():
-    before = streams.capture(None)
+    before = random_state.capture(None)
     yield
-    streams.restore(before, None)
+    random_state.restore(before, None)
 
 
 def states(*objects):

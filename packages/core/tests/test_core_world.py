@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import world as world_module
-from accel_core.errors import WorldError
+from accel_core.base.errors import WorldError
+from accel_core.processes import world as world_module
+from accel_core.processes.world import World
 from accel_core.testing import RanksFailed, run_ranks
-from accel_core.world import World
 
 SECONDS = timedelta(seconds=77)
 

@@ -8,10 +8,10 @@ import wrong_strategies
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.layouts import Elementwise, Opaque, Piece, Replicated
 from accel_core.checkpoint.model_state import capture
-from accel_core.hookspecs import hookimpl
+from accel_core.contract.boxes import Box
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.tensor_layouts import Elementwise, Opaque, Piece, Replicated
 
 
 class Right(wrong_strategies.Right):

@@ -12,11 +12,11 @@ import random
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from accel_core.feed import Rows
-from accel_core.hookspecs import hookimpl
-from accel_core.loading import Outlet, PreparedLoader, prepare_copy
-from accel_core.reads import Opening, Progress
-from accel_core.seeding import derive_seed, loader_seed
+from accel_core.base.seeds import derive_seed, loader_seed
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.loader_progress import Rows
+from accel_core.loading.index_source import Opening, Progress
+from accel_core.loading.prepared_loader import Outlet, PreparedLoader, prepare_copy
 
 
 class Iteration(Opening):

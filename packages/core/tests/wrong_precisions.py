@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_core import SKIPPED, Precision, PrecisionPolicy, hookimpl
-from accel_core.dressing import Dress, dress
+from accel_core.base.class_override import Dress, dress
 from accel_core.strategies import DDP, Single
 from accel_core.testing.precision_suite import Setting
 

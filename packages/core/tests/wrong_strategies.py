@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core.hookspecs import hookimpl
-from accel_core.layout import Layout, Shard
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout, Shard
 from accel_core.strategies import Strategy, place_model
 
 

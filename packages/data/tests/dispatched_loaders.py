@@ -6,8 +6,8 @@ import itertools
 
 from torch.utils.data import IterableDataset
 
-from accel_core.layout import Shard
-from accel_core.world import World
+from accel_core.contract.layout import Shard
+from accel_core.processes.world import World
 from accel_data import Sharded
 
 

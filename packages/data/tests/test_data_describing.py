@@ -9,7 +9,7 @@ from sharded_loaders import Stream, Triples, prepare
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
-from accel_core.feed import Feed
+from accel_core.contract.loader_progress import Feed
 
 
 def test_sizes_are_those_of_all_ranks():

@@ -14,10 +14,10 @@ from dispatched_loaders import Items, Measured, Opaque, Sizes, Stream, dispatche
 from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
-from accel_core.feed import Feed
+from accel_core.contract.loader_progress import Feed
+from accel_core.processes.world import World
 from accel_core.testing import assert_dies
 from accel_core.testing.ranks import run_ranks
-from accel_core.world import World
 from accel_data import DataLoaderDispatcher, slice_tensors
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from accel_core.feed import Rows
-from accel_core.layout import Shard
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Rows
 from accel_data.iterable import IterableDatasetShard
-from accel_data.lanes import CountedCollate, ShardedStream, WorkerStart, refuse_datapipe
+from accel_data.worker_streams import CountedCollate, ShardedStream, WorkerStart, refuse_datapipe
 
 TABLE = """
 False False 12 2 014589 2367ab

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_core.processes.world import World
 from accel_core.testing.ranks import run_ranks
-from accel_core.world import World
-from accel_data.mailbox import MEMORY, Mailbox
-from accel_data.wire import KEPT_STRUCTURES
+from accel_data.batch_codec import KEPT_STRUCTURES
+from accel_data.batch_scatter import MEMORY, Mailbox
 
 
 class Unreadable:

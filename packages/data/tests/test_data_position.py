@@ -19,8 +19,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from accel_core.feed import Feed
-from accel_core.layout import Shard
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Feed
 from accel_data import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler, Sharded, skip_first_batches
 
 N = 37

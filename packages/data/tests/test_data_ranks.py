@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from accel_core import Accelerator
-from accel_core.feed import Feed
-from accel_core.layout import Shard
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Feed
+from accel_core.processes.world import World
 from accel_core.testing.ranks import run_ranks
-from accel_core.world import World
 from accel_data import Sharded
 
 

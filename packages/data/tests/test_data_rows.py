@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from accel_data.rows import Unsplittable, concatenate, count_rows, slice_rows, slice_tensors
+from accel_data.batch_rows import Unsplittable, concatenate, count_rows, slice_rows, slice_tensors
 
 Pair = namedtuple("Pair", ["x", "y"])
 

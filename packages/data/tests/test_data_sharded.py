@@ -21,8 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_core.feed import Feed, Rows
-from accel_core.world import World
+from accel_core.contract.loader_progress import Feed, Rows
+from accel_core.processes.world import World
 from accel_data import BatchSamplerShard, DataLoaderShard
 
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel_core import Accelerator
-from accel_core.feed import Feed, Rows
-from accel_core.layout import Shard
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Feed, Rows
 from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderConfiguration, DataLoaderShard, Sharded
 

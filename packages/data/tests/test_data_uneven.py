@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_core import collectives
+from accel_core.collectives import reduce_gather
+from accel_core.processes.world import World
 from accel_core.testing.ranks import run_ranks
-from accel_core.world import World
-from accel_data.uneven import even_ends
+from accel_data.uneven_streams import even_ends
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,7 +31,7 @@ def ends_on_all_ranks():
                 received.append((batch["id"][:2], is_real, remaining))
                 batch.clear()  # as loops do that take their batch apart
                 if policy != "join":
-                    assert collectives.gather(torch.tensor([len(received)]), world).tolist() == [len(received)] * 3
+                    assert reduce_gather.gather(torch.tensor([len(received)]), world).tolist() == [len(received)] * 3
             results[policy, ahead] = received
     return results
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from accel_data import wire
-from accel_data.wire import KEPT_STRUCTURES, Decoder, Encoder, Frame, aligned, nbytes
+from accel_data import batch_codec
+from accel_data.batch_codec import KEPT_STRUCTURES, Decoder, Encoder, Frame, aligned, nbytes
 
 Pair = namedtuple("Pair", ["x", "y"])
-DTYPES = sorted(wire._RAW - {torch.complex32}, key=str)  # which warns that it is experimental
+DTYPES = sorted(batch_codec._RAW - {torch.complex32}, key=str)  # which warns that it is experimental
 
 
 class Wire:

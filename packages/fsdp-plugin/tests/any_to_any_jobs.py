@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from accel_core import DDP, Accelerator
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.assembling import whole
-from accel_core.collectives import gather_objects
-from accel_core.errors import CheckpointError
+from accel_core.collectives.reduce_gather import gather_objects
+from accel_core.processes.world import World
 from accel_core.testing import models
-from accel_core.testing.peaks import PEAKS_ARE_MEASURED, extra_memory, leave_no_gaps
-from accel_core.world import World
+from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory, leave_no_gaps
 from accel_fsdp import FSDP
 from accel_precision import FP16
 

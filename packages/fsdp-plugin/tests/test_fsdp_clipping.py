@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 from accel_fsdp.clipping import clip, total_norm
 
 NORMS = (1.0, 2.0, 3.5, math.inf)

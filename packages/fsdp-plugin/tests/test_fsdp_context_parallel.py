@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from accel_core import Accelerator
+from accel_core.processes.world import World
 from accel_core.testing import run_ranks
-from accel_core.world import World
 from accel_fsdp import FSDP
 from accel_fsdp.context_parallel import split_sequence
 

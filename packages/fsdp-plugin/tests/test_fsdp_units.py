@@ -8,7 +8,7 @@ from torch import nn
 
 from accel_core import World
 from accel_core.testing import run_ranks
-from accel_fsdp.units import check_wrap, describe_units, find_units, ignored_parameters
+from accel_fsdp.wrapping import check_wrap, describe_units, find_units, ignored_parameters
 
 
 class Block(nn.Module):

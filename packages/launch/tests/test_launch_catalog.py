@@ -7,10 +7,10 @@ from dataclasses import fields
 import pytest
 
 from accel_core import Accelerator
-from accel_core.errors import NotInstalledError, PluginError
-from accel_core.outside import LOADER_OPTIONS, OPTIONS
+from accel_core.base.errors import NotInstalledError, PluginError
+from accel_core.options.component_options import SECTIONS
+from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS
 from accel_core.plugins import Offer
-from accel_core.sections import SECTIONS
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import GROUPS, Catalog
 
@@ -99,7 +99,9 @@ def test_two_distributions_with_one_name_are_told_apart_by_a_qualified_one():
 
 
 def test_a_name_of_a_strategy_and_a_precision_has_no_options_outside_of_python():
-    catalog = Catalog([*CATALOG.offers, offer("ddp", "accel_core.precision:FullPrecision", "accel.precisions")])
+    catalog = Catalog(
+        [*CATALOG.offers, offer("ddp", "accel_core.contract.precision_policy:FullPrecision", "accel.precisions")]
+    )
     with pytest.raises(PluginError, match="both a strategy and a mixed_precision go by that name"):
         catalog.section("ddp")
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import pytest
 
-from accel_core.errors import PluginError
+from accel_core.base.errors import PluginError
 from accel_core.plugins import Offer
 from accel_launch.commands import launch
 from accel_launch.settings.catalog import Catalog

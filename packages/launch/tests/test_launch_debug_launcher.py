@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator
 from accel_core.plugins import list_offers
 from accel_launch import LaunchError, RankFailedError, debug_launcher, notebook_launcher
-from accel_launch.notebook import rank, travel
+from accel_launch.notebook import function_pickle, rank
+from accel_launch.notebook.function_pickle import Told, failure_told, packed, result_told, unpacked
 from accel_launch.notebook.outcome import raise_first, result_of
 from accel_launch.notebook.passing_on import Output
-from accel_launch.notebook.travel import Told, failure_told, packed, result_told, unpacked
 from accel_launch.starting.devices import Accelerators
 from accel_launch.starting.failures import Failure
 from accel_launch.starting.threads import usable_cores
@@ -292,7 +292,7 @@ def test_a_function_of_a_module_that_nobody_else_can_import_travels(tmp_path):
 def test_a_tensor_of_a_device_travels_as_what_it_is(kind):
     """There is no device here, so the CPU stands for one."""
     tensor = kind(torch.arange(3.0))
-    make, parts, *_ = travel._on_cpu(tensor)
+    make, parts, *_ = function_pickle._on_cpu(tensor)
     found = make(*parts)
     assert type(found) is type(tensor)
     assert found.requires_grad == tensor.requires_grad

@@ -20,11 +20,11 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from accel_launch.starting import board, claims, heartbeat, outcome, patience
-from accel_launch.starting.answering import Board
+from accel_launch.starting import board, claims, deadline, heartbeat, outcome
 from accel_launch.starting.board import Address, MeetingError, connect_again
 from accel_launch.starting.claims import Card
 from accel_launch.starting.interfaces import interface_to, own_addresses, variables_towards
+from accel_launch.starting.interruptible_store import Board
 from accel_launch.starting.meeting import MachineRendezvous, register
 from accel_launch.starting.rounds import AgentStore
 
@@ -340,7 +340,7 @@ def test_without_machine_0_the_others_end(cluster):
 
 @pytest.mark.full
 def test_who_waits_says_for_whom_and_gives_up_in_words(cluster, capfd, monkeypatch):
-    monkeypatch.setattr(patience, "FIRST_LINE", 0.2)
+    monkeypatch.setattr(deadline, "FIRST_LINE", 0.2)
     run = cluster(4)
     (alone,) = run.come(run.machine(2, timeout=0.5))
     message = error_of(alone)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_core.outside import CHANNEL, LOADER_OPTIONS, OPTIONS, told
-from accel_core.schema import from_data, to_data
-from accel_core.sections import SECTIONS, read_section
+from accel_core.options.component_options import SECTIONS, read_section
+from accel_core.options.option_fields import from_data, to_data
+from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, OPTIONS, told
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import ROLES, SEVERAL, Catalog
 from accel_launch.settings.command_line import CommandLine, parse

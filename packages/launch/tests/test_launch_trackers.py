@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from accel_core import Tracker
-from accel_core.outside import CHANNEL, told
+from accel_core.options.option_sources import CHANNEL, told
 from accel_core.plugins import Offer
 from accel_launch.commands import launch, plugins
 from accel_launch.settings.catalog import Catalog

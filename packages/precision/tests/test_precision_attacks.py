@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.dressing import Dress, dress
+from accel_core.base.class_override import Dress, dress
 from accel_core.testing.models import built
 from accel_precision import FP8
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, Layout, Strategy, hookimpl
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.layouts import Extent
 from accel_core.checkpoint.model_state import capture as capture_model
 from accel_core.checkpoint.optimizers import optimizer_state
-from accel_core.precision import dress_calls
-from accel_core.repointing import Repointing
+from accel_core.contract.boxes import Box
+from accel_core.contract.precision_policy import dress_calls
+from accel_core.contract.tensor_layouts import Extent
+from accel_core.loop.parameter_replacement import Repointing
 from accel_core.testing import run_ranks
 from accel_precision import FP8
 from accel_precision.fp8 import plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_trackers.names import Names, flat, spelled
+from accel_trackers.name_limits import Names, flat, spelled
 
 
 def test_a_name_that_fits_stays():

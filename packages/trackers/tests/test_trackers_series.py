@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from accel_trackers.series import Series
+from accel_trackers.step_series import Series
 
 
 def test_the_first_series_takes_what_increases():

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from accel_trackers.service import check_options, process_kept, shared_options, variables
+from accel_trackers.process_guard import check_options, process_kept, shared_options, variables
 
 
 def state():

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_core import hookimpl
-from accel_core.feed import Feed, Rows
-from accel_core.loading import Outlet, PreparedLoader, prepare_copy
-from accel_core.reads import Opening, Progress, Read
-from accel_core.seeding import derive_seed, loader_seed
+from accel_core.base.seeds import derive_seed, loader_seed
+from accel_core.contract.loader_progress import Feed, Rows
+from accel_core.loading.index_source import Opening, Progress, Read
+from accel_core.loading.prepared_loader import Outlet, PreparedLoader, prepare_copy
 
 if TYPE_CHECKING:
-    from accel_core.layout import Shard
+    from accel_core.contract.layout import Shard
 
 __all__ = ["Nearby", "NearbyLoader"]
 

@@ -2,7 +2,7 @@
 
     from accel_core import Accelerator
 
-See `Accelerator` for the loop, `accel_core.hookspecs` for what a plugin can take over, and `accel_core.testing` for what
+See `Accelerator` for the loop, `accel_core.contract.hook_specs` for what a plugin can take over, and `accel_core.testing` for what
 defines a strategy.
 """
 
@@ -12,36 +12,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel_core.accelerator import Accelerator
-from accel_core.errors import CheckpointError, CollectiveMismatchError, NotInstalledError, PluginError, WorldError
-from accel_core.feed import Feed, Passage, Rows
-from accel_core.handlers import (
+from accel_core.base.errors import (
+    CheckpointError,
+    CollectiveMismatchError,
+    NotInstalledError,
+    PluginError,
+    RecordRefusedError,
+    TrackerError,
+    WorldError,
+)
+from accel_core.base.vocabulary import ELSEWHERE, DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+from accel_core.collectives.run_seed import set_seed
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout, Shard
+from accel_core.contract.loader_progress import Feed, Passage, Rows
+from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core.loop.optimizer_gate import SKIPPED
+from accel_core.loop.preparation import PrepareRequest
+from accel_core.options.handlers import (
     AutocastKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
+    TorchDynamoPlugin,
+    TrackingKwargs,
 )
-from accel_core.hookspecs import hookimpl
-from accel_core.layout import Layout, Shard
-from accel_core.logs import get_logger
-from accel_core.optimizer import SKIPPED
-from accel_core.precision import Precision, PrecisionPolicy
-from accel_core.prepare import PrepareRequest
-from accel_core.project import ProjectConfiguration
-from accel_core.seeding import set_seed
+from accel_core.options.project import ProjectConfiguration
+from accel_core.processes.logs import get_logger
+from accel_core.processes.world import World
 from accel_core.state import AcceleratorState, PartialState
 from accel_core.strategies import DDP, DistributedDataParallelKwargs, Single, Strategy, place_model
-from accel_core.vocabulary import ELSEWHERE, DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
-from accel_core.world import World
 
 if TYPE_CHECKING:
-    from accel_core.accelerated import AcceleratedOptimizer, AcceleratedScheduler
     from accel_core.checkpoint.weights.exporting import export_weights
     from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
-    from accel_core.compilation import TorchDynamoPlugin
-    from accel_core.local_sgd import LocalSGD
-    from accel_core.memory import clear_device_cache, find_executable_batch_size, release_memory
-    from accel_core.nonfinite import Finding, NonFiniteError
-    from accel_core.operations import (
+    from accel_core.collectives.operations import (
         broadcast,
         broadcast_object_list,
         gather,
@@ -53,9 +58,12 @@ if TYPE_CHECKING:
         synchronize_rng_states,
         wait_for_everyone,
     )
-    from accel_core.profiling import ProfileKwargs
+    from accel_core.facade.accelerated import AcceleratedOptimizer, AcceleratedScheduler
+    from accel_core.loop.local_sgd import LocalSGD
+    from accel_core.loop.memory import clear_device_cache, find_executable_batch_size, release_memory
+    from accel_core.loop.profiling import ProfileKwargs
+    from accel_core.nonfinite import Finding, NonFiniteError
     from accel_core.tracking.handle import TrackerHandle
-    from accel_core.tracking.rules import RecordRefusedError, TrackerError, TrackingKwargs
     from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
     from accel_core.tracking.values import Bins, Histogram, Table
 
@@ -134,38 +142,34 @@ __version__ = "0.1.0"
 
 # Looked up when they are used: most scripts use none of them, and importing them all would double the time of the import.
 _MODULES = {
-    "AcceleratedOptimizer": "accelerated",
-    "AcceleratedScheduler": "accelerated",
+    "AcceleratedOptimizer": "facade.accelerated",
+    "AcceleratedScheduler": "facade.accelerated",
     "Bins": "tracking.values",
     "GeneralTracker": "tracking.tracker",
     "Histogram": "tracking.values",
-    "LocalSGD": "local_sgd",
+    "LocalSGD": "loop.local_sgd",
     "Finding": "nonfinite",
     "NonFiniteError": "nonfinite",
-    "ProfileKwargs": "profiling",
-    "RecordRefusedError": "tracking.rules",
+    "ProfileKwargs": "loop.profiling",
     "Table": "tracking.values",
-    "TorchDynamoPlugin": "compilation",
     "TrackedRun": "tracking.tracker",
     "Tracker": "tracking.tracker",
-    "TrackerError": "tracking.rules",
     "TrackerHandle": "tracking.handle",
-    "TrackingKwargs": "tracking.rules",
-    "broadcast": "operations",
-    "broadcast_object_list": "operations",
-    "clear_device_cache": "memory",
+    "broadcast": "collectives.operations",
+    "broadcast_object_list": "collectives.operations",
+    "clear_device_cache": "loop.memory",
     "export_weights": "checkpoint.weights.exporting",
-    "find_executable_batch_size": "memory",
-    "gather": "operations",
-    "gather_object": "operations",
+    "find_executable_batch_size": "loop.memory",
+    "gather": "collectives.operations",
+    "gather_object": "collectives.operations",
     "load_checkpoint_in_model": "checkpoint.weights.loading",
-    "pad_across_processes": "operations",
-    "pad_input_tensors": "operations",
-    "reduce": "operations",
-    "release_memory": "memory",
-    "synchronize_rng_state": "operations",
-    "synchronize_rng_states": "operations",
-    "wait_for_everyone": "operations",
+    "pad_across_processes": "collectives.operations",
+    "pad_input_tensors": "collectives.operations",
+    "reduce": "collectives.operations",
+    "release_memory": "loop.memory",
+    "synchronize_rng_state": "collectives.operations",
+    "synchronize_rng_states": "collectives.operations",
+    "wait_for_everyone": "collectives.operations",
 }
 
 

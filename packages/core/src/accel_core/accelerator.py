@@ -14,17 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from accel_core import collectives, fused_backward, gradients, metrics
-from accel_core.accumulation import Accumulate, Accumulation
-from accel_core.assembly import Arguments, assemble
-from accel_core.batch_stream import as_data_loader
-from accel_core.config import as_text, flag, resolve
-from accel_core.deprecation import Deprecation
-from accel_core.feed import Feed, RunningLoader
-from accel_core.handlers import GradientAccumulationPlugin
-from accel_core.hookspecs import LAYOUT_HOOKS
-from accel_core.optimizer import OptimizerGate, gate_of, place_state
-from accel_core.options import (
+from accel_core.base.deprecation import Deprecation
+from accel_core.build import Arguments, assemble
+from accel_core.collectives import metrics, reduce_gather
+from accel_core.collectives.run_seed import agree_seed
+from accel_core.collectives.triggers import Trigger
+from accel_core.contract.hook_specs import LAYOUT_HOOKS
+from accel_core.contract.loader_progress import Feed, RunningLoader
+from accel_core.contract.precision_policy import remove_policy
+from accel_core.facade.older_arguments import (
     checked_placement,
     chosen_strategy,
     refuse_keywords,
@@ -32,8 +30,14 @@ from accel_core.options import (
     renamed,
     warn_of_unread,
 )
-from accel_core.precision import remove_policy
-from accel_core.prepare import (
+from accel_core.facade.process_methods import ProcessControl
+from accel_core.loading.batch_stream import as_data_loader
+from accel_core.loop import fused_backward, gradients
+from accel_core.loop.accumulation import Accumulate, Accumulation
+from accel_core.loop.forward_backward import WindowLoop, default_inputs
+from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, place_state
+from accel_core.loop.parameter_replacement import Repointing
+from accel_core.loop.preparation import (
     ORDER,
     Prepared,
     PreparedModel,
@@ -49,14 +53,11 @@ from accel_core.prepare import (
     stays_in_place,
     warn_of_empty,
 )
-from accel_core.process_control import ProcessControl
-from accel_core.project import resolve_project
-from accel_core.repointing import Repointing
-from accel_core.scheduler import gate_scheduler, is_scheduler, rule_of
-from accel_core.seeding import agree_seed
+from accel_core.loop.scheduler_gate import gate_scheduler, is_scheduler, rule_of
+from accel_core.options.handlers import GradientAccumulationPlugin
+from accel_core.options.project import resolve_project
+from accel_core.options.resolution import as_text, flag, resolve
 from accel_core.state import AcceleratorState, PartialState
-from accel_core.trigger import Trigger
-from accel_core.window import WindowLoop, default_inputs
 
 if TYPE_CHECKING:
     import os
@@ -65,30 +66,29 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-    from accel_core.assembly import Assembly
+    from accel_core.base.vocabulary import DistributedType, OlderArguments
+    from accel_core.build import Assembly
     from accel_core.checkpoint.assembling import Gathering
     from accel_core.checkpoint.checkpoints import Asynchronous, Checkpoints
-    from accel_core.checkpoint.content import Run
     from accel_core.checkpoint.loading import LoadHook
+    from accel_core.checkpoint.run_state import Run
     from accel_core.checkpoint.saving import SaveHook
-    from accel_core.collectives import Reduction
-    from accel_core.compilation import TorchDynamoPlugin
-    from accel_core.handlers import AutocastKwargs, KwargsHandler
-    from accel_core.layout import Layout
+    from accel_core.collectives.reduce_gather import Reduction
+    from accel_core.collectives.stop_signals import Preemption
+    from accel_core.contract.layout import Layout
+    from accel_core.contract.precision_policy import Precision
+    from accel_core.contract.strategy import Strategy
+    from accel_core.facade.older_arguments import ChosenStrategy
+    from accel_core.loop.forward_backward import Inputs, LossFn
+    from accel_core.loop.profiling import ProfileKwargs
     from accel_core.nonfinite import NonFiniteDetector
-    from accel_core.options import ChosenStrategy
+    from accel_core.options.handlers import AutocastKwargs, KwargsHandler, TorchDynamoPlugin
+    from accel_core.options.project import ProjectConfiguration
     from accel_core.plugins.explain import Detail, Explanation
-    from accel_core.precision import Precision
-    from accel_core.preemption import Preemption
-    from accel_core.profiling import ProfileKwargs
-    from accel_core.project import ProjectConfiguration
-    from accel_core.strategies.strategy import Strategy
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.selection import Chosen
     from accel_core.tracking.tracker import GeneralTracker, Tracker
     from accel_core.tracking.trackers import Trackers
-    from accel_core.vocabulary import DistributedType, OlderArguments
-    from accel_core.window import Inputs, LossFn
 
     Placements = Sequence[bool] | None
 
@@ -117,7 +117,7 @@ class Accelerator(ProcessControl):
                 optimizer.zero_grad()
 
     What is not given here is taken from outside of the code, in this order: the command line of a launcher, environment variables,
-    a launcher's configuration file; see `accel_core.outside`, also for the options of a strategy or a precision that is chosen by
+    a launcher's configuration file; see `accel_core.options.option_sources`, also for the options of a strategy or a precision that is chosen by
     name.
 
     Building one is a collective when it starts the process group: the first one, on every rank that the launcher started.
@@ -662,7 +662,7 @@ class Accelerator(ProcessControl):
                 f"mark_forward_method() was given a {type(model).__name__} that is not prepared. Pass the model that prepare() "
                 f"returned."
             )
-        from accel_core.forward_methods import mark
+        from accel_core.loop.forward_methods import mark
 
         mark(record.prepared, record.original, name)
 
@@ -738,7 +738,7 @@ class Accelerator(ProcessControl):
         self._accumulation.reset()
         if self._detector is not None:
             self._detector.release()
-        from accel_core.memory import clear_device_cache
+        from accel_core.loop.memory import clear_device_cache
 
         clear_device_cache(garbage_collection=True)
         return [None] * count
@@ -766,7 +766,7 @@ class Accelerator(ProcessControl):
         Args:
             loss: a scalar tensor, the mean over this rank's micro-batch.
             learning_rate: for an optimizer that updates the parameters during the backward, such as LOMO's, and only for
-                such a one: see `accel_core.fused_backward`.
+                such a one: see `accel_core.loop.fused_backward`.
             kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may have dimensions.
 
         Raises:
@@ -882,7 +882,7 @@ class Accelerator(ProcessControl):
         Raises:
             TypeError: in a world larger than one, for a model that cannot join; for an `even_batches` of another type.
         """
-        from accel_core.joining import as_joinables, evenness, joined
+        from accel_core.loop.uneven_inputs import as_joinables, evenness, joined
 
         joining = as_joinables(joinables) if self.use_distributed else []
         with ExitStack() as stack:
@@ -1011,7 +1011,7 @@ class Accelerator(ProcessControl):
         Raises:
             CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
         """
-        return collectives.gather(tensor, self._world)
+        return reduce_gather.gather(tensor, self._world)
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
         """Combines tensors over the ranks: their sum, mean or maximum. Collective.
@@ -1024,7 +1024,7 @@ class Accelerator(ProcessControl):
         Raises:
             CollectiveMismatchError: on every rank, if structures, dtypes or shapes differ.
         """
-        return collectives.reduce(tensor, self._world, reduction, scale)
+        return reduce_gather.reduce(tensor, self._world, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
@@ -1038,7 +1038,7 @@ class Accelerator(ProcessControl):
         Raises:
             CollectiveMismatchError: on every rank, if structures, dtypes or numbers of dims differ.
         """
-        from accel_core.padding import pad_across_processes
+        from accel_core.collectives.padding import pad_across_processes
 
         return pad_across_processes(tensor, self._world, dim, pad_index, pad_first)
 
@@ -1049,7 +1049,7 @@ class Accelerator(ProcessControl):
             profile_handler: options for this block instead of those among `kwargs_handlers`. With `output_trace_dir` each
                 rank writes a Chrome trace there.
         """
-        from accel_core.profiling import ProfileKwargs, profile
+        from accel_core.loop.profiling import ProfileKwargs, profile
 
         handler = profile_handler or self._parts.handlers.get(ProfileKwargs) or ProfileKwargs()
         assert isinstance(handler, ProfileKwargs), "handlers are kept by their class"
@@ -1401,7 +1401,7 @@ class Accelerator(ProcessControl):
         return self._checkpoints_made
 
     def _run(self) -> Run:
-        from accel_core.checkpoint.content import Run
+        from accel_core.checkpoint.run_state import Run
 
         parts = self._parts
         plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
@@ -1426,7 +1426,7 @@ class Accelerator(ProcessControl):
 
     def _scales(self) -> list[Any]:
         """What changes with the steps of this rank, and has to be the same on all: the precision, if it has a state."""
-        from accel_core.checkpoint.content import has_state
+        from accel_core.checkpoint.run_state import has_state
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
 
@@ -1443,7 +1443,7 @@ class Accelerator(ProcessControl):
 
     def _preempted(self) -> Preemption:
         if self._preemption is None:
-            from accel_core.preemption import Preemption
+            from accel_core.collectives.stop_signals import Preemption
 
             self._preemption = Preemption(self._world)
         return self._preemption
@@ -1453,8 +1453,8 @@ class Accelerator(ProcessControl):
         return self._declares_layout and self._prepared.find_part(model) is not None
 
     def _gathering(self, model: nn.Module) -> Gathering:
-        from accel_core.checkpoint.agreement import here
         from accel_core.checkpoint.assembling import Gathering
+        from accel_core.checkpoint.collective_steps import here
 
         found = self._prepared.find_part(model)
         assert found is not None, "a prepared model, or a part of one"

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from accel_core.config import flag
-from accel_core.errors import WorldError
-from accel_core.handlers import InitProcessGroupKwargs
-from accel_core.options import names_of, offered_name
+from accel_core.base.errors import WorldError
+from accel_core.base.vocabulary import KNOWN_PROVIDERS, ONE_PROCESS, SEVERAL_PROCESSES, DistributedType
+from accel_core.facade.older_arguments import names_of, offered_name
+from accel_core.facade.process_methods import ProcessControl
+from accel_core.options.handlers import InitProcessGroupKwargs
+from accel_core.options.resolution import flag
 from accel_core.plugins.offers import list_offers
-from accel_core.process_control import ProcessControl
-from accel_core.vocabulary import KNOWN_PROVIDERS, ONE_PROCESS, SEVERAL_PROCESSES, DistributedType
-from accel_core.world import World
+from accel_core.processes.world import World
 
 if TYPE_CHECKING:
-    from accel_core.strategies.strategy import Strategy
+    from accel_core.contract.strategy import Strategy
 
 _PLUGIN_NAMES = re.compile(r"(?P<verb>get_|select_)?(?P<name>\w+?)_plugin|(?P<all>\w+?)_plugins")
 

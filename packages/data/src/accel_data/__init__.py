@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_data.batch_rows import slice_tensors
     from accel_data.batches import BatchSamplerShard
     from accel_data.configuration import DataLoaderConfiguration
     from accel_data.description import LoaderDescription
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from accel_data.iterable import IterableDatasetShard
     from accel_data.loader import DataLoaderShard
     from accel_data.preparing import prepare_data_loader
-    from accel_data.rows import slice_tensors
     from accel_data.seedable import SeedableRandomSampler
     from accel_data.sharded import Sharded
     from accel_data.skipping import skip_first_batches
@@ -45,7 +45,7 @@ _MODULES = {
     "Sharded": "sharded",
     "prepare_data_loader": "preparing",
     "skip_first_batches": "skipping",
-    "slice_tensors": "rows",
+    "slice_tensors": "batch_rows",
 }
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, Sampler
 
-from accel_core.feed import Rows
-from accel_core.reads import length_of, looked_ahead
-from accel_data.parts import Parts, check_process, piece_of
-from accel_data.position import tell_epoch
+from accel_core.contract.loader_progress import Rows
+from accel_core.loading.index_source import length_of, looked_ahead
+from accel_data.loader_state import tell_epoch
+from accel_data.shard_arithmetic import Parts, check_process, piece_of
 
 T = TypeVar("T")
 Indices = list[int]
@@ -243,7 +244,9 @@ def _recorded(items: Iterable[T], first: list[T], limit: int) -> Iterator[T]:
 
 def _rest(indices: Iterator[int], start: int, sampler: object) -> Iterator[int]:
     """The indices behind the first `start`."""
-    read = sum(1 for _ in islice(indices, start))
+    counter = count()
+    deque(zip(islice(indices, start), counter, strict=False), maxlen=0)  # without a line of Python for each index
+    read = next(counter)
     if read < start:
         raise _too_few(start, read, sampler)
     yield from indices

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from accel_core.handlers import KwargsHandler
-from accel_core.plugins.offers import nearest
+from accel_core.base.suggestions import nearest
+from accel_core.options.handlers import KwargsHandler
 
 Uneven = Literal["pad", "stop", "join"]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.layout import Shard
-from accel_core.loading import dressed_copy
-from accel_core.world import World
-from accel_data.counting import CountingCollate
+from accel_core.contract.layout import Shard
+from accel_core.loading.prepared_loader import dressed_copy
+from accel_core.processes.world import World
 from accel_data.dispatching import DispatchSource
 from accel_data.loader import DataLoaderShard, as_plain, check_skipped, dress_made, reading_part
-from accel_data.positioned import PositionedLoader
+from accel_data.positioned_loader import PositionedLoader
 from accel_data.request import Request, refuse_unserved
+from accel_data.sample_count import CountingCollate
 
 
 class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_core.feed import Rows
-from accel_core.reads import length_of
-from accel_core.samples import Positions
-from accel_core.seeding import derive_seed
-from accel_core.tree import flatten
-from accel_core.world import World
-from accel_data.mailbox import Mailbox
-from accel_data.position import EpochOpening, EpochProgress, Epochs, Start
-from accel_data.sharing import Part, Sharing
-from accel_data.source import EpochSource
+from accel_core.base.nested import flatten
+from accel_core.base.seeds import derive_seed
+from accel_core.contract.loader_progress import Rows
+from accel_core.contract.sample_ids import Positions
+from accel_core.loading.index_source import length_of
+from accel_core.processes.world import World
+from accel_data.batch_scatter import Mailbox
+from accel_data.batch_split import Part, Sharing
+from accel_data.loader_state import EpochOpening, EpochProgress, Epochs, Start
+from accel_data.map_source import EpochSource
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core.feed import Feed
-    from accel_core.loading import Outlet
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.loading.prepared_loader import Outlet
+    from accel_data.iterable_source import StreamSource
     from accel_data.loader import DataLoaderShard
     from accel_data.request import Request
-    from accel_data.streaming import StreamSource
 
 BLOCK = 8
 """The most steps of a message: what one costs is then small beside what reading its batches costs."""

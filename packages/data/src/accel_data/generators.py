@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from accel_data.position import EpochProgress, Start
+    from accel_data.loader_state import EpochProgress, Start
 
 Synchronise = Callable[[list[torch.Generator]], None]
 """Makes random streams equal to those of rank 0; a collective."""

@@ -15,8 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from accel_data.parts import Parts, check_process, piece_of
-from accel_data.position import tell_epoch
+from accel_data.loader_state import tell_epoch
+from accel_data.shard_arithmetic import Parts, check_process, piece_of
 
 T = TypeVar("T")
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.dressing import dressed_class
-from accel_core.loading import PreparedLoader, reading
-from accel_data.counting import Counting, CountingCollate
-from accel_data.positioned import PositionedLoader
+from accel_core.base.class_override import dressed_class
+from accel_core.loading.prepared_loader import PreparedLoader, reading
+from accel_data.epoch_in_workers import telling
+from accel_data.iterable_source import Stateful, StreamSource
+from accel_data.map_source import EpochSource
+from accel_data.positioned_loader import PositionedLoader
 from accel_data.request import Request
+from accel_data.sample_count import Counting, CountingCollate
 from accel_data.sharded_stream import Arriving, SharedStreamSource
-from accel_data.source import EpochSource
-from accel_data.streaming import Stateful, StreamSource
-from accel_data.told import telling
 
 if TYPE_CHECKING:
-    from accel_data.position import Start
+    from accel_data.loader_state import Start
 
 
 class DataLoaderShard(PositionedLoader, DataLoader[Any]):

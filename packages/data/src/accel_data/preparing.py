@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.batch_stream import as_data_loader
-from accel_core.feed import Feed
-from accel_core.layout import Shard
-from accel_core.loading import dressed_copy
-from accel_core.seeding import agree_seed
-from accel_core.world import World
+from accel_core.collectives.run_seed import agree_seed
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Feed
+from accel_core.loading.batch_stream import as_data_loader
+from accel_core.loading.prepared_loader import dressed_copy
+from accel_core.processes.world import World
 from accel_data.configuration import DataLoaderConfiguration
 from accel_data.dispatcher import DataLoaderDispatcher, dispatching
-from accel_data.lanes import refuse_datapipe
 from accel_data.loader import DataLoaderShard, reading_part
 from accel_data.request import Request, named, refuse_unserved
 from accel_data.sharded_stream import sharing_stream
+from accel_data.worker_streams import refuse_datapipe
 
 if TYPE_CHECKING:
     import torch

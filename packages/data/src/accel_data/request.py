@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from accel_core.config import as_rng_types
-from accel_core.feed import Feed
-from accel_core.layout import Shard
-from accel_core.loading import Outlet, index_sampler
-from accel_core.reads import length_of
-from accel_core.rng import synchronize
-from accel_core.seeding import agree_seed
-from accel_core.world import World
+from accel_core.collectives.random_sync import synchronize
+from accel_core.collectives.run_seed import agree_seed
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Feed
+from accel_core.loading.index_source import length_of
+from accel_core.loading.prepared_loader import Outlet, index_sampler
+from accel_core.options.resolution import as_rng_types
+from accel_core.processes.world import World
 from accel_data.batches import BatchSamplerShard
 from accel_data.configuration import DataLoaderConfiguration
-from accel_data.identity import Identity
+from accel_data.loader_fingerprint import Identity
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from accel_core.config import as_rng_types
-from accel_core.hookspecs import hookimpl
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.options.resolution import as_rng_types
 from accel_data.configuration import DataLoaderConfiguration, Uneven, check_options
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.data import DataLoader
 
-    from accel_core.feed import Feed
-    from accel_core.layout import Shard
+    from accel_core.contract.layout import Shard
+    from accel_core.contract.loader_progress import Feed
 
 
 class Sharded:

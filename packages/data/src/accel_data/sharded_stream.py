@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from accel_core.feed import Rows
-from accel_core.layout import Shard
-from accel_core.loading import Count, Delivering, unmatched
-from accel_core.samples import Positions
-from accel_core.world import World
-from accel_data.lanes import Counted, CountedCollate, ShardedStream, WorkerStart
-from accel_data.parts import piece_of
-from accel_data.streaming import Fetched, StreamSource, inside
-from accel_data.uneven import even_ends
+from accel_core.contract.layout import Shard
+from accel_core.contract.loader_progress import Rows
+from accel_core.contract.sample_ids import Positions
+from accel_core.loading.prepared_loader import Count, Delivering, unmatched
+from accel_core.processes.world import World
+from accel_data.iterable_source import Fetched, StreamSource, inside
+from accel_data.shard_arithmetic import piece_of
+from accel_data.uneven_streams import even_ends
+from accel_data.worker_streams import Counted, CountedCollate, ShardedStream, WorkerStart
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_core.feed import Feed
+    from accel_core.contract.loader_progress import Feed
     from accel_data.configuration import Uneven
-    from accel_data.lanes import Mark
-    from accel_data.position import Start
+    from accel_data.iterable_source import Stateful
+    from accel_data.loader_state import Start
     from accel_data.request import Request
-    from accel_data.streaming import Stateful
+    from accel_data.worker_streams import Mark
 
 
 def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel_core.loading import PreparedLoader, dressed_copy
+from accel_core.loading.prepared_loader import PreparedLoader, dressed_copy
 from accel_data.loader import DataLoaderShard, reading_part
 from accel_data.request import Request
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
 
-from accel_core.dressing import Dress, dress
+from accel_core.base.class_override import Dress, dress
 
 if TYPE_CHECKING:
     from torch import nn

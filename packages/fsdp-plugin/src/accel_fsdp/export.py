@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.agreement import here
 from accel_core.checkpoint.assembling import Gathering
-from accel_core.world import World
-from accel_fsdp.synchronising import ShardedModel
+from accel_core.checkpoint.collective_steps import here
+from accel_core.processes.world import World
+from accel_fsdp.gradient_sync import ShardedModel
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,8 +17,8 @@ from torch import nn
 if TYPE_CHECKING:
     import torch
 
-    from accel_core.prepare import PrepareRequest
-    from accel_fsdp.units import Unit
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_fsdp.wrapping import Unit
 
 
 class Gathering:

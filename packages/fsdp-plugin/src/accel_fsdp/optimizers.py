@@ -19,17 +19,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from accel_core import streams
 from accel_core.checkpoint.optimizers.known_optimizers import ELEMENTWISE, is_known, layouts_of
 from accel_core.checkpoint.optimizers.parameter_state import has_tensors
-from accel_core.collectives import gather_objects
-from accel_core.fused_backward import is_fused
-from accel_core.optimizer import gate_of
-from accel_core.world import World
+from accel_core.collectives.reduce_gather import gather_objects
+from accel_core.loop.fused_backward import is_fused
+from accel_core.loop.optimizer_gate import gate_of
+from accel_core.processes import random_state
+from accel_core.processes.world import World
 from accel_fsdp.sharding import DTensorSharding, is_sharded, local_of
 
 if TYPE_CHECKING:
-    from accel_core.repointing import Move
+    from accel_core.loop.parameter_replacement import Move
 
 State = dict[str, Any]
 
@@ -167,7 +167,7 @@ _INSTEAD = (
 
 def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
     """What was wrong in the trial."""
-    before = streams.capture(device)
+    before = random_state.capture(device)
     errors: dict[str, None] = {}
     try:
         with warnings.catch_warnings(), _no_hooks_of_all_optimizers():
@@ -179,7 +179,7 @@ def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
                     reason = str(error).strip().partition("\n")[0]
                     errors[f"{type(error).__name__}: {reason:.300}"] = None
     finally:
-        streams.restore(before, device)
+        random_state.restore(before, device)
     return f"it raised {'; and with a closure, '.join(errors)}"
 
 

@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.strategy import FSDP
-from accel_fsdp.units import NONE
+from accel_fsdp.wrapping import NONE
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_fsdp.units import Ignored, Wrap
+    from accel_fsdp.wrapping import Ignored, Wrap
 
 NAME = "FullyShardedDataParallelPlugin"
 

@@ -18,37 +18,37 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core.compilation import compile_calls
-from accel_core.dressing import dress
-from accel_core.forward_methods import mark
-from accel_core.fused_backward import is_fused
-from accel_core.precision import cast_parameters, dress_calls
-from accel_core.repointing import Repointing
+from accel_core.base.class_override import dress
+from accel_core.contract.precision_policy import cast_parameters, dress_calls
+from accel_core.loop.compilation import compile_calls
+from accel_core.loop.forward_methods import mark
+from accel_core.loop.fused_backward import is_fused
+from accel_core.loop.parameter_replacement import Repointing
 from accel_core.strategies import check_alike, place_model
 from accel_fsdp.activation_checkpointing import checkpoint_units
+from accel_fsdp.engine_internals import gather_apart, gathered_parameters, keep_in_parts
 from accel_fsdp.export import save_whole
 from accel_fsdp.gathering import Gathering
-from accel_fsdp.held import gather_apart, gathered_parameters, keep_in_parts
-from accel_fsdp.materialising import is_meta
+from accel_fsdp.gradient_sync import ShardedModel, Synchronisation, attach, synchronisation_of
+from accel_fsdp.meta_init import is_meta
 from accel_fsdp.optimizers import carry, carrying
-from accel_fsdp.outputs import return_no_views
-from accel_fsdp.refusals import TRAVELS, check, check_dtypes, check_hooks, check_lookups
-from accel_fsdp.synchronising import ShardedModel, Synchronisation, attach, synchronisation_of
+from accel_fsdp.output_views import return_no_views
 from accel_fsdp.tensor_parallel import apply_plan
-from accel_fsdp.units import check_ignored, check_wrap, describe_units, find_units, ignored_parameters
-from accel_fsdp.whole_parameters import WholeParameters
+from accel_fsdp.unsharded_parameters import WholeParameters
+from accel_fsdp.validation import TRAVELS, check, check_dtypes, check_hooks, check_lookups
+from accel_fsdp.wrapping import check_ignored, check_wrap, describe_units, find_units, ignored_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from accel_core.precision import PrecisionPolicy
-    from accel_core.prepare import PrepareRequest
-    from accel_core.world import World
-    from accel_fsdp.materialising import Recipes
+    from accel_core.contract.precision_policy import PrecisionPolicy
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_core.processes.world import World
     from accel_fsdp.mesh import Meshes
+    from accel_fsdp.meta_init import Recipes
     from accel_fsdp.tensor_parallel import Plan
-    from accel_fsdp.units import Ignored, Unit, Wrap
+    from accel_fsdp.wrapping import Ignored, Unit, Wrap
 
 
 @dataclass(frozen=True)

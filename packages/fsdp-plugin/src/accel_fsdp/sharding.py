@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.layouts import Extent
+from accel_core.contract.boxes import Box
+from accel_core.contract.tensor_layouts import Extent
 from accel_precision.fp8.gathered import plain
 
 if TYPE_CHECKING:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.checkpoint.layouts import Elementwise
-from accel_core.hookspecs import hookimpl
+from accel_core.base.vocabulary import DistributedType
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.tensor_layouts import Elementwise
 from accel_core.strategies import Strategy
-from accel_core.vocabulary import DistributedType
 from accel_fsdp.clipping import clip
-from accel_fsdp.held import drop_held, held_gradient, parts_behind
-from accel_fsdp.materialising import Recipes
+from accel_fsdp.engine_internals import drop_held, held_gradient, parts_behind
+from accel_fsdp.gradient_sync import NoSync, synchronisation_of, triggered
+from accel_fsdp.meta_init import Recipes
 from accel_fsdp.optimizers import check
 from accel_fsdp.preparing import (
     Options,
@@ -34,11 +35,10 @@ from accel_fsdp.preparing import (
     prepare,
     prepare_whole,
 )
-from accel_fsdp.refusals import check_again, check_apart, check_late, check_policy
 from accel_fsdp.sharding import DTensorSharding, is_sharded
-from accel_fsdp.synchronising import NoSync, synchronisation_of, triggered
 from accel_fsdp.tensor_parallel import check_plan
-from accel_fsdp.units import Ignored, Wrap  # noqa: TC001  # the types of options are read at run time
+from accel_fsdp.validation import check_again, check_apart, check_late, check_policy
+from accel_fsdp.wrapping import Ignored, Wrap  # noqa: TC001  # the types of options are read at run time
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
-    from accel_core.layout import Layout
-    from accel_core.prepare import PrepareRequest
-    from accel_core.world import World
+    from accel_core.contract.layout import Layout
+    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_core.processes.world import World
     from accel_fsdp.tensor_parallel import Plan
 
 _NOTHING = contextlib.nullcontext()

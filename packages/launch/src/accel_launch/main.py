@@ -13,9 +13,9 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from accel_core.errors import CheckpointError, CollectiveMismatchError, PluginError, WorldError
+from accel_core.base.errors import CheckpointError, CollectiveMismatchError, PluginError, WorldError
+from accel_core.base.suggestions import nearest
 from accel_core.plugins import Offer, find, list_offers
-from accel_core.plugins.offers import nearest
 from accel_launch.output import BAD, say, table, warn
 
 WRONG, INTERRUPTED, UNREAD = 2, 130, 141

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from accel_core import NotInstalledError, PluginError, Precision, PrecisionPolicy, hookimpl
-from accel_precision.becoming import Rows32, become, has_become, revert, revert_all
 from accel_precision.fp8.capability import MXFP8_PRODUCTS, emulates, find
+from accel_precision.layer_swap import Rows32, become, has_become, revert, revert_all
 from accel_precision.layers import Conversions, Filter, Rule, size_misfit
 
 if TYPE_CHECKING:

@@ -26,16 +26,16 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_core import SKIPPED
-from accel_core.gradients import Gradients
-from accel_core.optimizer import gate_of
-from accel_core.prepare import held_by
+from accel_core.loop.gradients import Gradients
+from accel_core.loop.optimizer_gate import gate_of
+from accel_core.loop.preparation import held_by
 from accel_precision.handlers import GradScalerKwargs
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import World
-    from accel_core.prepare import Prepared
+    from accel_core.loop.preparation import Prepared
 
 _STATE = {"scale", "growth_tracker"}
 
@@ -308,7 +308,7 @@ def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             parameter.grad = parameter.grad.coalesce()
     gate = gate_of(optimizer)
     owner = None if gate is None else gate.owner()
-    yield from map(_local, (Gradients(()) if owner is None else owner.gradients).tensors(parameters))
+    yield from map(_local, (Gradients() if owner is None else owner.gradients).tensors(parameters))
 
 
 def _local(gradient: Any) -> torch.Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core import RecordRefusedError, TrackedRun, Tracker
-from accel_trackers.names import Names
-from accel_trackers.series import Series
-from accel_trackers.service import missing, shared_options
+from accel_trackers.name_limits import Names
+from accel_trackers.process_guard import missing, shared_options
+from accel_trackers.step_series import Series
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.names import Names
+from accel_trackers.name_limits import Names
 from accel_trackers.png import pillow
-from accel_trackers.service import check_options, missing, process_kept, shared_options, variables
+from accel_trackers.process_guard import check_options, missing, process_kept, shared_options, variables
 
 if TYPE_CHECKING:
     import torch

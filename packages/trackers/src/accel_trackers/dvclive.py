@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.names import Names, short
-from accel_trackers.series import Series, marked, unmarked
-from accel_trackers.service import missing, process_kept, shared_options
+from accel_trackers.name_limits import Names, short
+from accel_trackers.process_guard import missing, process_kept, shared_options
+from accel_trackers.step_series import Series, marked, unmarked
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.names import flat, spelled
-from accel_trackers.service import check_options, missing, variables
+from accel_trackers.name_limits import flat, spelled
+from accel_trackers.process_guard import check_options, missing, variables
 
 if TYPE_CHECKING:
     from pathlib import Path

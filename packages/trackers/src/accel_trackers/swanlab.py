@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_core import RecordRefusedError, TrackedRun, Tracker
-from accel_trackers.names import Names
-from accel_trackers.series import Series, marked, unmarked
-from accel_trackers.service import check_options, missing, process_kept
+from accel_trackers.name_limits import Names
+from accel_trackers.process_guard import check_options, missing, process_kept
+from accel_trackers.step_series import Series, marked, unmarked
 
 if TYPE_CHECKING:
     import torch

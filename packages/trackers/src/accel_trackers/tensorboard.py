@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.names import flat
+from accel_trackers.name_limits import flat
 from accel_trackers.png import encode
-from accel_trackers.service import check_options, missing
+from accel_trackers.process_guard import check_options, missing
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import TrackedRun, Tracker
-from accel_trackers.names import Names, short
+from accel_trackers.name_limits import Names, short
 from accel_trackers.png import encode
-from accel_trackers.service import missing, variables
+from accel_trackers.process_guard import missing, variables
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_core import RecordRefusedError, TrackedRun, Tracker
-from accel_trackers.names import Names, short
+from accel_trackers.name_limits import Names, short
 from accel_trackers.png import pillow
-from accel_trackers.service import missing, process_kept, variables
+from accel_trackers.process_guard import missing, process_kept, variables
 
 if TYPE_CHECKING:
     import torch

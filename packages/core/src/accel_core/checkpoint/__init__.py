@@ -2,8 +2,7 @@
 
 Read in this order:
 
-    layouts, boxes      what is said of state: names, and how it lies on the ranks
-    content, model_state, optimizers/    what of a run is saved
+    run_state, model_state, optimizers/    what of a run is saved
     plan, writing       who writes what
     codec/              Python objects as JSON and tensors
     files/              what lies on the disk, and how it is published: all of it, or nothing

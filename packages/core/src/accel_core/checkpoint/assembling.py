@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_core.checkpoint.agreement import everywhere, exchange, located, portable
-from accel_core.checkpoint.boxes import Box, uncovered
-from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, State
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
+from accel_core.checkpoint.collective_steps import everywhere, exchange, located, portable
+from accel_core.contract.boxes import Box, uncovered
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Entry, Opaque, State
 
 if TYPE_CHECKING:
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 T = TypeVar("T")
 

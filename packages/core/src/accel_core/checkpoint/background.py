@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
-from accel_core.checkpoint.agreement import everywhere
+from accel_core.base.errors import CheckpointError
+from accel_core.checkpoint.collective_steps import everywhere
 from accel_core.checkpoint.files.index import write_new
 from accel_core.checkpoint.files.part_file import plain
 from accel_core.checkpoint.writing import Work, Written
-from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files.folder import Draft
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 Mode = Literal["eager", "lazy"]
 

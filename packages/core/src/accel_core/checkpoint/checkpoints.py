@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accel_core.checkpoint.agreement import everywhere, on_main
 from accel_core.checkpoint.background import Background, Mode
-from accel_core.checkpoint.content import Run, has_state
+from accel_core.checkpoint.collective_steps import everywhere, on_main
 from accel_core.checkpoint.files import retention
 from accel_core.checkpoint.loading import LoadHook, LoadRequest, load
 from accel_core.checkpoint.record import whereabouts
+from accel_core.checkpoint.run_state import Run, has_state
 from accel_core.checkpoint.saving import SaveHook, SaveRequest, save
 
 if TYPE_CHECKING:
     import os
 
-    from accel_core.project import ProjectConfiguration
+    from accel_core.options.project import ProjectConfiguration
     from accel_core.tracking.trackers import Trackers
 
 FOLDER = "checkpoints"

@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import streams
-from accel_core.checkpoint.agreement import everywhere, here
-from accel_core.checkpoint.content import (
+from accel_core.base.errors import CheckpointError, CollectiveMismatchError
+from accel_core.base.seeds import derive_seed
+from accel_core.checkpoint.collective_steps import everywhere, here
+from accel_core.checkpoint.files.disk import read_all
+from accel_core.checkpoint.files.manifest import TRIES, identity
+from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
+from accel_core.checkpoint.record import warn_of_batches
+from accel_core.checkpoint.run_state import (
     ACCUMULATION,
     GRADIENT,
     LOADER,
@@ -34,13 +39,8 @@ from accel_core.checkpoint.content import (
     named_parameters,
     within,
 )
-from accel_core.checkpoint.files.disk import read_all
-from accel_core.checkpoint.files.manifest import TRIES, identity
-from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Partial, memory_of
-from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
-from accel_core.checkpoint.record import warn_of_batches
-from accel_core.errors import CheckpointError, CollectiveMismatchError
-from accel_core.seeding import derive_seed
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Entry, Opaque, Partial, memory_of
+from accel_core.processes import random_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -402,12 +402,12 @@ class _Restoring:
     def _restore_streams(self, step: int) -> None:
         rank, saved = self._run.world.rank, self._objects[RANDOM]
         if rank < self._checkpoint.world_size:
-            streams.restore(saved, self._run.world.device)
+            random_state.restore(saved, self._run.world.device)
         else:
             seed = self._run.seed()
             if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
-                seed = derive_seed(_RESUMED, *saved[streams.TORCH][:16].tolist())
-            streams.begin(seed, rank, step, self._run.world.device)
+                seed = derive_seed(_RESUMED, *saved[random_state.TORCH][:16].tolist())
+            random_state.begin(seed, rank, step, self._run.world.device)
 
 
 def _refusal(unit: str, each: Any, error: Exception) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_core.checkpoint.layouts import Alias, Elementwise, Entry, Opaque, Replicated, Sharding, Whole, pieces_of
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Entry, Opaque, Replicated, Sharding, Whole, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

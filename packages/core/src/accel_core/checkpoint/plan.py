@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from accel_core.checkpoint.boxes import Box, uncovered, uncovered_part
-from accel_core.checkpoint.layouts import WHOLE, Elementwise, Opaque, Partial, Replicated
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
+from accel_core.contract.boxes import Box, uncovered, uncovered_part
+from accel_core.contract.tensor_layouts import WHOLE, Elementwise, Opaque, Partial, Replicated
 
 Kind = Literal["elementwise", "replicated", "partial", "opaque"]
 

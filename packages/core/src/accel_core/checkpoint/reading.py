@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.content import (
+from accel_core.checkpoint.files.index import Index
+from accel_core.checkpoint.files.manifest import Manifest, read_manifest
+from accel_core.checkpoint.files.part_file import PartReader
+from accel_core.checkpoint.optimizers.parameter_state import SavedEntry
+from accel_core.checkpoint.plan import StoredBoxes
+from accel_core.checkpoint.run_state import (
     ACCUMULATION,
     COMPONENTS,
     LOADER,
@@ -26,13 +32,7 @@ from accel_core.checkpoint.content import (
     check_opaque,
     check_value,
 )
-from accel_core.checkpoint.files.index import Index
-from accel_core.checkpoint.files.manifest import Manifest, read_manifest
-from accel_core.checkpoint.files.part_file import PartReader
-from accel_core.checkpoint.layouts import Elementwise, Entry, Opaque, Partial, Replicated
-from accel_core.checkpoint.optimizers.parameter_state import SavedEntry
-from accel_core.checkpoint.plan import StoredBoxes
-from accel_core.errors import CheckpointError
+from accel_core.contract.tensor_layouts import Elementwise, Entry, Opaque, Partial, Replicated
 
 Job = Callable[[], None]
 

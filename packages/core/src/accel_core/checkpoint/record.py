@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from accel_core.accumulation import Accumulation
+    from accel_core.loop.accumulation import Accumulation
+    from accel_core.loop.preparation import Prepared
     from accel_core.plugins.explain import Explanation
-    from accel_core.prepare import Prepared
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 
 def set_up(world: World, explanation: Explanation) -> dict[str, Any]:

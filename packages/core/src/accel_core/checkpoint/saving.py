@@ -22,13 +22,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.agreement import everywhere, exchange, here, on_main
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.assembling import Weights
 from accel_core.checkpoint.background import Job
-from accel_core.checkpoint.content import MODEL, Content, Run, check_moment, collect, has_pending, pending_gradients
+from accel_core.checkpoint.collective_steps import everywhere, exchange, here, on_main
 from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.manifest import Manifest
 from accel_core.checkpoint.plan import plan
+from accel_core.checkpoint.run_state import MODEL, Content, Run, check_moment, collect, has_pending, pending_gradients
 from accel_core.checkpoint.writing import (
     Portrait,
     Work,
@@ -40,8 +41,7 @@ from accel_core.checkpoint.writing import (
     keep,
     portray,
 )
-from accel_core.collectives import broadcast_object, gather_objects
-from accel_core.errors import CheckpointError
+from accel_core.collectives.reduce_gather import broadcast_object, gather_objects
 
 if TYPE_CHECKING:
     from torch import nn

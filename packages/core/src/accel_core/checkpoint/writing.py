@@ -16,11 +16,11 @@ from accel_core.checkpoint.codec import Encoded, encode
 from accel_core.checkpoint.files.index import Index
 from accel_core.checkpoint.files.part_file import write_part
 from accel_core.checkpoint.files.stored import StoredFile
-from accel_core.checkpoint.layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
 from accel_core.checkpoint.plan import Claim, Description, Task
+from accel_core.contract.tensor_layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.content import Content
+    from accel_core.checkpoint.run_state import Content
 
 
 class Portrait(NamedTuple):

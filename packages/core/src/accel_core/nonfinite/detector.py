@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accel_core.collectives import gather_objects, reduce
-from accel_core.dressing import dress
-from accel_core.nonfinite.draws import CountingFeed, Window
+from accel_core.base.class_override import dress
+from accel_core.collectives.reduce_gather import gather_objects, reduce
+from accel_core.nonfinite.batch_tracking import CountingFeed, Window
 from accel_core.nonfinite.findings import Finding, NonFiniteError
 from accel_core.nonfinite.recording import Forward, Watcher
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.assembly import Assembly
-    from accel_core.feed import Feed
-    from accel_core.nonfinite.draws import Used
+    from accel_core.build import Assembly
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.strategy import Strategy
+    from accel_core.loop.preparation import Prepared
+    from accel_core.nonfinite.batch_tracking import Used
     from accel_core.nonfinite.replay import Replay
     from accel_core.plugins import Relay
-    from accel_core.prepare import Prepared
-    from accel_core.strategies.strategy import Strategy
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 KEPT_WINDOWS = 4
 """A forward that no backward has reached is kept while so many windows close: a generator's, until its critic has stepped."""

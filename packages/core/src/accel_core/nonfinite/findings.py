@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from accel_core.samples import SampleIds
+    from accel_core.contract.sample_ids import SampleIds
 
 Kind = Literal["input", "parameter", "output", "loss", "gradient", "not reproduced"]
 

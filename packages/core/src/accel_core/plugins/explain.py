@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_core.errors import PluginError
-from accel_core.masking import masked
+from accel_core.base.errors import PluginError
+from accel_core.base.masking import masked
+from accel_core.contract.precision_policy import Precision
+from accel_core.contract.strategy import Strategy
 from accel_core.plugins.offers import Offer, list_offers
-from accel_core.precision import Precision
-from accel_core.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from accel_core.config import Option
+    from accel_core.options.resolution import Option
     from accel_core.plugins.manager import Activation
     from accel_core.plugins.relay import Listener
     from accel_core.plugins.selection import Selected

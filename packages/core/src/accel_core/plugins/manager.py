@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pluggy
 
-from accel_core.errors import PluginError
-from accel_core.hookspecs import PROJECT, HookSpecs, Kind
-from accel_core.plugins.offers import nearest
+from accel_core.base.errors import PluginError
+from accel_core.base.suggestions import nearest
+from accel_core.contract.hook_specs import PROJECT, HookSpecs, Kind
 from accel_core.plugins.relay import Listener, Listeners, Relay, bind
 from accel_core.plugins.selection import Selected
 

@@ -7,15 +7,15 @@ lists once and passes the list on.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, cast
 
-from accel_core.errors import NotInstalledError, PluginError
+from accel_core.base.errors import NotInstalledError, PluginError
+from accel_core.base.suggestions import nearest
+from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins.versions import admits, canonical, requirement_on
-from accel_core.vocabulary import KNOWN_PROVIDERS
 
 Group = Literal["accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.commands"]
 
@@ -155,13 +155,6 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
 def how_to_get(provider: str | None) -> str:
     """What to do for a component that is not installed, without a full stop: `KNOWN_PROVIDERS` has the distribution."""
     return "No package offers it yet: choose another" if provider is None else f"Type: pip install {provider}"
-
-
-def nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that was probably meant, letter case aside; None if nothing is close."""
-    by_folded = {candidate.casefold(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
-    return by_folded[close[0]] if close else None
 
 
 def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginError:

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.layouts import GradientState, State
     from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
-    from accel_core.feed import Feed
-    from accel_core.layout import Layout, Shard
+    from accel_core.contract.layout import Layout, Shard
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.loop.preparation import PrepareRequest
     from accel_core.plugins.selection import Selected
-    from accel_core.prepare import PrepareRequest
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 
 class Relay:
-    """One callable per hook of `accel_core.hookspecs.HookSpecs`, with the signature of its spec.
+    """One callable per hook of `accel_core.contract.hook_specs.HookSpecs`, with the signature of its spec.
 
     Made by `activate`. It holds on to the active components; nothing of it refers back to it.
     """

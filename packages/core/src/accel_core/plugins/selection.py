@@ -9,8 +9,9 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from accel_core.errors import PluginError
-from accel_core.plugins.offers import NOUNS, Group, Offer, find, list_offers, nearest
+from accel_core.base.errors import PluginError
+from accel_core.base.suggestions import nearest
+from accel_core.plugins.offers import NOUNS, Group, Offer, find, list_offers
 
 
 @dataclass(frozen=True, eq=False)

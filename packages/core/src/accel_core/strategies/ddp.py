@@ -18,24 +18,24 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_core.dressing import Dress, dress
-from accel_core.errors import WorldError
-from accel_core.handlers import KwargsHandler
-from accel_core.hookspecs import hookimpl
-from accel_core.layout import Layout
+from accel_core.base.class_override import Dress, dress
+from accel_core.base.errors import WorldError
+from accel_core.base.vocabulary import SEVERAL_PROCESSES
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout
+from accel_core.contract.strategy import Strategy
+from accel_core.options.handlers import KwargsHandler
+from accel_core.processes.watch.collective_scope import explain
+from accel_core.processes.world import World
 from accel_core.strategies.gradient_sync import SYNC, GradientSync, check, left_out_of_loss, sync_of
-from accel_core.strategies.placing import check_alike, place_model
-from accel_core.strategies.strategy import Strategy
-from accel_core.vocabulary import SEVERAL_PROCESSES
-from accel_core.watch.marks import explain
-from accel_core.world import World
+from accel_core.strategies.placement import check_alike, place_model
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.precision import PrecisionPolicy
-    from accel_core.prepare import PrepareRequest
+    from accel_core.contract.precision_policy import PrecisionPolicy
+    from accel_core.loop.preparation import PrepareRequest
 
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 CommWrapper = Literal["no", "fp16", "bf16"]

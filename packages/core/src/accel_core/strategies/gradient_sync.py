@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import collectives
+from accel_core.collectives import reduce_gather
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 _KEPT = 8  # so many backwards are told apart: more than one step needs
 _SHOWN = 8
@@ -133,7 +133,7 @@ class GradientSync:
         used = torch.tensor([float(each.grad is not None) for each in self.known], device=self.known[0].device)
         sent = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.known]
         with torch.no_grad():
-            means, used = collectives.reduce((sent, used), world, "mean")
+            means, used = reduce_gather.reduce((sent, used), world, "mean")
             for parameter, mean, share in zip(self.known, means, used.tolist(), strict=True):
                 if parameter.grad is not None:
                     parameter.grad.copy_(mean)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from accel_core.errors import WorldError
-from accel_core.hookspecs import hookimpl
-from accel_core.layout import Layout
-from accel_core.strategies.placing import place_model
-from accel_core.strategies.strategy import Strategy
-from accel_core.vocabulary import ONE_PROCESS
+from accel_core.base.errors import WorldError
+from accel_core.base.vocabulary import ONE_PROCESS
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout
+from accel_core.contract.strategy import Strategy
+from accel_core.strategies.placement import place_model
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.prepare import PrepareRequest
-    from accel_core.world import World
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_core.processes.world import World
 
 
 class Single(Strategy):

@@ -6,7 +6,7 @@ from accel_core.testing.loader_suite import LoaderSuite
 from accel_core.testing.precision_suite import PrecisionSuite, Setting
 from accel_core.testing.ranks import RankReport, RanksFailed, preload, run_ranks
 from accel_core.testing.strategy_suite import StrategySuite
-from accel_core.testing.tracker_facts import Recorded, Written
+from accel_core.testing.tracker_observations import Recorded, Written
 from accel_core.testing.tracker_suite import TrackerSuite
 
 __all__ = [

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.model_state import names_of
 from accel_core.checkpoint.optimizers.known_optimizers import OF_THIS_PROCESS
-from accel_core.errors import CheckpointError
 from accel_core.testing import models
-from accel_core.testing.bundle import Subject
 from accel_core.testing.models import FEATURES, LEARNING_RATE, State
+from accel_core.testing.shared_launch import Subject
 from accel_core.testing.strategy_jobs import fed, state_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@
 A checkpoint knows no strategy. So it is held against one process: what the strategy saves, the strategy `single` loads, and
 the other way round, with weights, optimizer, scheduler and all. A strategy whose ranks hold everything declares
 `replicates_parameters`, and the core does the rest; others own the hooks `model_state`, `model_loaded`, `optimizer_state`,
-`optimizer_misfits` and `load_optimizer_state` (see `accel_core.hookspecs`). Training itself is `StrategySuite`'s, which is to pass
+`optimizer_misfits` and `load_optimizer_state` (see `accel_core.contract.hook_specs`). Training itself is `StrategySuite`'s, which is to pass
 first.
 
 What a strategy cannot do is declared, with the reason, and then has to fail, as in the other suites.
@@ -24,13 +24,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_core.testing import checkpoint_jobs as jobs
-from accel_core.testing.bundle import observe
 from accel_core.testing.checkpoint_jobs import CheckpointSubject, Moment, PlainOptimizer
+from accel_core.testing.shared_launch import observe
 from accel_core.testing.strategy_suite import TOLERANCE, compare
 from accel_core.testing.suite import Suite, require
 
 if TYPE_CHECKING:
-    from accel_core.strategies.strategy import Strategy
+    from accel_core.contract.strategy import Strategy
 
 OPTIMIZER_HOOKS = "optimizer_state names the state of each parameter, and load_optimizer_state puts it back"
 

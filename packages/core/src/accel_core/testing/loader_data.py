@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_core.hookspecs import hookimpl
-from accel_core.layout import Layout, Shard
-from accel_core.strategies.strategy import Strategy
-from accel_core.tree import to_device
+from accel_core.base.nested import to_device
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout, Shard
+from accel_core.contract.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.optim import Optimizer
 
-    from accel_core.prepare import PrepareRequest
-    from accel_core.world import World
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_core.processes.world import World
 
 BROKEN = 5
 """The sample that `Breaking` cannot read."""

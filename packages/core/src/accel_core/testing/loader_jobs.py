@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accel_core.collectives import gather_objects
-from accel_core.seeding import set_seed
+from accel_core.collectives.reduce_gather import gather_objects
+from accel_core.collectives.run_seed import set_seed
+from accel_core.processes.world import World
 from accel_core.testing import loader_data as data
-from accel_core.testing.bundle import Raised, Subject
-from accel_core.world import World
+from accel_core.testing.shared_launch import Raised, Subject
 
 if TYPE_CHECKING:
     from accel_core.accelerator import Accelerator
-    from accel_core.strategies.strategy import Strategy
+    from accel_core.contract.strategy import Strategy
 
 SEED = 11
 STEPS = 10

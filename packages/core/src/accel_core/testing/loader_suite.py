@@ -6,7 +6,7 @@
     class TestMyLoader(LoaderSuite):
         loader = MyLoader
 
-Each test proves one sentence of the contract in `accel_core.hookspecs`, with real ranks, against what one process reads. It
+Each test proves one sentence of the contract in `accel_core.contract.hook_specs`, with real ranks, against what one process reads. It
 needs pytest and no plugin of it.
 
 What a loader cannot do is declared, with the reason, and then has to fail: a lack that has vanished is noticed.
@@ -24,9 +24,9 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from accel_core.testing import loader_jobs
-from accel_core.testing.bundle import Raised
 from accel_core.testing.loader_data import BROKEN, CASES, Case
 from accel_core.testing.loader_jobs import LoaderJob, LoaderSubject, Reading, Resumption
+from accel_core.testing.shared_launch import Raised
 from accel_core.testing.suite import Suite, require
 
 Told = list[tuple[int, Case, Reading]]
@@ -303,7 +303,7 @@ def _require_distinct(orders: Mapping[str, Sequence[int]], rank: int) -> None:
         require(
             other == name,
             f"{other} and {name} have the same order on rank {rank}: {list(order)}. Derive it from the seed of the loader "
-            f"(accel_core.seeding.loader_seed) and the epoch.",
+            f"(accel_core.base.seeds.loader_seed) and the epoch.",
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from accel_core.layout import Shard
+    from accel_core.contract.layout import Shard
 
 Gradients = dict[str, torch.Tensor]
 State = dict[str, torch.Tensor]

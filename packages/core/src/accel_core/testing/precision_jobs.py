@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.checkpoint.content import has_state
+from accel_core.checkpoint.run_state import has_state
 from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
-from accel_core.handlers import AutocastKwargs, KwargsHandler
-from accel_core.precision import FULL, Precision, PrecisionPolicy
+from accel_core.contract.precision_policy import FULL, Precision, PrecisionPolicy
+from accel_core.options.handlers import AutocastKwargs, KwargsHandler
 from accel_core.testing import models, precision_models
-from accel_core.testing.bundle import Raised, Subject
-from accel_core.testing.precision_facts import (
+from accel_core.testing.precision_models import Pupil
+from accel_core.testing.precision_observations import (
     Clipped,
     Description,
     Explained,
@@ -36,7 +36,7 @@ from accel_core.testing.precision_facts import (
     Trained,
     Unscaled,
 )
-from accel_core.testing.precision_models import Pupil
+from accel_core.testing.shared_launch import Raised, Subject
 from accel_core.testing.strategy_jobs import fed, gradients_of, state_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from accel_core.testing.models import Batch, Gradients, PlainSGD, built
 
 if TYPE_CHECKING:
-    from accel_core.layout import Shard
+    from accel_core.contract.layout import Shard
 
 WIDTH = 32
 ROWS = 32

@@ -7,7 +7,7 @@
         precision = MyPrecision
         tolerance = 1e-2
 
-Each test proves one sentence of the contract in `accel_core.hookspecs` and `accel_core.precision`, with real ranks, against plain
+Each test proves one sentence of the contract in `accel_core.contract.hook_specs` and `accel_core.contract.precision_policy`, with real ranks, against plain
 torch in full precision on the global batch. It needs pytest and no plugin of it. Full precision passes the same suite.
 
 A precision holds under any strategy, or the strategy refuses it. Which ones it is tested under is declared as well:
@@ -32,20 +32,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from accel_core.precision import PrecisionPolicy
+from accel_core.contract.precision_policy import PrecisionPolicy
 from accel_core.testing import precision_jobs as jobs
 from accel_core.testing import precision_models as models
-from accel_core.testing.bundle import Raised, observe
-from accel_core.testing.precision_facts import Refused
 from accel_core.testing.precision_jobs import PrecisionJob, PrecisionSubject
+from accel_core.testing.precision_observations import Refused
+from accel_core.testing.shared_launch import Raised, observe
 from accel_core.testing.strategy_suite import compare
 from accel_core.testing.suite import Suite, require
 
 if TYPE_CHECKING:
-    from accel_core.precision import Precision
-    from accel_core.strategies.strategy import Strategy
+    from accel_core.contract.precision_policy import Precision
+    from accel_core.contract.strategy import Strategy
     from accel_core.testing.models import Gradients
-    from accel_core.testing.precision_facts import Observed, Trained
+    from accel_core.testing.precision_observations import Observed, Trained
 
 TOLERANCE = 1e-5
 """The largest relative error of full precision, over a few steps."""

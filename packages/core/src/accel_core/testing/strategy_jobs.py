@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.checkpoint.layouts import Elementwise, GradientState, Partial
-from accel_core.collectives import gather_objects
-from accel_core.feed import Rows
-from accel_core.handlers import GradientAccumulationPlugin
-from accel_core.precision import Precision, PrecisionPolicy
+from accel_core.collectives.reduce_gather import gather_objects
+from accel_core.contract.loader_progress import Rows
+from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core.contract.tensor_layouts import Elementwise, GradientState, Partial
+from accel_core.options.handlers import GradientAccumulationPlugin
+from accel_core.processes.world import World
 from accel_core.testing import models
-from accel_core.testing.bundle import Job, Raised, Subject
 from accel_core.testing.models import Gradients, Net, State
-from accel_core.world import World
+from accel_core.testing.shared_launch import Job, Raised, Subject
 
 if TYPE_CHECKING:
     from accel_core.accelerator import Accelerator

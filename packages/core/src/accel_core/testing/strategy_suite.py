@@ -6,7 +6,7 @@
     class TestMyStrategy(StrategySuite):
         strategy = MyStrategy
 
-Each test proves one sentence of the contract in `accel_core.hookspecs`, with real ranks, against plain torch in one process
+Each test proves one sentence of the contract in `accel_core.contract.hook_specs`, with real ranks, against plain torch in one process
 on the global batch. It needs pytest and no plugin of it. The strategies of the core pass the same suite.
 
 What a strategy cannot do is declared, with the reason, and then has to fail: a lack that has vanished is noticed.
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from accel_core.testing import models, strategy_jobs
-from accel_core.testing.bundle import Job, Raised, Subject
 from accel_core.testing.ranks import run_ranks
+from accel_core.testing.shared_launch import Job, Raised, Subject
 from accel_core.testing.suite import Suite, require
 
 if TYPE_CHECKING:
-    from accel_core.strategies.strategy import Strategy
+    from accel_core.contract.strategy import Strategy
     from accel_core.testing.models import Gradients, State
 
 TOLERANCE = 1e-6

@@ -6,8 +6,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from accel_core.testing.bundle import Raised, Subject, observe
 from accel_core.testing.ranks import RanksFailed
+from accel_core.testing.shared_launch import Raised, Subject, observe
 
 
 class Suite:

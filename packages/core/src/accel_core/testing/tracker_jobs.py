@@ -22,10 +22,10 @@ from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
-from accel_core.testing import tracker_facts as given
-from accel_core.testing.bundle import Raised
+from accel_core.testing import tracker_observations as given
 from accel_core.testing.leaks import _running, _same, _settings, _shown
-from accel_core.testing.tracker_facts import Facts, Recorded, Written
+from accel_core.testing.shared_launch import Raised
+from accel_core.testing.tracker_observations import Facts, Recorded, Written
 from accel_core.tracking.tracker import TrackedRun, Tracker
 
 

@@ -34,9 +34,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel_core.base.errors import RecordRefusedError
 from accel_core.plugins import find
-from accel_core.testing import tracker_facts as given
-from accel_core.testing.bundle import Raised
+from accel_core.testing import tracker_observations as given
+from accel_core.testing.shared_launch import Raised
 from accel_core.testing.suite import require
 from accel_core.testing.tracker_comparison import (
     Same,
@@ -48,9 +49,8 @@ from accel_core.testing.tracker_comparison import (
     same_image,
     same_table,
 )
-from accel_core.testing.tracker_facts import Declarations, Facts, Recorded
 from accel_core.testing.tracker_jobs import Scene, imports
-from accel_core.tracking.rules import RecordRefusedError
+from accel_core.testing.tracker_observations import Declarations, Facts, Recorded
 from accel_core.tracking.tracker import Tracker
 
 TWO_RUNS = "test_two_runs_do_not_mix"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.tracking.leaves import LeftOut, describe, said
+from accel_core.tracking.scalars import LeftOut, describe, said
 from accel_core.tracking.values import Histogram, flatten
 
 if TYPE_CHECKING:

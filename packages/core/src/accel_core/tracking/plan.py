@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from accel_core.tracking.tracker import TrackedRun
 
 if TYPE_CHECKING:
-    from accel_core.project import ProjectConfiguration
-    from accel_core.world import World
+    from accel_core.options.project import ProjectConfiguration
+    from accel_core.processes.world import World
 
 RUNS = "runs"
 """The folder of local trackers where neither `logging_dir` nor `project_dir` was given."""

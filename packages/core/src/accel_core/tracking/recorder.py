@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_core.tracking.blank import Blank
-from accel_core.tracking.lane import Lane
-from accel_core.tracking.leaves import LeftOut, describe
+from accel_core.base.errors import RecordRefusedError
 from accel_core.tracking.logged import Values, View
+from accel_core.tracking.null_tracker import Blank
 from accel_core.tracking.older import OlderAsTracker
-from accel_core.tracking.rules import RecordRefusedError
+from accel_core.tracking.scalars import LeftOut, describe
 from accel_core.tracking.tracker import GeneralTracker, Tracker
+from accel_core.tracking.tracker_thread import Lane
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core.tracking.rules import TrackingKwargs
+    from accel_core.options.handlers import TrackingKwargs
     from accel_core.tracking.tracker import TrackedRun
     from accel_core.tracking.values import Table
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from accel_core.config import Option, as_list, resolve
-from accel_core.errors import NotInstalledError
+from accel_core.base.errors import NotInstalledError
+from accel_core.base.vocabulary import KNOWN_PROVIDERS
+from accel_core.options.resolution import Option, as_list, resolve
 from accel_core.plugins import Group, Offer, Selected, build, find, list_offers, passed
 from accel_core.tracking.tracker import GeneralTracker, Tracker
-from accel_core.vocabulary import KNOWN_PROVIDERS
 
 if TYPE_CHECKING:
-    from accel_core.sections import Sections
+    from accel_core.options.component_options import Sections
 
 ALL = "all"
 GROUP: Group = "accel.trackers"

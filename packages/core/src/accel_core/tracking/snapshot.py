@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.leaves import (
+from accel_core.tracking.device_copy import Mark, send, wait
+from accel_core.tracking.scalars import (
     LeftOut,
     UnreadableError,
     clean,
@@ -21,7 +22,6 @@ from accel_core.tracking.leaves import (
     written,
 )
 from accel_core.tracking.values import Histogram, flatten
-from accel_core.tracking.waiting import Mark, send, wait
 
 DEEPEST = 20
 """How many dicts may stand in each other."""

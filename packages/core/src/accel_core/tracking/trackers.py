@@ -22,29 +22,29 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_core.deprecation import level_of_the_user
+from accel_core.base.deprecation import level_of_the_user
+from accel_core.base.errors import TrackerError
 from accel_core.tracking.arguments import as_step, check_mapping, unknown_tracker
-from accel_core.tracking.blank import Blank
-from accel_core.tracking.ending import finish, finish_at_exit, is_failing, let_go, streams_kept
+from accel_core.tracking.config_json import readable
 from accel_core.tracking.handle import TrackerHandle
 from accel_core.tracking.images import as_images
 from accel_core.tracking.logged import Values
+from accel_core.tracking.null_tracker import Blank
 from accel_core.tracking.older import takes_objects
 from accel_core.tracking.plan import NO_OPTIONS, Plan, new_id
-from accel_core.tracking.readable import readable
 from accel_core.tracking.recorder import Recorder
-from accel_core.tracking.rules import TrackerError
 from accel_core.tracking.selection import known_names, name_of
+from accel_core.tracking.shutdown import finish, finish_at_exit, is_failing, let_go, streams_kept
 from accel_core.tracking.snapshot import Snapshot
 from accel_core.tracking.tracker import GeneralTracker
 from accel_core.tracking.values import as_table
 
 if TYPE_CHECKING:
-    from accel_core.project import ProjectConfiguration
-    from accel_core.tracking.rules import TrackingKwargs
+    from accel_core.options.handlers import TrackingKwargs
+    from accel_core.options.project import ProjectConfiguration
+    from accel_core.processes.world import World
     from accel_core.tracking.selection import Chosen
     from accel_core.tracking.tracker import TrackedRun, Tracker
-    from accel_core.world import World
 
 _MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
 _GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from accel_core.tracking.countable import as_tensor
-from accel_core.tracking.leaves import PLAIN, UnreadableError, clean, describe, plain, readable_here, said, written
-from accel_core.tracking.waiting import Mark, copied_to_host, fetched, mark
+from accel_core.tracking.device_copy import Mark, copied_to_host, fetched, mark
+from accel_core.tracking.scalars import PLAIN, UnreadableError, clean, describe, plain, readable_here, said, written
 
 __all__ = ["Bins", "Flat", "Histogram", "Table", "as_table", "describe", "flatten"]
 

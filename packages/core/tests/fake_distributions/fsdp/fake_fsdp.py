@@ -1,6 +1,6 @@
 """A plugin that works: a strategy with options, and a precision."""
 
-from accel_core.hookspecs import hookimpl
+from accel_core.contract.hook_specs import hookimpl
 
 
 class FSDP:

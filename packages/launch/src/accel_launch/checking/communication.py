@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_core.operations import (
+from accel_core.collectives.operations import (
     broadcast,
     broadcast_object_list,
     gather,
@@ -20,7 +20,7 @@ from accel_core.operations import (
 from accel_launch.checking.steps import CheckError
 
 if TYPE_CHECKING:
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 
 class _Card(NamedTuple):

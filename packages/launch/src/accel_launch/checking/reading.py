@@ -11,7 +11,7 @@ from accel_launch.checking.steps import CheckError
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
-    from accel_core.layout import Shard
+    from accel_core.contract.layout import Shard
 
 _ROUNDS, _ROWS = 5, 2
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from accel_core.schema import expected, from_data, to_data
+from accel_core.options.option_fields import expected, from_data, to_data
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NO_NAMES: Mapping[str, Any] = MappingProxyType({})
@@ -115,7 +115,7 @@ def carry(new: str, kind: Any, nothing: Sequence[Any] = (), names: Mapping[str, 
 
     Args:
         new: our key.
-        kind: a type of the closed set of `accel_core.schema`.
+        kind: a type of the closed set of `accel_core.options.option_fields`.
         nothing: values that say nothing.
         names: texts of theirs, in capitals, → values of ours.
     """

@@ -13,7 +13,7 @@ from accel_launch.notebook.attendant import Attendant
 from accel_launch.notebook.rank import DESK
 
 if TYPE_CHECKING:
-    from accel_launch.notebook.travel import Told
+    from accel_launch.notebook.function_pickle import Told
 
 
 class _Visitor(NamedTuple):

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_core.config import flag
-from accel_core.launch_environment import read_place
-from accel_core.outside import CHANNEL, told, variable_of
+from accel_core.options.option_sources import CHANNEL, told, variable_of
+from accel_core.options.resolution import flag
 from accel_core.plugins import find
+from accel_core.processes.launch_environment import read_place
 from accel_launch.options import LaunchOptions
 from accel_launch.starting.checks import check_output
 from accel_launch.starting.devices import VISIBILITY
@@ -145,8 +145,8 @@ def _run(
     said: Mapping[str, Any],
     prefix: str | None,
 ) -> Any:
+    from accel_launch.notebook.function_pickle import packed
     from accel_launch.notebook.running import run
-    from accel_launch.notebook.travel import packed
 
     work = packed(call, function, args)
     return run(call, plan, work, {CHANNEL: _added_to_channel(said)} if said else {}, prefix)

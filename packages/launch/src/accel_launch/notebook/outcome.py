@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_launch.notebook.travel import Told, unpacked
+from accel_launch.notebook.function_pickle import Told, unpacked
 
 if TYPE_CHECKING:
     from accel_launch.starting.failures import Failure

@@ -70,7 +70,7 @@ def _pass_on_output(folder: Path, job: dict[str, Any]) -> None:
 
 def _run(work: bytes) -> bytes:
     """Runs the function; returns what is told of its result."""
-    from accel_launch.notebook.travel import result_told, unpacked
+    from accel_launch.notebook.function_pickle import result_told, unpacked
 
     namespace = ModuleType("__main__")  # the notebook's own: where classes of its cells are looked up by name
     sys.modules["__main__"] = namespace
@@ -100,8 +100,8 @@ def _of_the_function(error: BaseException) -> TracebackType | None:
 
 def _tell_failure(desk: Connection, error: Exception, text: str) -> None:
     """Tells the notebook what was raised; and torch's agent, in the file and format of its own `ErrorHandler`, when and why."""
-    from accel_core.watch.notices import broken_connection_in
-    from accel_launch.notebook.travel import failure_told
+    from accel_core.processes.watch.failure_notices import broken_connection_in
+    from accel_launch.notebook.function_pickle import failure_told
 
     now = time.time()
     follows = broken_connection_in(error) is not None

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accel_launch.notebook import passing_on, rank
 from accel_launch.notebook.desk import Desk
+from accel_launch.notebook.function_pickle import cells
 from accel_launch.notebook.outcome import RankFailedError, raise_first, result_of
-from accel_launch.notebook.travel import cells
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from accel_core.errors import PluginError
-from accel_core.schema import choices, expected, fields_of, from_text, to_data
-from accel_core.sections import SECTIONS
-from accel_core.vocabulary import KNOWN_PROVIDERS
+from accel_core.base.errors import PluginError
+from accel_core.base.vocabulary import KNOWN_PROVIDERS
+from accel_core.options.component_options import SECTIONS
+from accel_core.options.option_fields import choices, expected, fields_of, from_text, to_data
 from accel_launch.options import LaunchOptions
 from accel_launch.output import DOUBTFUL
 from accel_launch.questionnaire import screen

@@ -13,13 +13,13 @@ from functools import cached_property
 from types import MappingProxyType, NoneType
 from typing import Any, Union
 
-from accel_core.errors import PluginError
-from accel_core.outside import DEFAULT_LOADER, LOADER_OPTIONS, OPTIONS, section_name, variable_of
+from accel_core.base.errors import PluginError
+from accel_core.base.vocabulary import KNOWN_PROVIDERS, LoggerType
+from accel_core.options.component_options import SECTIONS
+from accel_core.options.option_fields import Field, fields_of, from_data, is_optional, members
+from accel_core.options.option_sources import DEFAULT_LOADER, LOADER_OPTIONS, OPTIONS, section_name, variable_of
 from accel_core.plugins import Group, Offer, find, list_offers
 from accel_core.plugins.explain import state
-from accel_core.schema import Field, fields_of, from_data, is_optional, members
-from accel_core.sections import SECTIONS
-from accel_core.vocabulary import KNOWN_PROVIDERS, LoggerType
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.documentation import option_help, summary
 

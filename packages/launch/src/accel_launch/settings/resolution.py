@@ -5,7 +5,7 @@ it does for any other program there: its command line counts right behind the ow
 of such a value says so. A value that equals the default still counts as given. Everything that was given is checked, also what
 another source overrides.
 
-Code wins over all of it, in the processes: what reaches them is only what was given, through one variable (`accel_core.outside`).
+Code wins over all of it, in the processes: what reaches them is only what was given, through one variable (`accel_core.options.option_sources`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_core.errors import PluginError
-from accel_core.masking import masked
-from accel_core.outside import DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
+from accel_core.base.errors import PluginError
+from accel_core.base.masking import masked
+from accel_core.options.component_options import SECTIONS
+from accel_core.options.option_fields import expected, from_data, to_data
+from accel_core.options.option_sources import DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
 from accel_core.plugins.explain import unusable
-from accel_core.schema import expected, from_data, to_data
-from accel_core.sections import SECTIONS
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, has_default
 from accel_launch.settings.errors import SettingsError
@@ -65,7 +65,7 @@ class Resolved:
         active: the sections in use, under the names that choose them.
         idle: what was given for components that are not chosen, as it was given.
         launch: the launcher's own options.
-        channel: what the processes are to read in `accel_core.outside.CHANNEL`.
+        channel: what the processes are to read in `accel_core.options.option_sources.CHANNEL`.
         notes: what the user should know.
     """
 

@@ -19,8 +19,8 @@ from accel_launch.starting.failures import Failure, find_failures, listed
 from accel_launch.starting.ranks import CAN_LOOK, Ranks
 
 if TYPE_CHECKING:
-    from accel_launch.starting.guard import Guard
     from accel_launch.starting.logs import Logs
+    from accel_launch.starting.orphan_guard import Guard
     from accel_launch.starting.signals import Signals
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from accel_launch.starting.answering import Board
 from accel_launch.starting.interfaces import own_addresses
+from accel_launch.starting.interruptible_store import Board
 from accel_launch.starting.listeners import listener_at
 
 ANSWER = timedelta(seconds=10)

@@ -35,12 +35,12 @@ from accel_launch.output import warn
 from accel_launch.starting import outcome
 from accel_launch.starting.board import Address, MeetingError, find_board, open_board, opened_by
 from accel_launch.starting.claims import Card, Pulse, capitalized, claim, owner_of, refuse
+from accel_launch.starting.deadline import Patience
 from accel_launch.starting.heartbeat import Heartbeat, lost
-from accel_launch.starting.patience import Patience
 from accel_launch.starting.rounds import AgentStore, come_together, compare_numbers
 
 if TYPE_CHECKING:
-    from accel_launch.starting.answering import Board
+    from accel_launch.starting.interruptible_store import Board
 
 BACKEND = "machines"
 """The name of this rendezvous in torch's registry."""

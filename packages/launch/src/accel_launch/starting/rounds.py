@@ -11,14 +11,14 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import api as torch_agent
 from torch.distributed.elastic.utils import store as torch_store
 
-from accel_launch.starting.answering import SILENT, answer_of
 from accel_launch.starting.board import Address, MeetingError, free_port
 from accel_launch.starting.claims import Card, Pulse, cards, first_card
 from accel_launch.starting.heartbeat import Heartbeat, arrivals
+from accel_launch.starting.interruptible_store import SILENT, answer_of
 from accel_launch.starting.outcome import GOES_ON, begin, end, end_well, ended, ended_well, has_begun
 
 if TYPE_CHECKING:
-    from accel_launch.starting.patience import Patience
+    from accel_launch.starting.deadline import Patience
 
 _ROUNDS = "rounds"  # how many are complete
 

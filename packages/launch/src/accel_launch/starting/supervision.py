@@ -19,9 +19,9 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from accel_launch.starting.agent import HostAgent, say
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.failures import Failure, from_torch
-from accel_launch.starting.guard import Guard
 from accel_launch.starting.logs import Logs
 from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
+from accel_launch.starting.orphan_guard import Guard
 
 if TYPE_CHECKING:
     from accel_launch.starting.plan import Plan

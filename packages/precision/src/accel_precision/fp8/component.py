@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from accel_core import KwargsHandler, NotInstalledError, Precision, PrecisionPolicy, hookimpl
-from accel_precision.becoming import revert_all
 from accel_precision.fp8.capability import FP8_PRODUCTS, emulates, find
 from accel_precision.fp8.recipes import (
     AORecipeKwargs,
@@ -21,6 +20,7 @@ from accel_precision.fp8.recipes import (
     RecipeName,
     TERecipeKwargs,
 )
+from accel_precision.layer_swap import revert_all
 from accel_precision.layers import Conversions, Filter, Rule
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-from accel_core.dressing import Dress
+from accel_core.base.class_override import Dress
 
 
 class Gathering(Dress):

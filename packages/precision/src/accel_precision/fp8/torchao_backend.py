@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_core.dressing import dress
-from accel_precision.becoming import Rows16, become, has_become, revert
+from accel_core.base.class_override import dress
 from accel_precision.fp8.gathered import plain
+from accel_precision.layer_swap import Rows16, become, has_become, revert
 from accel_precision.layers import size_misfit
 
 if TYPE_CHECKING:

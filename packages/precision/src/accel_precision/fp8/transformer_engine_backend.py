@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_core.dressing import Dress, dress, undress
+from accel_core.base.class_override import Dress, dress, undress
 from accel_precision.fp8.capability import FP8_PRODUCTS, MXFP8_PRODUCTS
 from accel_precision.fp8.recipes import changed
 from accel_precision.layers import size_misfit

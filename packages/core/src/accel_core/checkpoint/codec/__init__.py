@@ -51,10 +51,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec.decoder import Decoder
 from accel_core.checkpoint.codec.encoder import Encoder
-from accel_core.checkpoint.codec.trail import Unfit
-from accel_core.errors import CheckpointError
+from accel_core.checkpoint.codec.path import Unfit
 
 
 class Encoded(NamedTuple):

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from accel_core.checkpoint.codec.trail import Unfit, type_name
+from accel_core.checkpoint.codec.path import Unfit, type_name
 
 
 def class_name(kind: type) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_core.checkpoint.codec.class_names import find_class
 from accel_core.checkpoint.codec.numpy_types import ARRAY, SCALAR
+from accel_core.checkpoint.codec.path import FIELD, ITEM, KEY, Trail, Unfit, shown, step_into, type_name
 from accel_core.checkpoint.codec.special_types import (
     ALIKE,
     ENUM,
@@ -21,7 +22,6 @@ from accel_core.checkpoint.codec.special_types import (
     Special,
     dtype_name,
 )
-from accel_core.checkpoint.codec.trail import FIELD, ITEM, KEY, Trail, Unfit, shown, step_into, type_name
 
 
 class Decoder:

@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_core.checkpoint.codec.class_names import class_name
 from accel_core.checkpoint.codec.numpy_types import numpy_special
+from accel_core.checkpoint.codec.path import FIELD, ITEM, KEY, Trail, Unfit, step_into, type_name
 from accel_core.checkpoint.codec.special_types import (
     ENUM,
     EXACT,
@@ -24,7 +25,6 @@ from accel_core.checkpoint.codec.special_types import (
     is_plain_text,
     refusal,
 )
-from accel_core.checkpoint.codec.trail import FIELD, ITEM, KEY, Trail, Unfit, step_into, type_name
 
 
 class Encoder:

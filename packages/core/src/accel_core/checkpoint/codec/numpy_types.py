@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from accel_core.checkpoint.codec.path import Unfit, type_name
 from accel_core.checkpoint.codec.special_types import Special, find_dtype, refusal
-from accel_core.checkpoint.codec.trail import Unfit, type_name
 
 SHARED = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from accel_core.checkpoint.codec.class_names import class_name, find_class
-from accel_core.checkpoint.codec.trail import Unfit, shown, type_name
+from accel_core.checkpoint.codec.path import Unfit, shown, type_name
 
 ALIKE = 100
 """The most keys of one hash: finding each takes as long as all of them, so thousands would take minutes."""

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.weights.tensor_files import cannot_be_written
-from accel_core.errors import CheckpointError
 
 CHUNK = 256 << 10
 """Bytes a write: small enough that what was just hashed is still in the cache of the processor."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.lock import Lock, holder
 from accel_core.checkpoint.files.manifest import (
     DATA,
@@ -31,7 +32,6 @@ from accel_core.checkpoint.files.manifest import (
     wrong_files,
 )
 from accel_core.checkpoint.weights.tensor_files import sync_folder
-from accel_core.errors import CheckpointError
 
 # What other libraries leave where they saved a run: a file of each pattern of a row. Weights alone are no checkpoint.
 _WEIGHTS = r".+\.safetensors|pytorch_model.*"

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from accel_core.checkpoint.boxes import Box
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.disk import hash_of, open_file, read_file
 from accel_core.checkpoint.files.manifest import FileRecord
 from accel_core.checkpoint.files.stored import DTYPES, StoredFile, is_shape
 from accel_core.checkpoint.plan import StoredBox
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files.manifest import Manifest

@@ -14,8 +14,8 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.disk import read_file
-from accel_core.errors import CheckpointError
 
 if sys.platform != "win32":
     import fcntl

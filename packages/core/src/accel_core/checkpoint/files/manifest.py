@@ -33,9 +33,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.disk import read_file
 from accel_core.checkpoint.weights.tensor_files import sync_folder
-from accel_core.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from accel_core.checkpoint.boxes import Box, flat_range
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.disk import (
     CHUNK,
     READ,
@@ -33,7 +33,7 @@ from accel_core.checkpoint.files.disk import (
 )
 from accel_core.checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box, flat_range
 
 __all__ = ["BLOCK", "PartReader", "StoredFile", "StoredTensor", "read_all", "write_part"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.folder import is_leftover, remove_checkpoint, warn_of_rest
 from accel_core.checkpoint.files.manifest import Manifest, examine, is_complete, unseal
-from accel_core.errors import CheckpointError
 
 _STEM = "checkpoint_"
 _MANAGED = re.compile(rf"{_STEM}(0|[1-9][0-9]*)")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
 
 BLOCK = 4 << 20
 """Bytes that have one hash: the least that is read of a tensor. A multiple of the size of every element."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files import manifest as manifests
 from accel_core.checkpoint.files import retention
 from accel_core.checkpoint.files.index import Index
@@ -20,7 +21,6 @@ from accel_core.checkpoint.files.manifest import Manifest, read_manifest
 from accel_core.checkpoint.files.part_file import PartReader
 from accel_core.checkpoint.inspection.comparison import compare, read_values
 from accel_core.checkpoint.inspection.survey import Contents, size_of
-from accel_core.errors import CheckpointError
 from accel_core.plugins.explain import table
 
 FINE, AMISS, NO_ANSWER = 0, 1, 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_core.errors import CheckpointError
+from accel_core.base.errors import CheckpointError
 
 ELEMENTWISE, REPLICATED, COUNTER, FACTOR = "elementwise", "replicated", "counter", "factor"
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from accel_core.checkpoint.layouts import Entry, Opaque, Sharding
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.optimizers.known_optimizers import (
     OF_SCHEDULERS,
     OF_THIS_PROCESS,
@@ -29,7 +29,7 @@ from accel_core.checkpoint.optimizers.known_optimizers import (
     same_kind,
 )
 from accel_core.checkpoint.optimizers.parameter_state import Layouts, ParameterState, SavedEntry, has_tensors
-from accel_core.errors import CheckpointError
+from accel_core.contract.tensor_layouts import Entry, Opaque, Sharding
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

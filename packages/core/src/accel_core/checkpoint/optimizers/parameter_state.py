@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.layouts import WHOLE, Elementwise, Entry, Extent, Opaque, Replicated, Sharding, pieces_of
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.optimizers.known_optimizers import (
     COUNTER,
     ELEMENTWISE,
@@ -18,7 +17,17 @@ from accel_core.checkpoint.optimizers.known_optimizers import (
     is_spanning,
     layouts_of,
 )
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box
+from accel_core.contract.tensor_layouts import (
+    WHOLE,
+    Elementwise,
+    Entry,
+    Extent,
+    Opaque,
+    Replicated,
+    Sharding,
+    pieces_of,
+)
 
 Shape = tuple[int, ...]
 Read = Callable[[Entry], Any]

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.content import MODEL
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.manifest import Flaw, unreplaced, unseal
 from accel_core.checkpoint.reading import Checkpoint
+from accel_core.checkpoint.run_state import MODEL
 from accel_core.checkpoint.weights import saving, sources
 from accel_core.checkpoint.weights.sources import Stored, listed
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES, Tensors
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box
 
 Report = Callable[[str, int, int], None]
 

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.weights.slots import Slot, check_memory, moved, slots_in, slots_of, unwrapped
+from accel_core.base.errors import CheckpointError, NotInstalledError
 from accel_core.checkpoint.weights.sources import CALL, Stored, listed, stored_in, words_for
-from accel_core.errors import CheckpointError, NotInstalledError
+from accel_core.checkpoint.weights.weight_targets import Slot, check_memory, moved, slots_in, slots_of, unwrapped
+from accel_core.contract.boxes import Box
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.layouts import State
+    from accel_core.contract.tensor_layouts import State
 
 _SLAB = 16 << 20
 """Bytes of a tied weight that are compared at a time, if the files have it twice."""

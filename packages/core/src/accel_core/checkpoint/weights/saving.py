@@ -39,13 +39,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import nn
 
+from accel_core.base.nested import flatten
 from accel_core.checkpoint.assembling import Gathering
 from accel_core.checkpoint.weights import tensor_files
 from accel_core.checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
-from accel_core.tree import flatten
 
 if TYPE_CHECKING:
-    from accel_core.world import World
+    from accel_core.processes.world import World
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?((?:[KMGT]i?)?)B")
@@ -367,7 +367,7 @@ def _remove(folder: Path, names: list[str]) -> None:
 
 def _raise_on_all(failure: Exception | None, world: World) -> None:
     if world.size > 1:
-        from accel_core.collectives import broadcast_object
+        from accel_core.collectives.reduce_gather import broadcast_object
 
         outcome = broadcast_object(_portable(failure), world)
         failure = failure or outcome

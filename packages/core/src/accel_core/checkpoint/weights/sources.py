@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_core.checkpoint.boxes import Box
-from accel_core.checkpoint.content import MODEL
+from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.disk import read_file
 from accel_core.checkpoint.files.manifest import LARGEST, Flaw, unreplaced, unseal
 from accel_core.checkpoint.plan import StoredBox, StoredBoxes
 from accel_core.checkpoint.reading import Checkpoint
+from accel_core.checkpoint.run_state import MODEL
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
-from accel_core.errors import CheckpointError
+from accel_core.contract.boxes import Box
 
 CALL = "load_checkpoint_in_model()"
 """For whom the files are read, in messages."""

@@ -1,0 +1,133 @@
+"""Steps that all ranks take together, and that fail on all of them or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_core.base.errors import CheckpointError, CollectiveMismatchError
+from accel_core.collectives.reduce_gather import broadcast_object, gather_objects
+from accel_core.processes.watch.stack_location import raising_line
+
+if TYPE_CHECKING:
+    from accel_core.processes.world import World
+
+T = TypeVar("T")
+
+_LINE = "_accel_line"
+
+
+def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
+    """Does some work on every rank and gives each the results of all, in rank order. A collective.
+
+    Args:
+        world: the processes.
+        step: what it is, in words that go on after "rank 1 waits".
+        work: is called here, and what it returns is pickled for the others.
+
+    Raises:
+        Exception: on every rank, if `work` raised on one: the error of the lowest such rank, which is named.
+    """
+    if world.size == 1:
+        return [work()]
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except CollectiveMismatchError:
+        raise  # on every rank, so that nobody waits for the outcome
+    except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
+        failure = error
+    outcomes: list[tuple[Exception | None, Any]] = exchange(world, step, (portable(failure), result), failure)
+    for rank, (reason, _) in enumerate(outcomes):
+        if reason is not None:
+            raise located(reason, rank) from failure
+    return [found for _, found in outcomes]
+
+
+def exchange(world: World, step: str, value: T, failure: Exception | None = None) -> list[T]:
+    """The values of all ranks, in rank order, if they came for the same step. A collective.
+
+    Args:
+        world: the processes.
+        step: as for `everywhere`.
+        value: is pickled for the others.
+        failure: what made this rank come here, if it failed.
+
+    Raises:
+        CollectiveMismatchError: on every rank, if they did not, with the failures that led to it.
+    """
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    found: list[tuple[str, str | None, T]] = gather_objects([(step, reason, value)], world)
+    if any(other != step for other, _, _ in found):
+        lines = [f"  rank {rank} waits {other}" for rank, (other, _, _) in enumerate(found)]
+        lines += [f"  rank {rank} has failed: {why}" for rank, (_, why, _) in enumerate(found) if why is not None]
+        raise CollectiveMismatchError(
+            "The ranks wait for each other in the middle of a checkpoint, but not for the same:\n"
+            + "\n".join(lines)
+            + "\nRegister the same hooks and objects, and prepare the same, on every rank. Weights that are spread over the ranks are "
+            "put together when they are read: let hooks read the same names in the same order on every rank, also where the main "
+            "process alone writes."
+        ) from failure
+    return [each for _, _, each in found]
+
+
+def here(world: World, step: str, work: Callable[[], T]) -> T:
+    """Does some work on every rank and gives each what it returned there, which need not be picklable. A collective.
+
+    Raises:
+        Exception: on every rank, if `work` raised on one.
+    """
+    kept: list[T] = []
+    everywhere(world, step, lambda: kept.append(work()))
+    return kept[0]
+
+
+def on_main(world: World, work: Callable[[], T]) -> T:
+    """Does some work on the main process and gives every rank its result. A collective.
+
+    Raises:
+        Exception: on every rank, what `work` raised.
+    """
+    if world.size == 1:
+        return work()
+    result: T | None = None
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
+            failure = error
+    reason, found = broadcast_object((portable(failure), result), world)
+    if reason is not None:
+        raise located(reason, 0) from failure
+    return found  # type: ignore[no-any-return]
+
+
+def portable(error: Exception | None) -> Exception | None:
+    """An error that can be unpickled anywhere: others may have constructors that their pickles do not call rightly.
+
+    One that is not ours takes along the line at which it occurred.
+    """
+    if error is None or type(error) is CheckpointError:
+        return error
+    carried = _portable(error)
+    setattr(carried, _LINE, raising_line(error, or_ours=not isinstance(error, OSError)))
+    return carried
+
+
+def _portable(error: Exception) -> Exception:
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename)
+    if type(error).__module__ == "builtins":
+        return type(error)(str(error)) if len(error.args) == 1 else RuntimeError(f"{type(error).__qualname__}: {error}")
+    return CheckpointError(f"{type(error).__qualname__}: {error}")
+
+
+def located(error: Exception, rank: int) -> Exception:
+    """The error, with the rank on which it occurred in its text."""
+    line = getattr(error, _LINE, "")
+    place = f" (on rank {rank})" + (f", at {line}" if line else "")
+    if isinstance(error, OSError) and error.errno is not None:
+        return type(error)(error.errno, f"{error.strerror}{place}", error.filename)
+    return type(error)(f"{error}{place}") if len(error.args) == 1 else error

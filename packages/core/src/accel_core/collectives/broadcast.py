@@ -1,0 +1,133 @@
+"""Tensors of one rank for all.
+
+A small tree travels in one exchange, like everything small. A large one is compared first, and then broadcast: its large
+tensors each by itself and straight into the result, its small ones packed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accel_core.base.nested import Tree, flatten_with_shape, unflatten
+from accel_core.collectives.reduce_gather import Measured, bytes_of, channel_of, check_source, check_tensors, letter_for
+from accel_core.processes.watch.collective_scope import collective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_core.processes.channel import Channel
+    from accel_core.processes.world import World
+
+T = TypeVar("T")
+
+SMALL_BROADCAST = 1 << 20
+"""A tree goes in one exchange, from everyone to everyone, while a rank receives at most this many bytes."""
+
+PARCEL = 4 << 20
+"""Bytes that are packed together: so much extra memory, and a tensor at least as large goes unpacked."""
+
+
+def broadcast(tree: T, world: World, source: int = 0, group: ProcessGroup | None = None) -> T:
+    """Gives every rank the tensors of one rank. A collective.
+
+    All ranks pass tensors of the same shapes and dtypes, as they would to torch.distributed.broadcast; those of the other
+    ranks are only looked at, and may be on the meta device. Where shapes are not known, use `broadcast_object_list`.
+
+    Args:
+        tree: tensors in nested tuples, lists, dicts and other mappings; any strided dtype and shape.
+        world: the processes.
+        source: whose tensors; its rank within the group.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        The same structure of new tensors, on every rank, without a gradient history: each on the device of the
+        corresponding argument, for a meta tensor on the world's. In a world of one `tree` itself.
+
+    Raises:
+        TypeError: on every rank, if a leaf is no tensor.
+        ValueError: on every rank, if there is no such source.
+        CollectiveMismatchError: on every rank, if structures, dtypes, shapes or sources differ.
+    """
+    channel = channel_of(world, group)
+    call = f"broadcast(from_process={source!r})"
+    check_source(channel, call, source)
+    if channel is None:
+        check_tensors("broadcast", tree, flatten_with_shape(tree)[0])
+        return tree
+    return broadcast_from(channel, call, tree, source)
+
+
+def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
+    """The same over a channel, for a call of another name, which says who the source is if that varies."""
+    leaves, shape = flatten_with_shape(tree)
+    if bytes_of(leaves) * channel.size > SMALL_BROADCAST:
+        received = _large(channel, call, tree, leaves, shape, source)
+    else:
+        measure, sent = (_sent, leaves) if channel.rank == source else (_awaited, [])
+        parts = channel.exchange(letter_for(channel, call, tree, leaves, shape, measure), sent)
+        received = [part[source][0].clone() for part in parts]
+    return unflatten(tree, [_placed(tensor, leaf) for tensor, leaf in zip(received, leaves, strict=True)])
+
+
+def _large(
+    channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, source: int
+) -> list[torch.Tensor]:
+    """Compares headers, then broadcasts the bytes, which backends can move whatever the dtype is."""
+    letter = letter_for(channel, call, tree, leaves, shape, _compared)
+    try:
+        received = [torch.empty(leaf.shape, dtype=leaf.dtype, device=channel.device) for leaf in leaves]
+        if channel.rank == source:
+            for tensor, leaf in zip(received, leaves, strict=True):
+                tensor.copy_(leaf.detach())
+    except RuntimeError as error:  # out of memory, say: the other ranks are waiting
+        channel.refuse(error)
+    channel.exchange(letter, ())
+    for contents in _parcels([tensor.view(-1).view(torch.uint8) for tensor in received]):
+        parcel = torch.cat(contents) if len(contents) > 1 else contents[0]
+        with collective("broadcast()"):
+            dist.broadcast(parcel, group=channel.group, group_src=source)
+        if len(contents) > 1:
+            for content, part in zip(contents, parcel.split([len(content) for content in contents]), strict=True):
+                content.copy_(part)
+    return received
+
+
+def _parcels(contents: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Puts what is small together, in order, up to `PARCEL` bytes. What is empty needs no sending."""
+    together: list[torch.Tensor] = []
+    size = 0
+    for content in contents:
+        if len(content) >= PARCEL:
+            yield [content]
+        elif len(content):
+            if size + len(content) > PARCEL:
+                yield together
+                together, size = [], 0
+            together.append(content)
+            size += len(content)
+    if together:
+        yield together
+
+
+def _placed(tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Puts what was received where the argument is; a meta tensor is nowhere."""
+    return tensor if leaf.is_meta or tensor.device == leaf.device else tensor.to(leaf.device)
+
+
+def _sent(leaf: torch.Tensor) -> Measured:
+    """On the source: the leaf is one row."""
+    return (leaf.dtype, tuple(leaf.shape)), 1, list(leaf.shape)
+
+
+def _awaited(leaf: torch.Tensor) -> Measured:
+    """On the other ranks: no row, of the same kind."""
+    return (leaf.dtype, tuple(leaf.shape)), 0, list(leaf.shape)
+
+
+def _compared(leaf: torch.Tensor) -> Measured:
+    """For a large tree: the shape must agree, and the values travel by other means."""
+    return None, 0, list(leaf.shape)

@@ -1,0 +1,213 @@
+"""What all processes do together, as functions: for code that holds no `Accelerator`.
+
+Each works in the world of this process (`World.current()`), which its first call starts if nobody has: with a launcher, that
+is a collective too. In a world of one they cost next to nothing.
+
+A **collective** is called by every rank, in the same order. Where arguments do not fit together, all ranks raise
+`CollectiveMismatchError` with a table by rank. A *tree* is a tensor, or nested tuples, lists, dicts and other mappings of
+tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from accel_core.collectives import padding, random_sync, reduce_gather
+from accel_core.collectives.broadcast import broadcast as broadcast_over
+from accel_core.collectives.padding import pad_input_tensors
+from accel_core.options.resolution import as_rng_types
+from accel_core.processes.world import World
+
+if TYPE_CHECKING:
+    from accel_core.collectives.reduce_gather import Reduction
+
+T = TypeVar("T")
+
+__all__ = [
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "reduce",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "wait_for_everyone",
+]
+
+
+def gather(tensor: T) -> T:
+    """Concatenates the tensors of all ranks along dim 0, in rank order. Collective.
+
+    Args:
+        tensor: a tree of one structure on all ranks, of any strided dtype. Sizes may differ in dim 0 only. A tensor without
+            dimensions gives one element per rank.
+
+    Returns:
+        The same structure, detached, each tensor on its device; in a world of one the tensors themselves.
+
+    Raises:
+        TypeError: on every rank, if a leaf is no tensor.
+        CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+    """
+    return reduce_gather.gather(tensor, World.current())
+
+
+def gather_object(object: Sequence[Any]) -> list[Any]:
+    """Concatenates the lists of all ranks, in rank order. Collective.
+
+    Args:
+        object: a list or tuple, of any length, of objects that can be pickled; tensors inside arrive on the CPU.
+
+    Returns:
+        One list with the items of all ranks, on every rank: `gather_object([value])` has one item per rank.
+
+    Raises:
+        TypeError: on every rank, if it is no list or tuple.
+        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an object cannot be pickled,
+            the other ranks raise `CollectiveMismatchError` with that reason.
+    """
+    return reduce_gather.gather_objects(object, World.current())
+
+
+def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
+    """Combines tensors over the ranks: their sum, mean or maximum. Collective, except for "none".
+
+    The reduction has no default here: `Accelerator.reduce` sums unless it is told otherwise, while functions of this name
+    elsewhere average.
+
+    Args:
+        tensor: a tree of one structure, and of the same shapes, on all ranks.
+        reduction: "sum", "mean", "max", or "none", which returns `tensor`.
+        scale: a factor for the result.
+
+    Returns:
+        The same structure and shapes, detached, equal on all ranks. Dtypes stay, but booleans are counted as int64, and the
+        mean of integers and booleans, or their product with a scale, has the default floating dtype.
+
+    Raises:
+        ValueError: on every rank, if the reduction is unknown.
+        TypeError: on every rank, if a leaf is no tensor.
+        CollectiveMismatchError: on every rank, if structures, dtypes, shapes or options differ.
+    """
+    return reduce_gather.reduce(tensor, World.current(), reduction, scale)
+
+
+def broadcast(tensor: T, from_process: int = 0) -> T:
+    """Gives every rank the tensors of one rank. Collective.
+
+    Args:
+        tensor: a tree of one structure, and of the same shapes and dtypes, on all ranks, any strided dtype. The values count
+            on the source only; elsewhere tensors on the meta device will do.
+        from_process: the source.
+
+    Returns:
+        The same structure of new tensors, detached, each on the device of the one given here, or on the world's for one on
+        the meta device; in a world of one `tensor` itself.
+
+    Raises:
+        TypeError: on every rank, if a leaf is no tensor.
+        ValueError: on every rank, if there is no such process.
+        CollectiveMismatchError: on every rank, if structures, dtypes, shapes or sources differ.
+    """
+    return broadcast_over(tensor, World.current(), from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replaces the items of every rank's list by those of one rank. Collective.
+
+    Args:
+        object_list: on the source, a list of objects that can be pickled; elsewhere one of the same length, whose items are
+            ignored. It is changed in place.
+        from_process: the source.
+
+    Returns:
+        `object_list`.
+
+    Raises:
+        TypeError: on every rank, if it is no list.
+        ValueError: on every rank, if there is no such process.
+        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in `gather_object`.
+    """
+    return reduce_gather.broadcast_object_list(object_list, World.current(), from_process)
+
+
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_first: bool = False) -> T:
+    """Pads each tensor along one dimension to the largest size that it has on any rank. Collective.
+
+    Other dimensions may differ between the ranks. Gradients flow through the padding.
+
+    Args:
+        tensor: a tree of one structure on all ranks, with the same numbers of dimensions, of any strided dtype.
+        dim: the dimension; negative ones count from the last. A tensor that does not have it stays as it is.
+        pad_index: the value to pad with.
+        pad_first: whether the padding stands before the values.
+
+    Returns:
+        The same structure and dtypes; each tensor is new, or itself if it has the largest size. In a world of one `tensor`
+        itself.
+
+    Raises:
+        TypeError: on every rank, if a leaf is no tensor, `dim` no integer or `pad_index` no number.
+        ValueError: on every rank, if a dtype cannot hold `pad_index`.
+        CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or options differ.
+    """
+    return padding.pad_across_processes(tensor, World.current(), dim, pad_index, pad_first)
+
+
+def wait_for_everyone() -> None:
+    """Waits until every rank has come here. Collective; does nothing in a world of one."""
+    World.current().barrier()
+
+
+def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
+    """Sets one random stream to the state that it has on rank 0. Collective, except in a world of one.
+
+    Args:
+        rng_type: which one, as for `synchronize_rng_states`; None: "generator" if one is given, else "torch".
+        generator: for "generator"; it is changed in place.
+
+    Raises:
+        As `synchronize_rng_states`.
+    """
+    default = "torch" if generator is None else "generator"
+    synchronize_rng_states([default if rng_type is None else rng_type], generator)
+
+
+def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
+    """Sets random streams to the states that they have on rank 0. One collective; none in a world of one.
+
+    Python's and NumPy's streams are left alone: `set_seed` makes those equal.
+
+    Args:
+        rng_types: which streams, names of `RNGType`: "torch" for torch's global one on the CPU, a device type for that of the
+            device, and "generator" for `generator`. A device type that this run does not train on warns.
+        generator: for "generator"; it is changed in place. Without "generator" it has no effect, and a warning says so.
+
+    Raises:
+        TypeError: on every rank, if `rng_types` is no list of names.
+        ValueError: on every rank, if a name is unknown, or if there is no generator for "generator".
+        CollectiveMismatchError: on every rank, if they name other streams.
+    """
+    world = World.current()
+    try:
+        names = as_rng_types("rng_types", rng_types)
+        if "generator" in names and generator is None:
+            raise ValueError(
+                "rng_types has 'generator', but no generator was given. Pass generator=torch.Generator(), the one that is "
+                "to be the same everywhere, or leave the name out."
+            )
+    except (TypeError, ValueError) as error:
+        reduce_gather.refuse(reduce_gather.channel_of(world, None), error)
+    if generator is not None and "generator" not in names:
+        warnings.warn(
+            f"synchronize_rng_states() was given a generator, but rng_types={list(names)} leaves it alone. Add 'generator' "
+            f"to rng_types, or leave the generator out.",
+            stacklevel=2,
+        )
+    random_sync.synchronize(names, [] if generator is None else [generator], world)

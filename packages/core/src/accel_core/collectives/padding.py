@@ -1,0 +1,175 @@
+"""Tensors of one size, so that they can be gathered, or split evenly."""
+
+from __future__ import annotations
+
+import cmath
+import numbers
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from accel_core.base.nested import Tree, flatten_with_shape, map_tensors, unflatten
+from accel_core.collectives.reduce_gather import Measured, channel_of, check_tensors, letter_for, refuse
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_core.processes.world import World
+
+T = TypeVar("T")
+
+
+def pad_across_processes(
+    tree: T,
+    world: World,
+    dim: int = 0,
+    pad_index: complex = 0,
+    pad_first: bool = False,
+    group: ProcessGroup | None = None,
+) -> T:
+    """Pads each tensor along one dimension to the largest size that it has on any rank. A collective, and exactly one.
+
+    Other dimensions may differ between the ranks. Gradients flow through the padding.
+
+    Args:
+        tree: tensors in nested tuples, lists, dicts and other mappings, of any strided dtype, with the same numbers of
+            dimensions on every rank.
+        world: the processes.
+        dim: the dimension; negative ones count from the last. A tensor that does not have it stays as it is.
+        pad_index: the value to pad with.
+        pad_first: whether the padding stands before the values.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        The same structure and dtypes; each tensor is new, or itself if it has the largest size. In a world of one
+        `tree` itself.
+
+    Raises:
+        TypeError: on every rank, if a leaf is no tensor, `dim` no integer or `pad_index` no number.
+        ValueError: on every rank, if a dtype cannot hold `pad_index`.
+        CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or options differ.
+    """
+    channel = channel_of(world, group)
+    leaves, shape = flatten_with_shape(tree)
+    try:
+        check_tensors("pad_across_processes", tree, leaves)
+        _check_options(dim, pad_index)
+        for dtype in dict.fromkeys([leaf.dtype for leaf in leaves if _reaches(dim, leaf)]):
+            _check_value(pad_index, dtype)
+    except (TypeError, ValueError) as error:
+        refuse(channel, error)
+    if channel is None:
+        return tree
+    call = f"pad_across_processes(dim={dim}, pad_index={pad_index}, pad_first={bool(pad_first)})"
+    letter = letter_for(channel, call, tree, leaves, shape, _Along(dim))
+    reaching = [leaf for leaf in leaves if _reaches(dim, leaf)]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    rows = channel.exchange(letter, [nothing] * len(reaching))
+    largest = iter([max(map(len, by_rank)) for by_rank in rows])
+    return unflatten(
+        tree,
+        [_padded(leaf, next(largest), dim, pad_index, pad_first) if _reaches(dim, leaf) else leaf for leaf in leaves],
+    )
+
+
+def pad_input_tensors(tree: Tree, batch_size: int, num_processes: int, dim: int = 0) -> Tree:
+    """Repeats the last row of a batch until `num_processes` processes can share it evenly. Not a collective.
+
+    Args:
+        tree: tensors in nested tuples, lists, dicts and other mappings; other leaves stay as they are.
+        batch_size: how many rows the batch has. Tensors of another size in `dim` stay as they are.
+        num_processes: among how many the batch is to be split.
+        dim: the dimension that holds the rows; negative ones count from the last.
+
+    Returns:
+        The same structure; sizes of `batch_size` become the next multiple of `num_processes`. `tree` itself if
+        `batch_size` is one already.
+
+    Raises:
+        ValueError: if there are no processes, or if no tensor has `batch_size` rows.
+    """
+    if num_processes < 1:
+        raise ValueError(f"pad_input_tensors(num_processes={num_processes}): pass the number of processes, 1 or more.")
+
+    def is_full(tensor: torch.Tensor) -> bool:
+        return _reaches(dim, tensor) and tensor.shape[dim] == batch_size
+
+    tensors = [leaf for leaf in flatten_with_shape(tree)[0] if isinstance(leaf, torch.Tensor)]
+    if not any(map(is_full, tensors)):
+        shapes = [list(tensor.shape) for tensor in tensors]
+        raise ValueError(
+            f"pad_input_tensors(batch_size={batch_size}, dim={dim}): no tensor has that many rows; the shapes are {shapes}. "
+            f"Pass the size that the batch has in this dimension."
+        )
+    missing = -batch_size % num_processes
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        if not is_full(tensor):
+            return tensor
+        last = tensor.narrow(dim, batch_size - 1, 1)
+        return torch.cat([tensor, *[last] * missing], dim)
+
+    return map_tensors(filled, tree) if missing else tree
+
+
+@dataclass(frozen=True)
+class _Along:
+    """How a leaf travels: without its values, with its size along one dimension, which the header of the message holds."""
+
+    dim: int
+
+    def __call__(self, leaf: torch.Tensor) -> Measured:
+        sizes: list[int | str] = ["*"] * leaf.ndim
+        if not _reaches(self.dim, leaf):
+            return None, 0, sizes
+        return (torch.uint8, (0,)), leaf.shape[self.dim], sizes
+
+
+def _reaches(dim: int, leaf: torch.Tensor) -> bool:
+    return -leaf.ndim <= dim < leaf.ndim
+
+
+def _padded(leaf: torch.Tensor, largest: int, dim: int, pad_index: complex, pad_first: bool) -> torch.Tensor:
+    size = leaf.shape[dim]
+    if size == largest:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = largest
+    padded = leaf.new_full(shape, pad_index)
+    padded.narrow(dim, largest - size if pad_first else 0, size).copy_(leaf)
+    return padded
+
+
+def _check_options(dim: int, pad_index: complex) -> None:
+    if not isinstance(dim, int):
+        raise TypeError(
+            f"pad_across_processes(dim={dim!r}): expected the number of a dimension, but got a {type(dim).__name__}. Pass an "
+            f"integer, such as dim=1; several dimensions take one call each."
+        )
+    if not isinstance(pad_index, numbers.Number):
+        raise TypeError(
+            f"pad_across_processes(pad_index={pad_index!r}): expected a number, but got a {type(pad_index).__name__}. Pass "
+            f"the value to pad with, such as pad_index=-100."
+        )
+
+
+def _check_value(value: complex, dtype: torch.dtype) -> None:
+    if not _holds(value, dtype):
+        raise ValueError(
+            f"pad_across_processes(pad_index={value}): {str(dtype).removeprefix('torch.')} cannot hold this value. Pass one "
+            f"that every tensor can hold, or pad tensors of different dtypes in calls of their own."
+        )
+
+
+def _holds(value: complex, dtype: torch.dtype) -> bool:
+    """Whether a tensor filled with the value holds it, up to rounding; torch wraps, cuts and saturates some in silence."""
+    try:
+        kept = torch.full((), value, dtype=dtype).item()
+    except (RuntimeError, OverflowError):
+        return False
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return kept == value
+    if cmath.isnan(value) or cmath.isinf(value):
+        return cmath.isnan(kept) == cmath.isnan(value) and cmath.isinf(kept) == cmath.isinf(value)
+    return abs(value) <= torch.finfo(dtype).max

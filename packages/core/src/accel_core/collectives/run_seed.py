@@ -1,0 +1,111 @@
+"""Seeds: one for the run, and others derived from it.
+
+`set_seed` seeds every generator that a training script draws from. `agree_seed` is how the rest of the library learns
+the seed of the run, also of one that set none; data orders and worker streams derive from it by `derive_seed`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import operator
+import os
+import random
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from accel_core.base.seeds import derive_seed
+from accel_core.processes.launch_environment import read_place
+
+if TYPE_CHECKING:
+    from accel_core.processes.world import World
+
+_TORCH_SEEDS = 2**64  # what torch.manual_seed can hold, and what torch.initial_seed returns
+_NUMPY_SEEDS = 2**32
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds Python's `random`, torch on the CPU and on every accelerator of this process, and NumPy if it is installed.
+
+    Not a collective; starts nothing, so it may stand before the Accelerator is made. Without `device_specific`, all
+    processes get the same streams.
+
+    Args:
+        seed: from 0 to 2**64 - 1. NumPy takes 32 bits: up to 2**32 - 1 it is given the seed itself, above that
+            `derive_seed(seed) % 2**32`.
+        device_specific: adds the rank to the seed (modulo 2**64), so that dropout and augmentation differ between
+            processes. Rank 0's seed stays the seed of the run.
+        deterministic: also calls `torch.use_deterministic_algorithms(True)`: an operation that has no deterministic
+            version then raises. False leaves that switch as it is.
+
+    Raises:
+        TypeError: if the seed is not an integer.
+        ValueError: if it is out of range.
+        WorldError: with `device_specific`, if the launcher's variables contradict each other.
+    """
+    seed = _checked(seed)
+    if device_specific:
+        seed = (seed + _rank()) % _TORCH_SEEDS
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy").random.seed(seed if seed < _NUMPY_SEEDS else derive_seed(seed) % _NUMPY_SEEDS)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def agree_seed(world: World, given: int | None = None) -> int:
+    """The seed of the run, the same on every rank: what was given, else what `torch.initial_seed()` says on rank 0.
+
+    The latter is the seed given to `set_seed` or `torch.manual_seed`, also a `device_specific` one; a process that set none
+    has a random one. Drawing numbers does not change it, and asking draws none. Collective, except in a world of one.
+
+    Args:
+        world: the processes.
+        given: a seed that takes the place of the process's; the same on all ranks, or None on all.
+
+    Returns:
+        0 to 2**64 - 1.
+
+    Raises:
+        ValueError: on every rank, if they were given different seeds.
+    """
+    own = torch.initial_seed() if given is None else given
+    if world.size == 1:
+        return own
+    from accel_core.collectives.reduce_gather import gather_objects
+
+    told: list[tuple[int | None, int]] = gather_objects([(given, own)], world)
+    others = [rank for rank, (seed, _) in enumerate(told) if seed != told[0][0]]
+    if others:
+        raise ValueError(
+            f"data_seed is {told[0][0]} on rank 0 and {told[others[0]][0]} on rank {others[0]}, so the ranks would not read "
+            f"parts of one order. Give all ranks the same data_seed, or none."
+        )
+    return told[0][1]
+
+
+def _rank() -> int:
+    # Not World.current(), whose first call starts the process group, and chooses the device before the Accelerator can.
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return read_place(os.environ).rank
+
+
+def _checked(seed: int) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = None
+    if number is None or isinstance(seed, bool):
+        raise TypeError(
+            f"set_seed needs an integer, but got {seed!r} of type {type(seed).__name__}. Pass a whole number: set_seed(42)."
+        )
+    if not 0 <= number < _TORCH_SEEDS:
+        raise ValueError(
+            f"set_seed({number}) is out of range: torch takes seeds from 0 to 2**64 - 1. "
+            f"Pass one of these, such as {number % _TORCH_SEEDS}."
+        )
+    return number

@@ -1,0 +1,264 @@
+"""What single processes do of a job that all share: each its part of the inputs, one before the others, or one alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from accel_core.base.errors import CollectiveMismatchError
+from accel_core.base.nested import rebuilt
+
+if TYPE_CHECKING:
+    from accel_core.processes.world import World
+
+_turn: ContextVar[str | None] = ContextVar("accel_turn", default=None)
+"""The call whose block runs now: blocks inside of it have no order of their own."""
+
+_FOREVER = timedelta(days=365)
+"""What stands for no timeout; backends know no other way to say it."""
+
+
+def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the same name and signature that does something only where `applies()` is true when it is called.
+
+    Elsewhere it returns None; that of a coroutine function returns a coroutine that gives None.
+
+    Raises:
+        TypeError: if `function` cannot be called.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"A decorator that chooses processes was given {function!r}, a {type(function).__name__}, expected the function. "
+            f"Name the other arguments, as in @accelerator.on_process(process_index=0), and put the decorator below "
+            f"@classmethod or @property."
+        )
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **kwargs) if applies() else None
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if applies() else None
+
+    return called
+
+
+def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
+    """Whether `index`, as a decorator has it, means this process; negative ones count from the end.
+
+    In a world of one every index does: the one process stands for all.
+
+    Args:
+        call, argument: what the user wrote, for messages.
+        index: the argument.
+        own: the index of this process.
+        world: the processes.
+        local: whether the index is one within the machine.
+
+    Raises:
+        TypeError: if it is no integer.
+        ValueError: if there is no such process.
+    """
+    count, where = (world.local_size, "this machine") if local else (world.size, "this run")
+    there_are = f"{where} has {count} process(es), 0 to {count - 1}, or -{count} to -1 from the end"
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise TypeError(
+            f"{call}({argument}={index!r}): expected the index of a process; {there_are}. Type {argument}=0."
+        )
+    if world.size == 1:
+        return True
+    if not -count <= index < count:
+        raise ValueError(
+            f"{call}({argument}={index}): there is no such process; {there_are}. Type {argument}=-1 for the last one, or start "
+            f"more processes."
+        )
+    return index % count == own
+
+
+@contextmanager
+def leader_first(world: World, local: bool) -> Iterator[None]:
+    """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
+
+    A collective in a world larger than one, and exactly one: the leaders take part after their block, the others before theirs.
+    They wait for as long as that block takes, unless it fails or its process is gone; without a Watch (see `World.watch`) for
+    the world's timeout. Machines wait for each other, too. What is already in order stays: a block inside of one of the same
+    kind, or of any kind where all processes run on one machine, waits for nobody.
+
+    Raises:
+        RuntimeError: on every rank but a failing leader's, which raises its own error, if a leader fails in its block: with
+            its rank, the type and the message. On a rank that is inside of a block of the other kind, if there are several
+            machines.
+        CollectiveMismatchError: on every rank, if a leader's block calls another collective.
+    """
+    call = "local_main_process_first()" if local else "main_process_first()"
+    if world.size == 1 or _is_in_order(call, world):
+        yield
+        return
+    leads = world.is_local_main if local else world.is_main
+    if not leads:
+        _meet(world, call)
+    token = _turn.set(call)
+    try:
+        yield
+    except BaseException as error:  # whatever it is, the others are waiting
+        # But after a mismatch: in the collective that this rank called, the others have raised the same.
+        if leads and not isinstance(error, CollectiveMismatchError):
+            _meet(world, call, error)
+        raise
+    finally:
+        _turn.reset(token)
+    if leads:
+        _meet(world, call)
+
+
+def _is_in_order(call: str, world: World) -> bool:
+    outer = _turn.get()
+    if outer is None or outer == call or world.local_size == world.size:
+        return outer is not None
+    raise RuntimeError(
+        f"{call} was called inside of {outer}, but the processes run on several machines, and they cannot wait for both: who "
+        f"comes first in one is among the others in the other. Write the blocks one after the other."
+    )
+
+
+def _meet(world: World, call: str, error: BaseException | None = None) -> None:
+    """Waits until every rank is here. Raises if another rank comes with an error; one that has an error raises its own."""
+    from accel_core.processes.channel import Letter, from_bytes, to_bytes
+    from accel_core.processes.mismatch_report import describe
+    from accel_core.processes.watch.failure_notices import described
+
+    channel = world.channel()
+    told = bytearray(b"" if error is None else described(error).encode())
+    letter = Letter(describe(call), [(torch.uint8, ())], [len(told)], channel.device)
+    with _without_timeout(world):
+        (parts,) = channel.exchange(letter, [from_bytes(told)])
+    failed = {rank: to_bytes(part).decode() for rank, part in enumerate(parts) if len(part)}
+    if failed and error is None:
+        errors = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise RuntimeError(
+            f"{call} was called, but who was to go first failed: {errors}\nMend that one: the error of rank {world.rank} only "
+            f"follows from it."
+        )
+
+
+@contextmanager
+def _without_timeout(world: World) -> Iterator[None]:
+    """Collectives of the world wait inside for as long as it takes: a download takes longer than a batch.
+
+    Where nobody watches over the ranks, the timeout is all that ends a wait in vain, and stays; as it does where the backend
+    takes no other one.
+    """
+    group = world.channel().group
+    backend = None if group is None or world.watch is None else group._get_backend(world.device)
+    if backend is None or not hasattr(backend, "options"):
+        yield
+        return
+    timeout = backend.options._timeout
+    with suppress(RuntimeError):  # of backends that do not support it
+        backend.set_timeout(_FOREVER)
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):
+            backend.set_timeout(timeout)
+
+
+@contextmanager
+def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
+    """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
+
+    No collective, so every process has to be given the same; with fewer elements than processes, parts are empty. `inputs`
+    is never changed, and in a world of one it comes back as it is.
+
+    Args:
+        inputs: a list or another sequence, whose parts are lists; a tuple, named or not, whose parts are plain tuples; a
+            tensor or an array, which are split along dim 0; a dataset with `select(indices)`, or one of torch's with a length,
+            whose parts are `torch.utils.data.Subset`; or a mapping whose values are such, all of one length.
+        world: the processes.
+        apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have one length.
+
+    Raises:
+        TypeError: for anything else, such as a string or a tensor without dimensions.
+        ValueError: if the values of a mapping differ in length.
+    """
+    length = _length(inputs, "inputs")
+    yield inputs if world.size == 1 else _part(inputs, _indices(length, world, apply_padding))
+
+
+def _indices(length: int, world: World, apply_padding: bool) -> list[int]:
+    """The elements that this process takes; what fills it up repeats the last one."""
+    each, more = divmod(length, world.size)
+    begin = world.rank * each + min(world.rank, more)
+    own = list(range(begin, begin + each + (world.rank < more)))
+    longest = each + (more > 0)
+    return own + [length - 1] * (longest - len(own)) if apply_padding else own
+
+
+def _length(inputs: Any, path: str) -> int:
+    """How many elements there are to split. Raises for what cannot be split."""
+    if isinstance(inputs, Mapping):
+        lengths = {f"{path}[{key!r}]": _length(value, f"{path}[{key!r}]") for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{place} has {length}" for place, length in lengths.items())
+            raise ValueError(
+                f"split_between_processes() was given a {type(inputs).__name__} whose values differ in length: {found}. Give "
+                f"all of them one element per input, or split them one by one."
+            )
+        return next(iter(lengths.values()), 0)
+    if isinstance(inputs, torch.Tensor) and not inputs.dim():
+        raise TypeError(
+            f"split_between_processes() splits tensors along dim 0, and {path} is a tensor without dimensions. Pass one "
+            f"element per input, or use the value as it is: every process has it."
+        )
+    if not _is_divisible(inputs):
+        raise TypeError(
+            f"split_between_processes() cannot split {path}, a {type(inputs).__name__}. It takes lists, tuples and other "
+            f"sequences, tensors, arrays, datasets with a length, and dicts of these: wrap a single input as [input]."
+        )
+    return len(inputs)
+
+
+def _is_divisible(inputs: Any) -> bool:
+    if isinstance(inputs, (str, bytes, bytearray)) or not hasattr(inputs, "__len__"):
+        return False  # the parts of a text are no texts that anybody means
+    return isinstance(inputs, (Sequence, torch.Tensor, Dataset)) or _has_select(inputs) or _is_array(inputs)
+
+
+def _part(inputs: Any, indices: list[int]) -> Any:
+    if isinstance(inputs, Mapping):
+        parts = {key: _part(value, indices) for key, value in inputs.items()}
+        # One that cannot be changed need not know how to be made from a dict.
+        return rebuilt(inputs, list(parts.values())) if isinstance(inputs, MutableMapping) else parts
+    if isinstance(inputs, torch.Tensor):
+        # Views where nothing is repeated: consecutive elements need no copy.
+        whole = inputs[indices[0] : indices[-1] + 1] if indices else inputs[:0]
+        return whole if len(whole) == len(indices) else inputs[indices]
+    if _has_select(inputs):
+        return inputs.select(indices)
+    if isinstance(inputs, Dataset):
+        return Subset(inputs, indices)
+    if _is_array(inputs):
+        return inputs.take(indices, axis=0)
+    taken = [inputs[index] for index in indices]
+    return tuple(taken) if isinstance(inputs, tuple) else taken
+
+
+def _has_select(inputs: Any) -> bool:
+    return not isinstance(inputs, torch.Tensor) and callable(getattr(inputs, "select", None))
+
+
+def _is_array(inputs: Any) -> bool:
+    """Arrays and data frames of other libraries."""
+    return callable(getattr(inputs, "take", None)) and bool(getattr(inputs, "shape", ()))

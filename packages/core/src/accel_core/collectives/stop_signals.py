@@ -1,0 +1,210 @@
+"""Being told to stop: by a scheduler that takes the machine away, or by a person at the terminal.
+
+    preemption = Preemption(world)
+    preemption.watch()  # SIGTERM
+    for batch in loader:
+        ...
+        if preemption.check():  # on all ranks at the same step
+            ...  # save and leave
+
+**The first arrival** of a signal is noted, and nothing else happens: what the signal did before is not done.
+
+**Arrivals within `GRACE`** after the first count as the same one. A rank is often told twice at once: Slurm's scancel and
+systemd signal every process of a job, the launcher among them, and torchrun passes on to its ranks what it is sent.
+
+**A later arrival** does what the signal did before `watch`; the handler stands aside from then on. So a SIGTERM that is sent
+again ends a process that runs on although it was told to stop.
+
+Python runs handlers between two of its instructions. While a process waits in a call outside of Python, in a collective for
+instance, it notes a signal only when that call returns, and a second one before that is not told from the first: the grace
+begins there. A process that is stuck is ended by SIGKILL, which schedulers and launchers send when their patience is over
+(torchrun after `--shutdown-timeout`, 30 seconds, which is also how long a checkpoint may take).
+
+torchrun passes on SIGTERM, SIGINT, SIGHUP and SIGQUIT, and others that `--signals-to-handle` names.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_core.collectives.triggers import anywhere
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from accel_core.processes.world import World
+
+GRACE = 5.0
+"""Seconds after the first arrival of a signal in which further ones count as the same: more than launchers take to pass it on."""
+
+_NEVER_CAUGHT = ("SIGKILL", "SIGSTOP")
+
+
+class Preemption:
+    """Lets all ranks know that one of them was told to stop.
+
+    Args:
+        world: the processes that stop together.
+        grace: seconds after the first arrival of a signal, in which further ones count as the same.
+    """
+
+    def __init__(self, world: World, grace: float = GRACE) -> None:
+        self._world = world
+        self._grace = grace
+        self._known = False  # to all ranks
+        self._arrived: list[str] = []
+        self._handlers: dict[signal.Signals, _Handler] = {}
+        weakref.finalize(self, _release, self._handlers).atexit = False  # an exit that has begun goes on
+
+    def watch(self, *signals: signal.Signals | int | str) -> None:
+        """From now on the first arrival of each of these signals on this rank is noted. No collective.
+
+        A signal that is watched already is left as it is. Ranks may watch different signals, or none.
+
+        Args:
+            signals: by number or name, such as "SIGUSR1"; SIGTERM if there are none.
+
+        Raises:
+            ValueError: for a signal that this platform does not have or that cannot be caught, and outside of the main
+                thread. No signal is watched then that was not before.
+        """
+        numbers = [_number(given) for given in signals or (signal.SIGTERM,)]
+        _check_thread()
+        for number in numbers:
+            if number not in self._handlers:
+                self._handlers[number] = _Handler(number, self._arrived, self._grace)
+
+    @property
+    def received(self) -> str | None:
+        """The name of the first signal that arrived on this rank; None if there was none. No collective."""
+        return self._arrived[0] if self._arrived else None
+
+    def check(self) -> bool:
+        """Whether a signal has arrived on any rank; the same answer on every rank.
+
+        A collective, except in a world of one; and none any more once it was true, which it stays.
+        """
+        if not self._known:
+            self._known = anywhere(self._world, "should_stop", bool(self._arrived))
+        return self._known
+
+    def close(self) -> None:
+        """Puts back the handlers that were there before, unless somebody else has replaced ours since. May be repeated.
+
+        Happens by itself when the last reference to this object goes. In another thread than the main one it is put off:
+        our handler then stays, and lets the next signal do what it did before.
+        """
+        _release(self._handlers)
+
+
+class _Handler:
+    """Notes the first arrival of a signal in this process, and stands aside at a later one. Holds on to nothing but that note.
+
+    Args:
+        number: the signal; its handler is this object from now on.
+        arrived: gets the name of the signal.
+        grace: seconds after the first arrival, in which further ones count as the same.
+    """
+
+    def __init__(self, number: signal.Signals, arrived: list[str], grace: float) -> None:
+        self._number = number
+        self._arrived = arrived
+        self._grace = grace
+        self._first: float | None = None  # when it arrived, by the monotonic clock
+        self._process = os.getpid()
+        self._active = True
+        self._before: Any = signal.getsignal(number)
+        signal.signal(number, self)  # from here on a signal may come, and needs all of the above
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        handlers = list(self._stacked())
+        taken = [handler._takes(now) for handler in handlers]  # all are to know
+        if not any(taken):
+            for handler in handlers:
+                handler.stand_aside()
+            self._do_as_before(number, frame)
+
+    def _takes(self, now: float) -> bool:
+        """Whether an arrival is for the owner: the first one, which is noted, or one that counts as the same."""
+        # A forked child inherits the handler, but not the owner who asks for notes: there it must end whom it ended before.
+        if not self._active or os.getpid() != self._process:
+            return False
+        if self._first is None:
+            self._first = now
+            self._arrived.append(self._number.name)
+            return True
+        return now - self._first < self._grace
+
+    def _do_as_before(self, number: int, frame: FrameType | None) -> None:
+        before = self._previous()
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            # The handler in force may be somebody's who calls ours: a signal that is raised to that would come back here.
+            in_force = signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, in_force)
+
+    def stand_aside(self) -> None:
+        """Notes nothing more, and puts the previous handler back if this is the one in force."""
+        self._active = False
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        in_force: object = signal.getsignal(self._number)
+        if in_main_thread and in_force is self:
+            signal.signal(self._number, self._previous())
+
+    def _stacked(self) -> Iterator[_Handler]:
+        """This one, and those of other Accelerators that it took the place of."""
+        handler: Any = self
+        while isinstance(handler, _Handler):
+            yield handler
+            handler = handler._before
+
+    def _previous(self) -> Any:
+        """The handler before this one that still has something to do."""
+        before = self._before
+        while isinstance(before, _Handler) and not before._active:
+            before = before._before
+        return before
+
+
+def _release(handlers: dict[signal.Signals, _Handler]) -> None:
+    for handler in handlers.values():
+        handler.stand_aside()
+    handlers.clear()
+
+
+def _number(given: signal.Signals | int | str) -> signal.Signals:
+    try:
+        number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"stop_on_signal({given!r}) was called, but this platform has no such signal. Pass one of these: "
+            f"{_listed([each.name for each in signal.Signals if each.name not in _NEVER_CAUGHT])}."
+        ) from None
+    if number.name in _NEVER_CAUGHT:
+        raise ValueError(
+            f"stop_on_signal({given!r}) was called, but no process can catch {number.name}. Pass the signal that is sent "
+            f"before it, which usually is SIGTERM."
+        )
+    return number
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _check_thread() -> None:
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise ValueError(
+            f"stop_on_signal() was called in the thread {thread.name!r}, but Python handles signals in the main thread "
+            f"only. Call it there; should_stop() may then be called anywhere."
+        )

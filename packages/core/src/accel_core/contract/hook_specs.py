@@ -1,0 +1,435 @@
+"""Every hook, in one place.
+
+Read the loop in the docstring of `HookSpecs` first: it shows when each hook runs. A hook has either **one owner** or
+**many listeners**:
+
+- `@owner`: exactly one active component may implement it, else the core's default serves (`accel_core.facade.default_hooks`). The
+  winner is bound once, when the Accelerator is built; two implementations are an error that names both. What the owner
+  returns is the answer, `None` included.
+- `@listener`: everyone who implements it is called, in the order of registration. A listener that raises is switched off
+  with one warning; the run goes on.
+
+A plugin implements a hook by a method of the same name marked with `@hookimpl`, taking the arguments that it needs, by
+name, and leaving out the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import pluggy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.contract.layout import Layout, Shard
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_core.processes.world import World
+
+PROJECT = "accel"
+
+LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
+"""What a strategy that does not replicate parameters implements, so that checkpoints can be saved under it."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+Kind = Literal["owner", "listener"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def owner(function: F) -> F:
+    """Declares a hook that has exactly one implementation."""
+    function.accel_kind = "owner"  # type: ignore[attr-defined]
+    return hookspec(function)
+
+
+def listener(function: F) -> F:
+    """Declares a hook to which everyone may listen; its calls return nothing."""
+    function.accel_kind = "listener"  # type: ignore[attr-defined]
+    return hookspec(function)
+
+
+class HookSpecs:
+    """The training loop, with the hooks in the order in which they run.
+
+        accelerator = Accelerator(...)              # layout, start
+        model = accelerator.build_model(factory)    # build_model; or however the user builds it
+        model, optimizer, loader, scheduler = accelerator.prepare(...)
+                                                    # convert_model, prepare_model (per model), prepare_loader (per loader),
+                                                    # check_optimizer (per optimizer)
+        for batch in loader:
+            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window
+                loss = model(batch)
+                accelerator.backward(loss)          # scale_loss, backward, synchronise_gradients
+                accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
+                optimizer.step()                    # check_gradients, optimizer_step and in it apply_step, once per window
+                scheduler.step()
+                optimizer.zero_grad()               # gradient_state
+            accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
+            accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
+        accelerator.end_training()                  # release_model (per model), finish
+        accelerator.free_memory()                   # release_model, unless it has ended; revert_model (per model)
+
+        # or a whole window in one call, in which a pipeline can run:
+        loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
+
+    Each docstring says when the hook runs, who usually owns it, what it is given and returns, and what the core does where
+    nobody owns it.
+    """
+
+    @listener
+    def start(self, world: World, layout: Layout, replicated: bool) -> None:
+        """The Accelerator is about to be ready.
+
+        When: at the end of the constructor, on every rank.
+        Arguments: the processes; which part of the data this one reads; whether every data-parallel rank holds all parameters, so
+            that all of them see the same gradients.
+        """
+
+    @listener
+    def finish(self) -> None:
+        """Training has ended.
+
+        When: in `end_training`, on every rank, before the process group may end; at most once.
+        """
+
+    @owner
+    def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
+        """Says which part of the data this process reads.
+
+        When: in the constructor of the Accelerator, before anything is prepared.
+        Usual owner: the strategy.
+        Returns: the layout. May create process groups through `world.subgroup`, the same on every rank.
+        Default: pure data parallelism.
+        """
+
+    @owner
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:  # type: ignore[empty-body]
+        """Builds a model that may be too large for one process.
+
+        When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without data until `prepare_model`.
+        Arguments: what builds the model, called without arguments; a file or folder with weights, None to keep those that the
+            factory gives.
+        Returns: a model of the factory's class, with its parameters, which `prepare` accepts.
+        Default: `factory()`, then the weights are loaded.
+        """
+
+    @owner
+    def convert_model(self, model: nn.Module, evaluation: bool) -> None:
+        """Replaces modules of a model by such that compute in another way, in place.
+
+        When: once per model in `prepare`, before `prepare_model`, so before anything is sharded.
+        Usual owner: the precision. Arguments: the user's model; whether it is only evaluated.
+        The model itself, and the names of its parameters and of its state, stay. Optimizers that hold a parameter which is
+        replaced get the new one of that name.
+        Default: nothing happens.
+        """
+
+    @owner
+    def revert_model(self, model: nn.Module) -> None:
+        """Undoes `convert_model`, in place: the model computes as its user built it.
+
+        When: in `free_memory`, for every model that was prepared. Usual owner: that of `convert_model`.
+        Arguments: the user's model. Default: nothing happens.
+        """
+
+    @owner
+    def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
+
+        When: in `free_memory` and in `end_training`, once for every model that was prepared,
+            evaluated ones included; before `revert_model`, and before the process group ends. Usual
+            owner: the strategy. No collective.
+        Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
+        Default: nothing happens.
+        """
+
+    @owner
+    def prepare_model(  # type: ignore[empty-body]
+        self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest
+    ) -> nn.Module:
+        """Makes a model ready to be trained, or only evaluated, under the strategy.
+
+        When: once per model in `prepare`, before the optimizers and schedulers of that call are gated.
+        Usual owner: the strategy, which must have it.
+        Arguments: the user's model; every optimizer known so far that holds one of its parameters (if parameters are
+            replaced, `group["params"][:]` is to be re-pointed in place, and an optimizer that has stepped is refused, unless
+            its state is re-pointed too); the frozen request: precision policy, device or
+            None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
+        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All
+            ranks start from rank 0's weights. After the closing backward of a window, the gradient
+            of each parameter, which is in `.grad` unless `gradient_state` says otherwise, is the
+            mean over the data-parallel ranks. A model that is frozen, or only evaluated, can be
+            called by one rank alone.
+        Default: none.
+        """
+
+    @owner
+    def prepare_loader(  # type: ignore[empty-body]
+        self,
+        loader: DataLoader[Any],
+        shard: Shard,
+        feed: Feed,
+        device: torch.device | None,
+        seed: int,
+        number: int,
+        group: ProcessGroup | None,
+        slice_fn: Callable[..., Any] | None,
+    ) -> DataLoader[Any]:
+        """Makes a loader yield this process's part of each global batch.
+
+        When: once per loader in `prepare`.
+        Usual owner: the loader component.
+        Arguments: the user's loader, which must not be changed; the part to read; the feed to which iterators report, and
+            which says what the loop asks of them; the device on which batches are put, None to leave them where they are;
+            the seed of the run, the same on every rank; how many loaders were prepared before, for each is to have an order
+            of its own (`accel_core.base.seeds.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
+            in shard order, None for the whole world; the user's function that cuts a batch into pieces, or None.
+        Returns: a loader with the same class, attributes and worker settings. One with `behind(batches)` serves
+            `skip_first_batches`; one that resumes has `state_dict()` and `load_state_dict(state)`.
+        Default: in a world of one, the loader with batches placed and reported; in a larger world it raises, for all
+            ranks would read the same batches.
+        """
+
+    @owner
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
+
+        When: once per optimizer in `prepare`, after the models of that call; its model may come in
+            a later call. An engine that needs both can be built here.
+        Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing happens.
+        """
+
+    @owner
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
+        """Forwards inside the context lead to backwards that do not synchronise gradients.
+
+        When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
+        Usual owner: the strategy.
+        Arguments: a prepared model. Returns: a context manager. Hot: one per model and micro-batch.
+        Default: nothing happens.
+        """
+
+    @owner
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
+        """The next backward of `model` synchronises, although its forward ran inside `no_sync`.
+
+        When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
+        Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        """
+
+    @owner
+    def synchronise_gradients(self) -> None:
+        """Synchronises what backwards have left local, such as a second one through the same graph.
+
+        When: after each `accelerator.backward` that closes a window, in a world larger than one, and at the end of the default
+            `forward_backward`. Usual owner: the strategy. Hot.
+        May be a collective where the script makes all ranks find the same; without such gradients it is none.
+        Default: nothing happens.
+        """
+
+    @owner
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised since their last backward.
+
+        When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No collective. Hot.
+        Arguments: an optimizer that may hold parameters of several prepared models, or of none.
+        Default: nothing happens.
+        """
+
+    @owner
+    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
+        """Says where the gradients of a model are, and how they lie on the ranks.
+
+        When: wherever the core reads or changes gradients: in `zero_grad`, `clip_grad_value_`,
+            `forward_backward` and `save_state` inside a window, where a window turns out shorter
+            than it looked, and for loss scaling and `detect_nonfinite`.
+        Usual owner: the strategy, if it keeps gradients elsewhere than in `.grad`; one whose ranks
+            have parts of them owns `clip_gradients` too. No collective. Hot: a few per step.
+        Arguments: the user's model, which is trained, and what the loop calls.
+        Returns: by the name of a parameter (one of them, if it is tied), the terms whose sum is its
+            gradient. What has travelled is `Elementwise`: the mean over the data-parallel ranks, of
+            which a rank has boxes. What has not is `Partial`: the term of this rank. They are live:
+            what is done to them in place is done to the gradient, and what was made zero stays,
+            until a backward adds to it. A parameter without a gradient is left out, and its `.grad`
+            does not count.
+        Default: `.grad` of every parameter.
+        """
+
+    @owner
+    def context_parallel(  # type: ignore[empty-body]
+        self,
+        buffers: Sequence[torch.Tensor],
+        buffer_seq_dims: Sequence[int],
+        no_restore_buffers: Collection[torch.Tensor],
+    ) -> AbstractContextManager[None]:
+        """Inside the context, tensors hold this rank's part of a sequence, and attention runs over the parts of all peers.
+
+        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy.
+        Arguments: the tensors, changed in place; the dim of the sequence in each; those of them that are not restored at the end.
+        Returns: a context manager; entering it is a collective over the peers, if there are any.
+        Default: nothing happens.
+        """
+
+    @owner
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[empty-body]
+        """Multiplies the loss so that small gradients survive a narrow dtype.
+
+        When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
+        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss. Default: the loss as it is.
+        """
+
+    @owner
+    def backward(self, loss: torch.Tensor, weight: float, closes: bool, options: dict[str, Any]) -> None:
+        """Runs the backward pass of one micro-batch.
+
+        When: in `accelerator.backward`, and for each micro-batch of the default `forward_backward`.
+        Usual owner: the strategy.
+        Arguments: the (scaled) loss; a positive factor that its gradient is to have (1/k inside `accumulate`, any number from
+            `forward_backward`, so nothing about the window follows from it); whether this micro-batch closes its window;
+            keyword arguments of `torch.Tensor.backward` given by the user.
+        Default: `loss.backward()` with that factor.
+        """
+
+    @owner
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of an optimizer by what `scale_loss` multiplied.
+
+        When: at most once between two steps of the optimizer: before clipping, or when the user asks for it.
+        Usual owner: the precision's scaler, or the strategy's engine. Default: nothing happens.
+        """
+
+    @owner
+    def clip_gradients(  # type: ignore[empty-body]
+        self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
+
+        When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and unscaled; or, with `max_norm`
+            infinite, in an open one, where only the norm is asked for, that of what is pending.
+        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the parameters.
+        Default: torch's own, over what `gradient_state` names, where every rank has all of it.
+        """
+
+    @owner
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Decides whether an optimizer steps: takes the step, or leaves it out.
+
+        When: in `optimizer.step()`, at the end of a window.
+        Usual owner: the precision's scaler. An engine that steps owns `apply_step`, and a strategy
+            may own both.
+        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's
+            closure bound: a `functools.partial` if it was given arguments. `optimizer.step()`
+            called from inside reaches the optimizer's own step.
+        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        Default: `step()`.
+        """
+
+    @owner
+    def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Takes a step of an optimizer that was decided on.
+
+        When: where the owner of `optimizer_step` calls the `step` that it is given; gradients are
+            unscaled and clipped.
+        Usual owner: the strategy, if an engine steps in the optimizer's place, or parameters have
+            to be sent afterwards.
+        Arguments: the optimizer; `step`, its own step with the user's closure bound, which an
+            engine need not call: a `functools.partial` if it was given arguments.
+        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        Default: `step()`.
+        """
+
+    @owner
+    def forward_backward(  # type: ignore[empty-body]
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]],
+        inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Runs one whole window: forward and backward of every micro-batch.
+
+        When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules it).
+        Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving
+            the summed loss (0-d) and its weight (how many tokens or samples it sums);
+            `inputs(batch)` giving the positional and keyword arguments with which the model is
+            called; `scale_loss(loss)`, the hook of that name, which every loss goes through before
+            its backward.
+        Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
+            and not scaled. Afterwards `gradient_state` names the gradient of that mean, times what
+            `scale_loss` multiplied, added to what was there before. The core counts the window as
+            one backward: `optimizer.step()` may follow.
+        Default: a loop over the window (`accel_core.loop.forward_backward`).
+        """
+
+    @owner
+    def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
+        """Says what a checkpoint holds of a model, and how it lies on the ranks.
+
+        When: in `save_state`, `load_state` and `get_state_dict`, on every rank, at any place of the loop.
+        Usual owner: the strategy, if it lays out parameters in its own way. No collective. It first brings parameters into
+            the form in which optimizers hold them.
+        Arguments: the user's model, and what the loop calls.
+        Returns: a mapping from names, those of the user's model's `state_dict()`, to entries of `accel_core.contract.tensor_layouts`.
+            Of a parameter its most precise copy. They are live: `load_state` reads into the memory that they name.
+        Default: everything is whole on every rank, and buffers are those of rank 0. It serves strategies that declare
+            `replicates_parameters`; under another, saving raises.
+        """
+
+    @owner
+    def model_loaded(self, model: nn.Module, prepared: nn.Module) -> None:
+        """What `model_state` named has been read from a checkpoint.
+
+        When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
+        Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that are not persistent, and to
+            drop gradients that it holds back. Arguments: as for `model_state`.
+        Default: nothing happens.
+        """
+
+    @owner
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:  # type: ignore[empty-body]
+        """Says what a checkpoint holds of an optimizer, by the names of the user's parameters, and how it lies on the ranks.
+
+        When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No collective.
+        Arguments: the optimizer; the names of the parameters of all prepared models, by the `id` of each: the index of the
+            model, a dot, and the name in it.
+        Returns: its groups and values, and entries as for a model. `accel_core.checkpoint.optimizers.optimizer_state.capture` makes it
+            for parameters laid out as a `Sharding` says.
+        Default: parameters are whole on every rank.
+        """
+
+    @owner
+    def optimizer_misfits(  # type: ignore[empty-body]
+        self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
+    ) -> list[str]:
+        """Says why an optimizer cannot be given the state that a checkpoint holds of it.
+
+        When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of `model_state`. No
+            collective.
+        Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of ranks.
+        Returns: a line for each thing that does not fit; none if all does. See `accel_core.checkpoint.optimizers.optimizer_state.misfits`.
+        Default: parameters are whole on every rank.
+        """
+
+    @owner
+    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+        """Gives an optimizer the state that a checkpoint holds of it.
+
+        When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none. Usual owner: the owner of
+            `model_state`. No collective.
+        Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise` entry by the time that
+            `load_state` returns, and perhaps not before.
+        Default: parameters are whole on every rank. See `accel_core.checkpoint.optimizers.optimizer_state.restore`.
+        """

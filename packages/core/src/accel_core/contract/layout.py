@@ -1,0 +1,55 @@
+"""Which part of the data a process reads, and with whom it shares a global batch.
+
+A strategy answers with a `Layout` in the constructor of the Accelerator, before any model exists, so that loaders can be
+prepared first. Under pure data parallelism every rank reads its own part; the peers of a tensor- or pipeline-parallel
+group read the same part, because they hold pieces of one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_core.processes.world import World
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The `index`-th of `count` equal parts of the data: the data-parallel coordinate of this process."""
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.index < self.count:
+            raise ValueError(
+                f"Shard(index={self.index}, count={self.count}) names no part of the data: "
+                f"index must be at least 0 and below count, and count at least 1. "
+                f"Type Shard(world.rank, world.size) for one part per process, or Shard(0, 1) for all of the data."
+            )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a process stands in the data-parallel arrangement.
+
+    Args:
+        shard: the part of the data that this process reads.
+        data_group: the ranks over which a global batch is spread, one for each shard, in shard order. None: the whole world.
+        mesh: the device mesh of the strategy, if it has one.
+        gradient_group: the ranks over which a gradient is the mean, if they are more than those of `data_group`: peers that
+            compute different parts of the same samples, of a long sequence for instance. None: those of `data_group`.
+    """
+
+    shard: Shard
+    data_group: ProcessGroup | None = None
+    mesh: Any = None
+    gradient_group: ProcessGroup | None = None
+
+    @classmethod
+    def data_parallel(cls, world: World) -> Layout:
+        """Every rank reads its own part."""
+        return cls(Shard(world.rank, world.size))

@@ -1,0 +1,196 @@
+"""Where the loaders are: what gradient accumulation and exact metrics need to know, without globals.
+
+One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared loader *enters* at its
+first `next` and receives a `Passage`, *advances* it with every batch that it yields, and *leaves* at its end or death:
+
+    passage = feed.enter()
+    try:
+        for remaining, rows, drawn, batch in …:
+            passage.advance(remaining, rows, drawn)
+            yield batch
+    finally:
+        passage.leave()
+
+Rules, each of which some loop in the wild depends on:
+
+- Advancing a passage forgets those entered after it: an evaluation loop that was broken out of, but whose iterator is
+  still referenced, no longer counts once training goes on.
+- A window of accumulation closes when an iterator that has advanced since the last `accumulate` stands at its end, so an
+  idle iterator at its end closes nothing.
+- Metrics refer to the innermost live passage, else to the batch yielded last: in `gather_for_metrics(next(iter(loader)))`
+  the iterator is dead by the time that the metrics are gathered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from accel_core.contract.sample_ids import Drawn
+
+
+class Rows(NamedTuple):
+    """How many rows a batch has on this rank, and how many of them are real; padding stands at the end.
+
+    `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot count; `real` is then 0.
+    """
+
+    rows: int | None
+    real: int
+
+
+class RunningLoader(NamedTuple):
+    """A loader in the middle of an iteration.
+
+    Args:
+        loader: the prepared one; None if its component does not say.
+        remaining: how many batches follow the present one on this rank, or at least as many as were looked ahead; None: unknown.
+        rows: of the present batch on this rank; None if they cannot be counted.
+    """
+
+    loader: DataLoader[Any] | None
+    remaining: int | None
+    rows: Rows | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present batch is the last one of the epoch."""
+        return self.remaining == 0
+
+
+class Passage:
+    """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
+
+    __slots__ = ("__weakref__", "_feed", "advanced", "by", "drawn", "remaining", "rows")
+
+    def __init__(self, feed: Feed, by: object = None) -> None:
+        self._feed = feed
+        self.by = by
+        self.remaining: int | None = None
+        self.rows: Rows | None = None
+        self.drawn: Drawn = None
+        self.advanced = False
+
+    def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
+        """Reports the batch that is about to be yielded.
+
+        Args:
+            remaining: how many batches this iterator will still yield on this rank after this one. A loader that does
+                not know its length looks `Feed.lookahead` batches ahead and reports at least that; None means unknown.
+            rows: the rows of the batch on this rank (make one `Rows` for all full batches: this runs once per batch);
+                None if the batch has no countable rows.
+            drawn: which samples they are: the index batch as the sampler gave it, or `accel_core.contract.sample_ids.Positions`; None if
+                that is not known.
+        """
+        feed = self._feed
+        self.remaining = remaining
+        self.rows = feed.latest = rows
+        self.drawn = feed.latest_drawn = drawn
+        self.advanced = True
+        if feed.newest() is not self:
+            feed.forget_after(self)
+
+    def leave(self) -> None:
+        """The iterator has ended, or is being collected."""
+        self._feed.forget(self)
+
+
+class Feed:
+    """The live passages of one Accelerator's loaders, outermost first.
+
+    Args:
+        lookahead: how many batches a loader without a length must look ahead, so that the last, shorter window of
+            accumulation is known when it begins (the number of accumulation steps).
+
+    Attributes:
+        even_batches: whether ranks are to get equally many batches, instead of what the loader was told; None: as it was told.
+            Loaders read it, and `joining`, when an iteration begins.
+        joining: whether ranks may end at different batches, because the strategy takes part in the name of those that have
+            ended.
+        latest: rows of the batch that was yielded last.
+        latest_drawn: which samples it was made of.
+        newest: what refers to the innermost passage.
+    """
+
+    def __init__(self, lookahead: int = 1) -> None:
+        self.lookahead = lookahead
+        self.even_batches: bool | None = None
+        self.joining = False
+        self.latest: Rows | None = None
+        self.latest_drawn: Drawn = None
+        self._live: list[weakref.ref[Passage]] = []
+        self.newest: weakref.ref[Passage] | _Nobody = _nobody
+
+    def enter(self, by: object = None) -> Passage:
+        """A new innermost passage. The iterator keeps it; the feed only refers to it weakly.
+
+        Args:
+            by: the `_accel_outlet` of the loader, by which `Accelerator.running_loader` finds it.
+        """
+        passage = Passage(self, by)
+        self.newest = weakref.ref(passage)
+        self._live.append(self.newest)
+        return passage
+
+    def forget(self, passage: Passage) -> None:
+        """Takes one passage, and whatever has died meanwhile, off the list."""
+        self._keep([ref for ref in self._live if ref() is not None and ref() is not passage])
+
+    def forget_after(self, passage: Passage) -> None:
+        """`passage` has advanced: whatever was entered after it is over. One that was itself forgotten comes back."""
+        kept: list[weakref.ref[Passage]] = []
+        for ref in self._live:
+            if ref() is passage:
+                break
+            if ref() is not None:
+                kept.append(ref)
+        self._keep([*kept, weakref.ref(passage)])
+
+    def _keep(self, live: list[weakref.ref[Passage]]) -> None:
+        self._live = live
+        self.newest = live[-1] if live else _nobody
+
+    def begin_step(self) -> int | None:
+        """Called once per `accumulate`: batches that remain after this one, over the iterators that advanced for it.
+
+        Returns None when no prepared loader advanced since the last call, or none of them knows; and while ranks may end at
+        different batches, for a window that closes on one rank closes on all.
+        """
+        fewest: int | None = None
+        for ref in self._live:
+            passage = ref()
+            if passage is None or not passage.advanced:
+                continue
+            passage.advanced = False
+            if passage.remaining is not None and (fewest is None or passage.remaining < fewest):
+                fewest = passage.remaining
+        return None if self.joining else fewest
+
+    def current_rows(self) -> Rows | None:
+        """The rows of the batch that metrics now refer to; None when no prepared loader counted any."""
+        for ref in reversed(self._live):
+            passage = ref()
+            if passage is not None:
+                return passage.rows
+        return self.latest
+
+    def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
+        """What the batches were made of that a step may be using: one entry per live iteration, outermost first.
+
+        Without a live one, the batch that was yielded last. `sample_ids` makes ids of them.
+        """
+        passages = [passage for passage in (ref() for ref in self._live) if passage is not None]
+        return [(passage.drawn, passage.rows) for passage in passages] or [(self.latest_drawn, self.latest)]
+
+
+class _Nobody:
+    """Stands for a dead reference: nobody is the newest."""
+
+    def __call__(self) -> None:
+        return None
+
+
+_nobody = _Nobody()

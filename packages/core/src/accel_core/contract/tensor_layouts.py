@@ -1,0 +1,175 @@
+"""How state that is to be saved lies on the ranks: declared by whoever made it so, and never guessed from a shape.
+
+A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are live: `data` is the memory
+that training uses, or a view of it. A checkpoint is written from it, and read back into it.
+
+    Elementwise   a part of a tensor that can be cut anywhere: boxes of its global shape
+    Replicated    the same whole tensor on every rank that presents it; that of the lowest rank is saved
+    Partial       a term of a mean over the ranks, such as the gradients of an open window
+    Opaque        what cannot be cut, or means nothing by itself: saved whole, loaded only where the signature is the same
+    Alias         another name of an entry
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from accel_core.contract.boxes import Box
+
+WHOLE = "whole"
+
+
+class Piece(NamedTuple):
+    """What a rank has of a tensor: `data` has the shape `box.sizes`, on any device, with any strides."""
+
+    box: Box
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """A tensor of which this rank has some boxes, or none.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: of the whole tensor.
+        pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several ranks, boxes that are not
+            equal do not overlap.
+        versioned: whether whoever changes `data` in place raises its `_version`. What a wrapper changes inside itself often does
+            not; such tensors are never copied lazily.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    versioned: bool = True
+
+    @classmethod
+    def whole(cls, data: torch.Tensor) -> Elementwise:
+        """A tensor that this rank has all of."""
+        shape = tuple(data.shape)
+        return cls(shape, data.dtype, (Piece(Box.whole(shape), data),))
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A tensor that is the same on every rank that presents it, or of which that of the lowest rank counts."""
+
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A term: the mean of the `data` of all ranks is what counts. Loaded exactly by as many ranks as saved it."""
+
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """What is saved and loaded whole.
+
+    Args:
+        value: whatever the codec takes, tensor subclasses included.
+        signature: what has to be equal for it to be loaded: class, shapes and dtypes of its components, say.
+        part: which part of the whole this rank has, in words; ranks with the same word have the same.
+        assign: puts a value that was loaded into the place of `value`.
+    """
+
+    value: Any
+    signature: str
+    part: str = WHOLE
+    assign: Callable[[Any], None] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name for the entry `of`."""
+
+    of: str
+
+
+Entry = Elementwise | Replicated | Partial | Opaque | Alias
+State = Mapping[str, Entry]
+
+GradientState = Mapping[str, Sequence[Elementwise | Partial]]
+"""By parameter, the terms of its gradient: what was sent is `Elementwise`, the rest `Partial`."""
+
+
+def memory_of(entry: Elementwise | Replicated | Partial) -> list[torch.Tensor]:
+    """The tensors of an entry that are on this rank, live."""
+    return [piece.data for piece in entry.pieces] if isinstance(entry, Elementwise) else [entry.data]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which part of a parameter is on this rank: `boxes` of its global `shape`, possibly none."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
+    """Cuts a local tensor into views, one per box; it is flat, or has the shape of its one box."""
+    if len(boxes) == 1 and local.shape == boxes[0].sizes:
+        yield Piece(boxes[0], local)
+        return
+    start = 0
+    for box in boxes:
+        yield Piece(box, local[start : start + box.numel].view(box.sizes))
+        start += box.numel
+
+
+class Sharding(Protocol):
+    """How a strategy lays out parameters, and with them what optimizers keep for each element of a parameter.
+
+    The local tensor of a parameter holds its boxes one after another: it is flat, each box in
+    row-major order, and empty without any; of one box it may have the shape `box.sizes` instead.
+    """
+
+    def extent(self, parameter: torch.Tensor) -> Extent:
+        """Which part of `parameter` is on this rank."""
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a parameter, or of a tensor laid out like one: a view of the memory that is used."""
+
+    def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """What an optimizer keeps as a tensor laid out like `parameter`, around its local tensor."""
+
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor laid out like `parameter`, of any values, for its state `key`.
+
+        Its `local` tensor is read into. Who keeps state in memory of its own gives a view of that.
+        """
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether in-place changes of the local tensor of `value` raise its `_version`."""
+
+
+class Whole:
+    """Parameters are whole on every rank that has them."""
+
+    def extent(self, parameter: torch.Tensor) -> Extent:
+        """All of it."""
+        shape = tuple(parameter.shape)
+        return Extent(shape, (Box.whole(shape),))
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, without its gradient history."""
+        return value.detach()
+
+    def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The tensor itself."""
+        return local
+
+    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """A new tensor."""
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    def versioned(self, value: torch.Tensor) -> bool:
+        """Whether it is no wrapper of other tensors."""
+        return type(value) in (torch.Tensor, torch.nn.Parameter)

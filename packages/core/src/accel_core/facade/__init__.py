@@ -1,0 +1,1 @@
+"""What the Accelerator shows beside its own methods: arguments and classes of older names, methods about processes, defaults."""

@@ -1,0 +1,200 @@
+"""What the core does where no component owns a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.base.errors import NotInstalledError
+from accel_core.contract.hook_specs import hookimpl
+from accel_core.contract.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.contract.layout import Shard
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.loop.forward_backward import Inputs, LossFn, WindowLoop
+    from accel_core.processes.world import World
+
+_NOTHING = nullcontext()
+
+
+class CoreDefaults:
+    """The core's own implementations. `prepare_model` is missing: a strategy must have it.
+
+    `window_loop` is set once the hooks are bound, for it calls them.
+    """
+
+    window_loop: WindowLoop
+
+    def __init__(self) -> None:
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    @hookimpl
+    def layout(self, world: World) -> Layout:
+        """Pure data parallelism."""
+        return Layout.data_parallel(world)
+
+    @hookimpl
+    def prepare_loader(
+        self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None
+    ) -> DataLoader[Any]:
+        """Places batches and reports them, in a world of one."""
+        from accel_core.loading.prepared_loader import prepare_local_loader
+
+        if shard.count > 1:
+            raise NotInstalledError(
+                f"prepare() was given a {type(loader).__name__} on {shard.count} data-parallel ranks, but no loader "
+                f"plugin is installed, so all of them would read the same batches. Type `pip install accel-data`, or "
+                f"give the loader a torch.utils.data.DistributedSampler and leave it out of prepare()."
+            )
+        return prepare_local_loader(loader, feed, device)
+
+    @hookimpl
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
+        """All of it, here."""
+        model = factory()
+        if checkpoint is not None:
+            from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
+
+            load_checkpoint_in_model(model, checkpoint)
+        return model
+
+    @hookimpl
+    def convert_model(self) -> None:
+        """Modules stay what they are."""
+
+    @hookimpl
+    def revert_model(self) -> None:
+        """Modules are what they were."""
+
+    @hookimpl
+    def release_model(self) -> None:
+        """Nothing was made beside the model."""
+
+    @hookimpl
+    def check_optimizer(self) -> None:
+        """Parameters are plain tensors, which every optimizer can step."""
+
+    @hookimpl
+    def synchronise_gradients(self) -> None:
+        """Nothing is left local."""
+
+    @hookimpl
+    def check_gradients(self) -> None:
+        """Every gradient may be used."""
+
+    @hookimpl
+    def gradient_state(self, model: nn.Module) -> GradientState:
+        """`.grad`: the mean itself, or a term of it."""
+        from accel_core.contract.tensor_layouts import Partial
+
+        named = model.named_parameters()
+        return {name: [Partial(parameter.grad)] for name, parameter in named if parameter.grad is not None}
+
+    @hookimpl
+    def context_parallel(self) -> AbstractContextManager[None]:
+        """Every rank has whole sequences."""
+        return _NOTHING
+
+    @hookimpl
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing travels, so nothing is held back."""
+        return _NOTHING
+
+    @hookimpl
+    def trigger_sync_in_backward(self) -> AbstractContextManager[None]:
+        """Nothing travels, so nothing is triggered."""
+        return _NOTHING
+
+    @hookimpl
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is."""
+        return loss
+
+    @hookimpl
+    def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
+        """`loss.backward()`; the factor enters as the seed of the backward, which is exact and costs no kernel."""
+        if weight == 1.0:
+            loss.backward(**options)
+        elif loss.dim() or "gradient" in options:
+            (loss * weight).backward(**options)
+        else:
+            loss.backward(self._seed(loss, weight), **options)
+
+    @hookimpl
+    def unscale_gradients(self) -> None:
+        """Nothing was scaled."""
+
+    @hookimpl
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """torch's clipping; every rank holds the whole gradient."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @hookimpl
+    def optimizer_step(self, step: Callable[[], Any]) -> Any:
+        """The step is taken."""
+        return step()
+
+    @hookimpl
+    def apply_step(self, step: Callable[[], Any]) -> Any:
+        """The optimizer's own step."""
+        return step()
+
+    @hookimpl
+    def forward_backward(
+        self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs
+    ) -> torch.Tensor:
+        """A loop over the window."""
+        return self.window_loop.run(model, micro_batches, loss_fn, inputs)
+
+    @hookimpl
+    def model_state(self, model: nn.Module) -> State:
+        """All of it, whole."""
+        from accel_core.checkpoint.model_state import capture
+
+        return capture(model)
+
+    @hookimpl
+    def model_loaded(self) -> None:
+        """The loop computes with what was read."""
+
+    @hookimpl
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+        """Parameters are whole."""
+        from accel_core.checkpoint.optimizers.optimizer_state import capture
+        from accel_core.contract.tensor_layouts import Whole
+
+        return capture(optimizer, names, Whole())
+
+    @hookimpl
+    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+        """Parameters are whole."""
+        from accel_core.checkpoint.optimizers.optimizer_state import misfits
+        from accel_core.contract.tensor_layouts import Whole
+
+        return misfits(optimizer, names, Whole(), saved)
+
+    @hookimpl
+    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+        """Parameters are whole."""
+        from accel_core.checkpoint.optimizers.optimizer_state import restore
+        from accel_core.contract.tensor_layouts import Whole
+
+        restore(optimizer, names, Whole(), saved)
+
+    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        key = (weight, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None:
+            seed = self._seeds[key] = torch.tensor(weight, dtype=loss.dtype, device=loss.device)
+        return seed

@@ -1,0 +1,185 @@
+"""What processes ask and do by their place in the run: who is who, who waits for whom, which one runs a function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.base.deprecation import Deprecation
+from accel_core.collectives.splitting import is_process, leader_first, only_where, split_between_processes
+
+if TYPE_CHECKING:
+    from accel_core.base.vocabulary import DistributedType
+    from accel_core.processes.world import World
+
+_LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", removed_in="1.0")
+
+
+class ProcessControl(ABC):
+    """What the Accelerator, its state and `PartialState` have in common: everything that needs nothing but the world.
+
+    Nothing here is shared between objects but the world itself: torch's process group, and who is in it.
+    """
+
+    _world: World
+
+    @property
+    @abstractmethod
+    def distributed_type(self) -> DistributedType:
+        """How training is distributed, in one word."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._world.device
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        return self._world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process among those on its machine, from 0."""
+        return self._world.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the launcher started."""
+        return self._world.size
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._world.size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process on its machine."""
+        return self._world.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self._world.is_last
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, once per machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201  (what was asked for)
+
+    def wait_for_everyone(self) -> None:
+        """Returns once every process has come here. Collective."""
+        self._world.barrier()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`.
+
+        Parts are consecutive, and the first `len(inputs) % num_processes` processes get one element more; where there are
+        too few, parts are empty. One process gets the input as it is. No collective: all have to pass the same.
+
+        Args:
+            inputs: a list or another sequence, a tuple, a tensor or an array (split along dim 0), a dataset with
+                `select(indices)` or of torch's with a length, or a dict of such values, all of one length. It is not changed.
+            apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have one length.
+
+        Raises:
+            TypeError: for anything else, such as a string or a 0-d tensor.
+            ValueError: if the values of a dict differ in length.
+        """
+        return split_between_processes(inputs, self._world, apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the main process runs before all others, which enter it when the main process has left it.
+
+            with accelerator.main_process_first():
+                dataset = download_or_read_from_cache()
+
+        Collective, and no place for other collectives. The others wait for as long as it takes, beyond the timeout of the
+        process group, unless the main process fails or is gone. In a world of one it does nothing.
+
+        Raises:
+            RuntimeError: on the others, if the main process fails in its block: with its rank, the type and the message.
+        """
+        return leader_first(self._world, local=False)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the first process of each machine runs before the others there: see `main_process_first`.
+
+        A collective of all processes, so that all of them hear of a failure. It does not mix with `main_process_first`,
+        one inside the other, where there are several machines.
+        """
+        return leader_first(self._world, local=True)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """A decorator: the function runs on the main process; elsewhere it does nothing and returns None.
+
+        Like all of these, it decides at each call, also works on methods and coroutine functions, and keeps name, signature
+        and docstring. It may be written with or without parentheses. No collective: nobody waits.
+        """
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """A decorator: the function runs on the first process of each machine. See `on_main_process`."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """A decorator: the function runs on the last process. See `on_main_process`."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """A decorator: the function runs on the process of this index. See `on_main_process`.
+
+            @accelerator.on_process(process_index=2)
+            def report(): ...
+
+        Negative indices count from the end: -1 is the last. In a world of one it runs whatever the index, because the one
+        process stands for all.
+
+        Raises:
+            ValueError: where it is written, if there is no such process.
+            TypeError: where it is written, if the index is no integer.
+        """
+        mine = is_process("on_process", "process_index", process_index, self.process_index, self._world, local=False)
+        return self._only(function, lambda: mine)
+
+    def on_local_process(
+        self,
+        function: Callable[..., Any] | None = None,
+        local_process_index: int | None = None,
+        *,
+        local_process_idx: int | None = None,
+    ) -> Callable[..., Any]:
+        """A decorator: the function runs on the process of this index on each machine. See `on_process`.
+
+        Args:
+            function: what to decorate.
+            local_process_index: the index within the machine.
+            local_process_idx: an older spelling of it.
+        """
+        if local_process_idx is not None:
+            if local_process_index is not None:
+                raise TypeError(
+                    f"on_local_process() got local_process_index={local_process_index} and its older spelling, "
+                    f"local_process_idx={local_process_idx}. Write local_process_index alone."
+                )
+            _LOCAL_PROCESS_IDX.warn()
+            local_process_index = local_process_idx
+        asked = ("on_local_process", "local_process_index", local_process_index)
+        mine = is_process(*asked, self.local_process_index, self._world, local=True)
+        return self._only(function, lambda: mine)
+
+    @staticmethod
+    def _only(function: Callable[..., Any] | None, applies: Callable[[], bool]) -> Callable[..., Any]:
+        return (lambda function: only_where(applies, function)) if function is None else only_where(applies, function)

@@ -1,0 +1,1 @@
+"""What a prepared loader is, whoever prepares it."""

@@ -1,0 +1,130 @@
+"""From index batches to batches, as torch's default does it, without its detours: the bare loop of a plain loader.
+
+torch's collation walks any structure. Most samples are flat dicts or tuples of tensors, which can be stacked directly, and
+the rows of a `TensorDataset` can be indexed at once. What this gives is what torch gives, bit for bit; whatever is not
+plainly of these shapes is left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from accel_core.base.nested import to_device
+
+if TYPE_CHECKING:
+    from accel_core.loading.index_source import Opening
+    from accel_core.loading.prepared_loader import Outlet
+
+
+def fetches_plainly(loader: DataLoader[Any]) -> bool:
+    """Whether torch's iterator would do nothing but fetch and collate."""
+    return (
+        type(loader).__bases__[-1] is DataLoader
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and not loader.timeout
+        and loader.batch_sampler is not None
+        and loader.collate_fn is default_collate
+        and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
+    )
+
+
+def draw_base_seed(generator: torch.Generator | None) -> None:
+    """torch draws the base of its workers' seeds even when there are none; the streams that follow depend on it."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+def plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[Any]:
+    """The batches of one iteration, placed and reported."""
+    fetch = fetching(dataset)
+    device, non_blocking = outlet.device, outlet.non_blocking
+    progress = opening.progress
+    with outlet.passage() as passage:
+        opening.start()
+        advance = passage.advance
+        for indices, remaining, rows, samples in opening.reads:
+            if profiler._is_profiler_enabled:  # kept by torch as a plain flag for checks like this one
+                with profiler.record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+                    batch = fetch(indices)
+            else:
+                batch = fetch(indices)
+            if device is not None:
+                batch = to_device(batch, device, non_blocking)
+            advance(remaining, rows, indices)
+            progress.samples = samples
+            yield batch
+        progress.finished = True
+
+
+def fetching(dataset: Any) -> Callable[[list[int]], Any]:
+    """A function from an index batch to the batch that `default_collate` would make of the samples of `dataset`.
+
+    Valid for one iteration: the dataset and torch's table of collations are looked at once.
+    """
+    collate = _stacked if _collates_plainly() else default_collate
+    if getattr(dataset, "__getitems__", None):
+        return lambda indices: collate(dataset.__getitems__(indices))
+
+    def fetch(indices: list[int]) -> Any:
+        return collate([dataset[index] for index in indices])
+
+    if type(dataset) is TensorDataset and all(map(_is_indexed_plainly, dataset.tensors)) and collate is _stacked:
+        return lambda indices: _rows_at(dataset.tensors, indices, fetch)
+    return fetch
+
+
+def _collates_plainly() -> bool:
+    """Whether torch's collation of tensors in dicts and tuples is as it was shipped; its table is open to the user."""
+    table = default_collate_fn_map
+    return table.get(torch.Tensor) is collate_tensor_fn and not any(
+        issubclass(kind, known) for kind in (dict, tuple) for known in table
+    )
+
+
+def _is_indexed_plainly(tensor: torch.Tensor) -> bool:
+    """Whether `tensor[[i, j]]` is the stack of `tensor[i]` and `tensor[j]`, strides and autograd history included."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
+        and tensor.is_contiguous()
+    )
+
+
+def _rows_at(tensors: tuple[torch.Tensor, ...], indices: Any, fetch: Callable[[Any], Any]) -> Any:
+    try:
+        where = torch.tensor(indices)
+        if where.dtype is torch.int64 and where.dim() == 1:
+            return [tensor[where] for tensor in tensors]
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        pass  # fetching sample by sample raises what the user expects to see
+    return fetch(indices)
+
+
+def _stacked(samples: Any) -> Any:
+    """`default_collate(samples)`, without its detours for flat dicts and tuples of tensors, or tensors.
+
+    Only the first sample is looked at, as torch does. What cannot be stacked, for whatever reason, is torch's to collate
+    or to refuse.
+    """
+    if type(samples) is list and samples:
+        first = samples[0]
+        kind = type(first)
+        try:
+            if kind is dict and all(map(_is_plain_tensor, first.values())):
+                return {key: torch.stack([sample[key] for sample in samples]) for key in first}
+            if kind is tuple and all(map(_is_plain_tensor, first)):
+                return [torch.stack(column) for column in zip(*samples, strict=True)]
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            pass
+    return default_collate(samples)
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested

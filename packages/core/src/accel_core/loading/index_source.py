@@ -1,0 +1,180 @@
+"""What an iteration of a loader reads: index batches, each with a note of where it stands.
+
+A `Source` gives an `Opening` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
+world of one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from accel_core.contract.loader_progress import Rows
+
+if TYPE_CHECKING:
+    from accel_core.contract.loader_progress import Feed
+
+T = TypeVar("T")
+Note = tuple["int | None", "Rows | None", int, Any]
+"""Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), how many samples all
+ranks have read of the epoch once it is yielded, and its index batch."""
+
+Read = tuple[Any, "int | None", "Rows | None", int]
+"""An index batch (or one index), and what is noted of it."""
+
+_TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class Progress:
+    """How far an iteration has come: what was yielded of its epoch, not what was fetched.
+
+    Args:
+        epoch: which one.
+        samples: samples of the epoch, over all ranks, that are behind it.
+    """
+
+    __slots__ = ("epoch", "finished", "samples")
+
+    def __init__(self, epoch: int = 0, samples: int = 0) -> None:
+        self.epoch = epoch
+        self.samples = samples
+        self.finished = False
+
+
+class Opening:
+    """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered.
+
+    Attributes:
+        before: what a position needs until the iteration is advanced, as it was before torch asked for it: to open one may
+            draw random numbers.
+    """
+
+    __slots__ = ("__weakref__", "before", "notes", "progress", "reads")
+
+    def __init__(self, reads: Iterator[Read], progress: Progress | None = None) -> None:
+        self.reads = reads
+        self.before: dict[str, Any] = {}
+        self.notes: deque[Note] = deque()
+        self.progress = progress or Progress()
+
+    def start(self) -> None:
+        """The iterator is advanced for the first time. An iterator that never is has not begun an epoch."""
+
+
+class Source(Protocol):
+    """What a prepared loader reads.
+
+    Attributes:
+        skipped: batches of this rank that every iteration leaves out at its beginning.
+    """
+
+    skipped: int
+
+    def open(self, feed: Feed) -> Opening:
+        """Begins an iteration. Where the length is not certain, it looks `feed.lookahead` batches ahead."""
+
+    def __len__(self) -> int: ...
+
+
+class LocalSource:
+    """What one process reads: everything, in the order of the loader's own sampler.
+
+    Args:
+        sampler: a batch sampler, or a sampler of single indices.
+        batched: which of the two it is.
+        endless: the indices mean nothing, because the set is iterable; only the data will tell the end.
+    """
+
+    def __init__(self, sampler: Any, *, batched: bool, endless: bool) -> None:
+        self.sampler = sampler
+        self.batched = batched
+        self.endless = endless
+        self.skipped = 0
+
+    def open(self, feed: Feed) -> Opening:
+        """Begins an iteration."""
+        reads = local_reads(self.sampler, feed.lookahead, batched=self.batched, endless=self.endless)
+        return Opening(reads if self.endless else islice(reads, self.skipped, None))
+
+    def __len__(self) -> int:
+        return max(len(self.sampler) - self.skipped, 0)
+
+
+def source_behind(source: T, batches: int) -> T:
+    """A copy of a source of which every iteration leaves out so many more batches."""
+    if type(batches) is not int or batches < 0:
+        raise ValueError(
+            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, a whole number of at "
+            f"least 0."
+        )
+    twin: Any = copy.copy(source)
+    twin.skipped += batches
+    return cast("T", twin)
+
+
+def length_of(obj: Any) -> int | None:
+    """`len(obj)`, None if it has none."""
+    try:
+        return len(obj)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> Iterator[tuple[T, int]]:
+    """Each item with the number of those that follow it: exact for the last `ahead` items.
+
+    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out wrong does no harm. An error of
+    `items` is raised once all items before it have been yielded; none of these is the last.
+    """
+    waiting: deque[T] = deque()
+    passed = 0
+    try:
+        for item in items:
+            waiting.append(item)
+            if len(waiting) > ahead:
+                passed += 1
+                yield waiting.popleft(), ahead if total is None else max(ahead, total - passed)
+    except Exception:
+        while waiting:
+            yield waiting.popleft(), ahead
+        raise
+    while waiting:
+        item = waiting.popleft()
+        yield item, len(waiting)
+
+
+def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[Read]:
+    """What `sampler` yields, as reads. See `LocalSource`."""
+    if endless:
+        for index in sampler:
+            yield index, None, None, 0
+        return
+    total = length_of(sampler)
+    certain = type(sampler) is BatchSampler and type(sampler.sampler) in _TRUSTED
+    if certain and total is not None:
+        stream = _counted_down(sampler, total)
+    else:
+        stream = looked_ahead(map(_settled, sampler) if batched else sampler, ahead, total)
+    rows: Rows | None = None
+    samples = 0
+    for index, remaining in stream:
+        if batched and (rows is None or len(index) != rows.rows):
+            rows = Rows(len(index), len(index))
+        samples += len(index) if batched else 1
+        yield index, remaining, rows, samples
+
+
+def _settled(batch: Any) -> Any:
+    """An index batch that can wait its turn: the sampler may fill the same list again, or yield a generator."""
+    return list(batch) if type(batch) is list or not hasattr(batch, "__len__") else batch
+
+
+def _counted_down(items: Iterable[T], total: int) -> Iterator[tuple[T, int]]:
+    for item in items:
+        total -= 1
+        yield item, total

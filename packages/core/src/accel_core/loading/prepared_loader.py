@@ -1,0 +1,422 @@
+"""Prepared loaders: copies of the user's loaders that place their batches and report them to the feed.
+
+Here is what every loader component shares, and the core's own loader for a world of one:
+
+- `prepare_copy` makes a copy of a loader that reads from a source (`accel_core.loading.index_source`). The copy keeps class, attributes
+  and worker settings; the user's loader is not changed;
+- `PreparedLoader` iterates. torch's own machinery fetches the batches; an exact `DataLoader` without workers, pinning and
+  a collate function of its own takes a bare loop instead, whose batches and random draws equal torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_core.base.class_override import dressed_class
+from accel_core.base.nested import to_device
+from accel_core.contract.loader_progress import Feed, Passage
+from accel_core.loading.fast_fetch import draw_base_seed, fetches_plainly, plain_batches
+from accel_core.loading.index_source import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
+from accel_core.processes import random_state
+from accel_core.processes.watch.failure_notices import announce
+
+SETTLE = 0.005
+"""Seconds before workers are forked in a process that has just communicated.
+
+A thread of the backend may be about to let go of a tensor, for which it makes itself known to Python. A worker that is forked
+at that moment inherits the lock which that takes, and waits for it for ever (CPython before 3.13 takes it again in the child before
+it is made anew). With gloo on two ranks, one worker in some thousands never began.
+"""
+
+
+class Outlet:
+    """Where a prepared loader reports, and the device on which it puts batches (None: where they are).
+
+    The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled loader reports to a feed
+    of its own.
+
+    Args:
+        non_blocking: do not wait for copies out of pinned memory.
+    """
+
+    def __init__(self, feed: Feed, device: torch.device | None, non_blocking: bool = False) -> None:
+        self.feed = feed
+        self.device = device
+        self.non_blocking = non_blocking
+
+    def placed(self, batch: Any) -> Any:
+        """The batch, on the device."""
+        return batch if self.device is None else to_device(batch, self.device, self.non_blocking)
+
+    @contextmanager
+    def passage(self) -> Iterator[Passage]:
+        """One iteration, from its first batch to its end or death. What is raised inside is announced to the other ranks."""
+        passage = self.feed.enter(self)
+        try:
+            yield passage
+        except Exception as error:
+            announce(error)
+            raise
+        finally:
+            passage.leave()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Outlet:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Outlet], tuple[Any, ...]]:
+        return _lonely_outlet, (self.feed.lookahead, self.device, self.non_blocking)
+
+
+class IndexBatches:
+    """Stands where the user's batch sampler stood, and hands torch what the source reads.
+
+    Other attributes are those of the user's batch sampler.
+
+    Args:
+        strict: whether each batch has to be matched with its index batch, because it may be padded.
+
+    Attributes:
+        delivered: by torch's latest iterator, where the loader's class iterates in its own way.
+        bypassed: whether that class has yielded batches without asking torch for any.
+    """
+
+    def __init__(self, source: Source, outlet: Outlet, original: Any, strict: bool) -> None:
+        self.source = source
+        self.outlet = outlet
+        self.original = original
+        self.strict = strict
+        self.opened: Opening | None = None
+        self.delivered: Count | None = None
+        self.bypassed = False
+        self._streams: dict[str, Any] | None = None
+        self._undisturbed = random_state.undisturbed
+
+    def begin(self) -> None:
+        """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them.
+
+        What torch and samplers draw to begin an epoch was drawn in the run that is continued, before its streams were saved.
+        Between two epochs that is true of what torch draws to start workers that persist.
+        """
+        self.opened = None
+        resumes, restarts = getattr(self.source, "resumes", False), getattr(self.source, "restarts_workers", False)
+        self._streams = random_state.capture(self.outlet.device) if resumes or restarts else None
+        self._undisturbed = random_state.undisturbed if resumes else random_state.set_back
+
+    def open(self) -> Opening:
+        """Begins an iteration of the source."""
+        opening = self.source.open(self.outlet.feed)
+        if self._streams is not None:
+            opening.reads = self._undisturbed(opening.reads, self._streams, self.outlet.device)
+        return opening
+
+    def take(self) -> Opening | None:
+        """The opening that torch asked for since the last call: it asks when its iterator is made."""
+        opened, self.opened = self.opened, None
+        return opened
+
+    def __iter__(self) -> Iterator[Any]:
+        before = None if self.opened is None else self.opened.before
+        self.opened = None  # with workers, torch asks twice and drops what it got first
+        self.opened = opening = self.open()
+        opening.before = opening.before if before is None else before
+        # torch may keep this iterator for as long as its workers live; the opening must not live as long.
+        return _noted(opening.reads, opening.notes)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original" or name.startswith("__"):  # a copy that is being made has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "opened": None, "delivered": None, "_streams": None}
+
+
+class Count:
+    """A number that is read elsewhere than where it is counted."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class Delivering:
+    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out.
+
+    Args:
+        inner: torch's iterator.
+        count: where the count is kept: whoever reads it does not hold on to the iterator, which holds on to all else.
+    """
+
+    def __init__(self, inner: Any, count: Count) -> None:
+        self.inner = inner
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.inner)
+        self.count.value += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def _reset(self, *arguments: Any, **options: Any) -> None:
+        """torch keeps the iterator with its workers, and begins anew with it."""
+        self.count.value = 0
+        self.inner._reset(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+if TYPE_CHECKING:
+    _Base = DataLoader[Any]
+else:
+    _Base = object
+
+
+class PreparedLoader(_Base):
+    """The overrides of a prepared loader, put before the user's class in a subclass of both.
+
+    A copy or deep copy is a prepared loader that reports to the same feed. A pickle is a prepared loader too, at the same
+    epoch, but it reports to a feed of its own, for the Accelerator is not pickled with it. Running workers stay behind.
+    """
+
+    _accel_outlet: Outlet
+    _accel_indices: IndexBatches
+
+    def __iter__(self) -> Any:
+        indices, outlet = self._accel_indices, self._accel_outlet
+        indices.begin()
+        if fetches_plainly(self):
+            opening = indices.open()
+            draw_base_seed(self.generator)
+            return plain_batches(self.dataset, opening, outlet)
+        inner: Any = super().__iter__()
+        if isinstance(self.dataset, IterableDataset):  # its batches have no indices by which to leave them out
+            inner = islice(inner, indices.source.skipped, None)
+        rows_known = self.in_order or self.num_workers == 0
+        if indices.strict or not (_iterates_by_itself(self) or isinstance(self.dataset, IterableDataset)):
+            return _matched_batches(inner, indices, indices.take(), outlet, rows_known)
+        return _batches_looked_ahead(inner, indices, indices.take(), outlet)
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers and dist.is_available() and dist.is_initialized():
+            time.sleep(SETTLE)
+        inner = super()._get_iterator()
+        if not _iterates_by_itself(self):
+            return inner
+        self._accel_indices.delivered = count = Count()
+        return Delivering(inner, count)
+
+    def behind(self, batches: int) -> PreparedLoader:
+        """A copy of which every iteration leaves out so many more batches of this rank.
+
+        Raises:
+            ValueError: if the number is negative, or no whole number.
+        """
+        source = source_behind(self._accel_indices.source, batches)
+        twin = copy.copy(self)
+        twin.__dict__.update(self._reading_from(source))
+        return twin
+
+    def _reading_from(self, source: Source) -> dict[str, Any]:
+        """The attributes by which a copy reads from another source."""
+        indices = copy.copy(self._accel_indices)
+        indices.source = source
+        places = [name for name in ("batch_sampler", "sampler") if self.__dict__[name] is self._accel_indices]
+        return dict.fromkeys(["_accel_indices", *places], indices)
+
+    def __getstate__(self) -> Any:
+        inherited = getattr(super(), "__getstate__", None)  # object has it since Python 3.11
+        state = self.__dict__ if inherited is None else inherited()
+        return {**state, "_iterator": None} if isinstance(state, dict) and "_iterator" in state else state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        overrides, original = type(self).__bases__
+        return _blank, (overrides, original), self.__getstate__()
+
+
+def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
+    """A copy of `loader` that puts its batches on `device` and reports them to `feed`: all that a world of one needs.
+
+    Any `DataLoader` will do: with a batch sampler, without batching (`batch_size=None`), over an `IterableDataset`, of a
+    subclass. Where the number of batches is not certain (iterable sets, samplers of the user's own, subclasses that
+    iterate in their own way), `feed.lookahead` batches are looked ahead: in the sampler where there is one, else in the
+    data.
+
+    Raises:
+        ValueError: if the loader is a prepared one.
+    """
+    sampler = index_sampler(loader)
+    iterable = isinstance(loader.dataset, IterableDataset)
+    source = LocalSource(sampler, batched=loader.batch_sampler is not None, endless=iterable)
+    return prepare_copy(loader, PreparedLoader, source, Outlet(feed, device))
+
+
+def prepare_copy(
+    loader: DataLoader[Any],
+    overrides: type[PreparedLoader],
+    source: Source,
+    outlet: Outlet,
+    strict: bool = False,
+    **attributes: Any,
+) -> DataLoader[Any]:
+    """A copy of `loader` that reads index batches from `source`, of a subclass of `overrides` and the loader's own class.
+
+    Args:
+        strict: batches may be padded, so each must be matched with its index batch: a loader class with an `__iter__` of
+            its own then has to yield exactly one batch for each one that it takes from `super().__iter__()`.
+        attributes: what else the copy is to have.
+
+    Raises:
+        ValueError: if the loader is a prepared one.
+    """
+    return dressed_copy(loader, overrides, **reading(loader, source, outlet, strict), **attributes)
+
+
+def reading(loader: DataLoader[Any], source: Source, outlet: Outlet, strict: bool = False) -> dict[str, Any]:
+    """The attributes by which a copy of `loader` reads index batches from `source`. See `prepare_copy`."""
+    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    indices = IndexBatches(source, outlet, index_sampler(loader), strict)
+    return {"_accel_outlet": outlet, "_accel_indices": indices, place: indices}
+
+
+def dressed_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
+    """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes.
+
+    Raises:
+        ValueError: if the loader is a prepared one.
+    """
+    if isinstance(loader, PreparedLoader):
+        raise ValueError(
+            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass the "
+            f"loader that you built, or go on with the one that prepare() returned."
+        )
+    twin = cast("DataLoader[Any]", _blank(overrides, type(loader)))
+    # Not through setattr: torch forbids to set its attributes after the construction.
+    twin.__dict__.update(copy.copy(loader).__dict__)
+    twin.__dict__.update({"_iterator": None, **attributes})
+    return twin
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What the loader draws from: its batch sampler, or its sampler if it does not make batches."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _noted(reads: Iterator[Read], notes: deque[Note]) -> Iterator[Any]:
+    for index, remaining, rows, samples in reads:
+        notes.append((remaining, rows, samples, index))
+        yield index
+
+
+def _lonely_outlet(lookahead: int, device: torch.device | None, non_blocking: bool) -> Outlet:
+    return Outlet(Feed(lookahead), device, non_blocking)
+
+
+def _blank(overrides: type, original: type) -> Any:
+    """A dressed instance without attributes. (A loader cannot be dressed in place: its class has another layout.)"""
+    made: Any = dressed_class(original, overrides)
+    return made.__new__(made)
+
+
+def _iterates_by_itself(loader: DataLoader[Any]) -> bool:
+    original: Any = type(loader).__bases__[-1]
+    return original.__iter__ is not DataLoader.__iter__
+
+
+def _matched_batches(
+    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet, rows_known: bool
+) -> Iterator[Any]:
+    """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
+    remaining: int | None = 0
+    with outlet.passage() as passage:
+        opening = _started(opening)
+        for batch in inner:
+            # A user's __iter__ that is a generator has only now asked for torch's iterator.
+            opening = opening or _started(indices.take())
+            if opening is None or not opening.notes:
+                raise RuntimeError(unmatched("more batches than"))
+            remaining, rows, samples, index = opening.notes.popleft()
+            placed = outlet.placed(batch)
+            passage.advance(remaining, rows if rows_known else None, index if rows_known else None)
+            opening.progress.samples = samples
+            yield placed
+        opening = opening or _started(indices.take())  # there was no batch
+        if remaining or (opening is not None and opening.notes):
+            raise RuntimeError(unmatched("fewer batches than"))
+        if opening is not None:
+            opening.progress.finished = True
+
+
+def _started(opening: Opening | None) -> Opening | None:
+    """The opening, which begins its epoch."""
+    if opening is not None:
+        opening.start()
+    return opening
+
+
+def unmatched(how: str) -> str:
+    """What to say of a loader class that yields `how` it takes, such as "more batches than", where each may be padded."""
+    return (
+        f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded "
+        f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "
+        f"leave the loader out of prepare()."
+    )
+
+
+def _batches_looked_ahead(
+    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet
+) -> Iterator[Any]:
+    """Batches of which only the data tell how many there are."""
+    with outlet.passage() as passage:
+        opening = _started(opening)
+        arriving = _with_samples(inner, indices, opening)
+        for (batch, found, samples), remaining in looked_ahead(arriving, outlet.feed.lookahead):
+            opening = opening or _started(found)
+            placed = outlet.placed(batch)
+            passage.advance(remaining, None)
+            if opening is not None:
+                opening.progress.samples = samples
+            yield placed
+        opening = opening or _started(indices.take())  # there was no batch
+        if opening is not None:
+            opening.progress.finished = True
+
+
+def _with_samples(
+    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None
+) -> Iterator[tuple[Any, Opening | None, int]]:
+    """The batches of a loader class that iterates in its own way, each with the samples that torch has delivered for it."""
+    taken = samples = 0
+    for batch in inner:
+        opening = opening or indices.take()  # the user's __iter__ may have asked for torch's iterator only now
+        delivered = indices.delivered
+        if opening is None:
+            indices.bypassed = True
+        elif delivered is None:
+            opening.notes.clear()
+        else:
+            while taken < delivered.value and opening.notes:
+                samples = opening.notes.popleft()[2]
+                taken += 1
+        yield batch, opening, samples

@@ -1,0 +1,292 @@
+"""Windows of gradient accumulation: which micro-batch opens one, which closes it, and what each weighs.
+
+The gradient of a window is the mean over the micro-batches that are really in it. The last window of ten batches with four
+accumulation steps has two, so each weighs 1/2. That has to be known when the window *opens*, hence the feed: loaders report
+how many batches remain.
+
+A window is open from its first `accumulate` until its closing one. While it is open, optimizers and schedulers are held
+back, wherever their `step` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.contract.loader_progress import Feed
+
+NoSync = Any  # the bound hook: (model) -> context manager
+
+
+class Accumulation:
+    """The window of one Accelerator.
+
+    Args:
+        steps: micro-batches in a full window.
+        feed: where the loaders are.
+        rescale: a bound method, called with a factor when a window turns out shorter than it looked when it opened; it multiplies the
+            gradients that are pending.
+        sync_with_dataloader: whether windows close at the end of a loader.
+        sync_each_batch: whether gradients are synchronised at each micro-batch.
+        synchronises: whether gradients stay local until the backward of the closing micro-batch.
+        mean_over_steps: whether each micro-batch weighs 1/steps, also in a window that has other than `steps` of them.
+    """
+
+    __slots__ = (
+        "_deferred",
+        "_mean_over_steps",
+        "_rescale",
+        "_sync_with_dataloader",
+        "backwards",
+        "by_caller",
+        "feed",
+        "inside",
+        "micro_backwards",
+        "open",
+        "optimizers",
+        "position",
+        "serial",
+        "size",
+        "steps",
+        "sync_each_batch",
+        "synchronises",
+        "total_backwards",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        steps: int,
+        feed: Feed,
+        rescale: Callable[[float], None],
+        *,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+        synchronises: bool = False,
+        mean_over_steps: bool = False,
+    ) -> None:
+        self.steps = steps
+        self._mean_over_steps = mean_over_steps
+        self.synchronises = synchronises
+        self.feed = feed
+        self.sync_each_batch = sync_each_batch
+        self._sync_with_dataloader = sync_with_dataloader
+        self._rescale = WeakMethod(rescale)  # what was prepared is not kept alive by an optimizer's gate
+        self.optimizers = 0  # how many it holds back
+        self.serial = 0
+        self.total_backwards = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets an open window."""
+        self.position = 0  # micro-batches of the window so far, the present one included
+        self.size = self.steps  # micro-batches that the window is to have
+        self.open = False
+        self.inside = False  # between `__enter__` and `__exit__` of `accumulate`
+        self.backwards = 0  # backwards in the window
+        self.micro_backwards = 0  # backwards in the present micro-batch
+        self.by_caller = False  # whether the caller says which micro-batch closes the window
+        self.weight = 1.0 / self.steps
+        self._deferred: list[Callable[[], None]] = []
+
+    def enter(self, closes: bool | None = None) -> bool:
+        """A micro-batch begins. Returns whether it closes the window.
+
+        Args:
+            closes: what the caller says of it; None: its number does, and the end of a loader.
+        """
+        self.inside = True
+        self.micro_backwards = 0
+        if closes is None and self.by_caller and self.open:
+            closes = self.position + 1 >= self.steps
+        if closes is not None:
+            return self._enter_by_caller(closes)
+        if self.steps == 1:
+            if self.by_caller:
+                self._settle()
+                self.reset()
+                self.inside = True
+            self.serial += 1
+            self.backwards = 0
+            return True
+        remaining = self.feed.begin_step() if self._sync_with_dataloader else None
+        if self.position == 0:
+            self._begin_window(remaining)
+        self.position += 1
+        if remaining == 0 and self.position < self.size:
+            self._settle_size()
+        self.open = self.position < self.size
+        return not self.open
+
+    def _enter_by_caller(self, closes: bool) -> bool:
+        if self.position == 0:
+            self._begin_window(None)
+        self.by_caller = True
+        self.position += 1
+        if closes and self.position != self.size:
+            self._settle_size()
+        self.open = not closes
+        return closes
+
+    def leave(self) -> None:
+        """The micro-batch has ended."""
+        self.inside = False
+        if not self.open:
+            self.position = 0
+
+    def count_backward(self) -> None:
+        """A backward is about to run."""
+        if self._deferred and not self.inside:
+            self._settle()
+        self.backwards += 1
+        self.micro_backwards += 1
+        self.total_backwards += 1
+
+    def whole_window(self) -> None:
+        """`forward_backward` begins: a window of its own, neither held open nor averaged again."""
+        self._settle()
+        self.serial += 1
+        self.size = 1
+        self.backwards = self.micro_backwards = 0
+
+    def _begin_window(self, remaining: int | None) -> None:
+        self._settle()
+        self.serial += 1
+        self.backwards = 0
+        self.by_caller = False
+        self.size = self.steps if remaining is None else min(self.steps, remaining + 1)
+        self.weight = self._share()
+
+    def _settle(self) -> None:
+        for drop in self._deferred:
+            drop()
+        self._deferred.clear()
+
+    def _share(self) -> float:
+        """What each micro-batch weighs in the mean."""
+        return 1.0 / (self.steps if self._mean_over_steps else self.size)
+
+    def _settle_size(self) -> None:
+        # An earlier loop was left in the middle of a window and the loader that goes on is shorter than the rest of it, or the
+        # caller closes the window. What was accumulated weighs 1/size each, and is to weigh 1/position.
+        before, self.size = self._share(), self.position
+        self.weight = self._share()
+        rescale = self._rescale()
+        if rescale is not None and self.weight != before:
+            rescale(self.weight / before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window stands, between two micro-batches."""
+        names = ("steps", "open", "position", "size", "backwards", "total_backwards")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next micro-batch goes on where the state was taken: in its window, or with a new one."""
+        self.reset()
+        self.total_backwards = state["total_backwards"]
+        if state["open"]:
+            self.serial += 1
+            self.open = True
+            self.position, self.size, self.backwards = state["position"], state["size"], state["backwards"]
+            self.weight = self._share()
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether a window may have several micro-batches."""
+        return self.steps > 1 or self.by_caller
+
+    def resize(self, steps: int) -> None:
+        """Windows have so many micro-batches from now on. Between two windows only."""
+        self._settle()
+        self.steps = self.feed.lookahead = steps
+        self.reset()
+
+    def lacks_backward(self, settled: int) -> bool:
+        """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
+
+        Args:
+            settled: the serial number of the last window in which the optimizer stepped.
+
+        It holds behind the `accumulate` block too. Where `accumulate` is never called there is no window to speak of.
+        """
+        return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
+
+    @property
+    def lacks_synchronisation(self) -> bool:
+        """Whether a step now would use gradients that stayed local, because the closing micro-batch ran no backward."""
+        return (
+            self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
+            and self.backwards > 0 and self.micro_backwards == 0
+        )  # fmt: skip
+
+    def is_pending(self, settled: int) -> bool:
+        """Whether `zero_grad` would destroy gradients of the present window.
+
+        Args:
+            settled: the serial number of the last window in which the optimizer stepped.
+
+        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means in a plain loop.
+        """
+        if not self._has_windows or self.backwards == 0 or settled == self.serial:
+            return False
+        return self.open or self.inside
+
+    def defer(self, drop: Callable[[], None]) -> None:
+        """`drop` is called before the next window begins, or the next backward behind the block.
+
+        On the closing micro-batch nobody can tell yet what a `zero_grad` means: it may stand first in the body, with the
+        step to come, or last, with the step left out (a loss that was not finite, say) and the gradients to be dropped.
+        With several optimizers that holds after a backward too, which may have been for another one.
+        """
+        self._deferred.append(drop)
+
+
+def is_state(value: Any) -> bool:
+    """Whether `Accumulation.state_dict` can have given it."""
+    numbers = {"steps", "position", "size", "backwards", "total_backwards"}
+    if not isinstance(value, dict) or type(value.get("open")) is not bool:
+        return False
+    sound = all(type(value.get(name)) is int and value[name] >= 0 for name in numbers)
+    return sound and (not value["open"] or 0 < value["position"] < value["size"])
+
+
+class Accumulate:
+    """The context manager behind `Accelerator.accumulate`: one micro-batch. A class, because it runs in every step."""
+
+    __slots__ = ("_accumulation", "_closes", "_contexts", "_models", "_no_sync")
+
+    def __init__(
+        self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: NoSync, closes: bool | None = None
+    ) -> None:
+        self._accumulation = accumulation
+        self._closes = closes
+        self._models = models
+        self._no_sync = no_sync
+        self._contexts: list[AbstractContextManager[None]] | None = None
+
+    def __enter__(self) -> None:
+        accumulation = self._accumulation
+        if accumulation.inside:
+            raise RuntimeError(
+                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch would "
+                "be counted twice. Name all models in one call: accumulate(generator, discriminator)."
+            )
+        if accumulation.enter(self._closes) or accumulation.sync_each_batch:
+            return
+        self._contexts = [self._no_sync(model) for model in self._models]
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._contexts is not None:
+            for context in reversed(self._contexts):
+                context.__exit__(kind, error, trace)
+        self._accumulation.leave()

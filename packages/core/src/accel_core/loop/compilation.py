@@ -1,0 +1,177 @@
+"""Compiling a model in place, as a whole or block by block, so that names, checkpoints and identity stay what they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.base.suggestions import nearest
+from accel_core.options.handlers import REGIONAL, TorchDynamoPlugin
+from accel_core.options.option_sources import OPTIONS, told
+from accel_core.options.resolution import Option, as_text, resolve
+
+if TYPE_CHECKING:
+    from torch import nn
+
+VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
+_BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
+
+
+def resolve_compilation(
+    backend: object, plugin: object, outside: Callable[[], Mapping[str, Any]] = dict
+) -> tuple[Option[Any], Mapping[str, Any] | None]:
+    """What was chosen and by whom, and what a strategy hands to `compile_calls`; None to compile nothing.
+
+    Args:
+        backend: what was given as `dynamo_backend`; None: nothing.
+        plugin: what was given as `dynamo_plugin`; None: nothing.
+        outside: gives what was said outside of the code for the other fields of a plugin; asked only if models are compiled.
+
+    Raises:
+        TypeError: if `plugin` is of another class.
+        ValueError: if the backend or the mode does not exist, or if both were given.
+    """
+    if plugin is None:
+        option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
+        chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")
+        return option, None if chosen is None else _handed_over(TorchDynamoPlugin(backend=chosen, **outside()), chosen)
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise TypeError(f"dynamo_plugin is a {type(plugin).__name__}, expected TorchDynamoPlugin(...).")
+    _refuse_beside(plugin, backend)
+    chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
+    return Option(plugin.backend, "argument"), _handed_over(plugin, chosen)
+
+
+def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] | None:
+    if backend == "inductor":
+        _check_mode(plugin.mode)
+    given = {**plugin.to_kwargs(), "backend": backend}
+    off = given.pop("disable", False) or backend is None
+    return None if off else given
+
+
+def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Makes calls of `model` run compiled; there is no wrapper, so nothing is named `_orig_mod`.
+
+    `nn.Module.compile` does the same for classes of the user's own. Modules of torch's own classes (an `nn.Sequential`
+    as the whole model) it leaves uncompiled without a word, because the compiler skips every frame of theirs that it is
+    entered through. A function that is not torch's, around the call, is not skipped.
+
+    With `use_regional_compilation=True` the model itself runs as it is, and its repeated blocks run compiled: the members
+    of each outermost `nn.ModuleList` or `nn.Sequential` whose members are of one class, and of which at least two have the
+    same parameters in name, shape and dtype. Those share one compilation. What stands around the blocks is not
+    compiled. A model without such blocks is one region: it is compiled as a whole, with a warning.
+
+    Copies and pickles of the model run uncompiled.
+
+    Args:
+        model: is called through compiled functions from now on.
+        options: of `torch.compile`, and `use_regional_compilation`.
+    """
+    given = dict(options)
+    regions = [model]
+    if given.pop(REGIONAL, False):
+        regions = list(dict.fromkeys(_repeated(model))) or regions
+        if regions == [model]:
+            warnings.warn(
+                f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with "
+                f"members of one class and equal parameters. It is compiled as a whole; leave the option out to say so.",
+                stacklevel=2,
+            )
+    codes: dict[Hashable, CodeType] = {}
+    for region in regions:
+        kind = _kind(region)
+        codes[kind] = _compile(region, given, codes.get(kind))
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Makes calls of `model` and of its blocks run as before `compile_calls`: uncompiled, or as their user compiled them."""
+    for module in model.modules():
+        module._compiled_call_impl = _before(module)
+
+
+def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None) -> CodeType:
+    """Compiles the calls of `model`; the answer makes those of an equal module share what was compiled.
+
+    The compiler keeps what it compiled with the code object that it was entered through, and stops compiling after the
+    eighth variant of one. Were there a single one for all models, the ninth model of a process would run uncompiled.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace() if code is None else code
+    if options.get("options") is not None:
+        options = {**options, "options": dict(options["options"])}  # torch takes entries out of it
+    compiled: Any = torch.compile(call, **options)
+    setattr(compiled, _BEFORE, _before(model))
+    model._compiled_call_impl = compiled
+    return call.__code__
+
+
+def _before(module: nn.Module) -> Callable[..., Any] | None:
+    """The compiled call that the user's own code gave a module, if any."""
+    current = module._compiled_call_impl
+    return getattr(current, _BEFORE, current)
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        members = list(module)
+        if len({type(member) for member in members}) == 1 and len({_kind(member) for member in members}) < len(members):
+            return members
+    return [region for child in module.children() for region in _repeated(child)]
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """What modules have in common that can share a compilation, as far as it can be seen from outside."""
+    parameters = ((name, value.shape, value.dtype, value.requires_grad) for name, value in module.named_parameters())
+    return type(module), tuple(parameters)
+
+
+def _refuse_beside(plugin: TorchDynamoPlugin, backend: object) -> None:
+    outside = told(VARIABLE)
+    if backend is not None or outside is not None:
+        other = f"dynamo_backend={backend!r}"
+        if backend is None and outside is not None:
+            other = f"{outside.source}={outside.text!r}"
+        raise ValueError(
+            f"{other} and dynamo_plugin={plugin} were both given, and both say how models are compiled. Give the backend to "
+            f"the object, TorchDynamoPlugin(backend=...), and leave the other out."
+        )
+
+
+def _known_backend(backend: Any, asked: str) -> Any:
+    """A backend's own name, or the function that was given; None for "no"."""
+    if callable(backend):
+        return backend
+    name = str(getattr(backend, "value", backend))  # an enumeration's member stands for its value
+    if name.lower() == "no":
+        return None
+    known = ["eager", *torch.compiler.list_backends(exclude_tags=())]
+    if name not in known:
+        name = name.lower()
+    if name not in known:
+        raise ValueError(
+            f"{asked} is not a backend of torch.compile. Known: {', '.join(sorted({'no', *known}))}.{_hint(name, known)}"
+        )
+    return name
+
+
+def _check_mode(mode: str | None) -> None:
+    from torch._inductor import list_mode_options  # a second; the compiler is needed anyway
+
+    known = list(list_mode_options())
+    if mode is not None and mode not in known:
+        raise ValueError(
+            f"TorchDynamoPlugin(mode={mode!r}) is not a mode of 'inductor'. Known: {', '.join(known)}.{_hint(mode, known)}"
+        )
+
+
+def _hint(name: str, known: list[str]) -> str:
+    meant = nearest(name, known)
+    return "" if meant is None else f" Type {meant!r} if that was meant."

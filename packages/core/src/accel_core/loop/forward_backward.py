@@ -1,0 +1,218 @@
+"""A whole window of accumulation in one call: the default of the hook `forward_backward`.
+
+Batches hold different numbers of tokens, so the mean of their means is not the mean over their tokens. Here every
+micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of weights), over the micro-batches
+of the window and the data-parallel ranks.
+
+The total weight is known only after the last forward. Holding all graphs until then would cost the memory that
+accumulation is there to save. So each backward runs at once, divided by a reference (the mean weight per rank of the window before), and
+at the end the gradients are multiplied once by reference / total, which is exact up to rounding. The reference only keeps
+the numbers in range, which matters to narrow dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.collectives.reduce_gather import gather, reduce
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.contract.layout import Layout
+    from accel_core.loop.preparation import Prepared
+    from accel_core.plugins import Relay
+    from accel_core.processes.world import World
+
+LossFn = Callable[[Any, Any], tuple[torch.Tensor, "torch.Tensor | float"]]
+Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+
+Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
+
+_END: Any = object()
+_EMPTY = (
+    "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out when the loader is "
+    "exhausted, on all ranks alike."
+)
+
+
+class WindowLoop:
+    """Forward and backward over the micro-batches of a window, one after the other.
+
+    Args:
+        together: whether all ranks have to run equally many, because their forwards communicate. Those that have fewer run their
+            last micro-batch again, weighing nothing: it adds zero to the gradients, but a forward is a forward, and draws random
+            numbers and moves running statistics (those of batch normalisation) once more. Numbers are exchanged before the
+            first forward, so of an iterator the whole window is read then; of a sequence each micro-batch when it is due.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        prepared: Prepared,
+        world: World,
+        layout: Layout,
+        together: bool = False,
+    ) -> None:
+        self._together = together and world.size > 1
+        self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
+        self._prepared = weakref.ref(prepared)
+        self._world = world
+        self._group = layout.gradient_group or layout.data_group
+        self._ranks = layout.shard.count if layout.gradient_group is None else layout.gradient_group.size()
+        self._reference: float | None = None
+
+    def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
+        """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
+        batches = self._evened(micro_batches) if self._together else ((batch, True) for batch in micro_batches)
+        following = next(batches, _END)
+        if following is _END:
+            raise ValueError(_EMPTY)
+        prepared = self._prepared()
+        assert prepared is not None, "the Accelerator calls this"
+        # The loss may go through other models and learn from them: all that is trained counts.
+        parameters = prepared.learned(model)
+        trained = prepared.trained()
+        models = trained if any(model is each for each in trained) else [*trained, model]
+        _check_held(prepared)
+        earlier = prepared.gradients.set_aside(parameters)
+        try:
+            parts = []
+            while following is not _END:
+                (batch, counts), following = following, next(batches, _END)
+                with ExitStack() as local:
+                    for each in () if following is _END else models:
+                        local.enter_context(self._no_sync(each))
+                    parts.append(self._micro_batch(model, batch, loss_fn, inputs, following is _END, counts))
+            self._bound().synchronise_gradients()
+            mean, correction = self._settle(parts)
+            prepared.gradients.scale(parameters, correction)
+        except BaseException:
+            prepared.gradients.drop(parameters, earlier)  # half a window is none: the call may be repeated
+            raise
+        finally:
+            prepared.gradients.bring_back(earlier)
+        exact = any(loss.dtype is torch.float64 for loss, _ in parts)
+        return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
+
+    def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """As many micro-batches on every rank, and whether each counts. A collective. Raises `ValueError` if a rank has none."""
+        if isinstance(micro_batches, Sequence):
+            given = micro_batches
+            own: Iterator[Any] = (given[number] for number in range(len(given)))
+        else:
+            given = list(micro_batches)
+            own = _let_go(given)
+        counts = gather(torch.tensor([len(given)]), self._world).tolist()
+        if not all(counts):
+            lacking = [rank for rank, count in enumerate(counts) if not count]
+            raise ValueError(f"{_EMPTY} Ranks without: {', '.join(map(str, lacking))}.")
+        return _filled(own, max(counts) - len(given))
+
+    def _micro_batch(
+        self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool, counts: bool
+    ) -> Part:
+        relay = self._bound()
+        args, kwargs = inputs(batch)
+        loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
+        if not counts:
+            # Zero also if the loss is not finite, which `loss * 0` is not.
+            loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
+        part = (loss.detach(), weight)
+        if self._reference is None:
+            self._reference = self._total([part])[1] / self._ranks or 1.0
+        relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
+        return part
+
+    def _no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._bound().no_sync(model)
+
+    def _bound(self) -> Relay:
+        relay = self._relay()
+        assert relay is not None, "the relay calls this"
+        return relay
+
+    def _settle(self, parts: list[Part]) -> tuple[float, float]:
+        """The mean loss over the window and the ranks, and the factor that its gradient still lacks."""
+        total_loss, total_weight = self._total(parts)
+        if total_weight == 0:
+            return math.nan, 1.0  # nothing was summed: the gradient is zero, and there is no mean
+        assert self._reference is not None
+        # The strategy has averaged over the ranks what is to be summed, hence the number of ranks.
+        correction = self._ranks * self._reference / total_weight
+        self._reference = total_weight / self._ranks  # the same on all ranks, as it has to be
+        return total_loss / total_weight, correction
+
+    def _total(self, parts: list[Part]) -> tuple[float, float]:
+        # Collected on the host at once, so that a device is waited for once in a window.
+        local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
+        loss, weight = reduce(local, self._world, "sum", group=self._group).tolist()
+        return loss, weight
+
+
+def _filled(batches: Iterable[Any], missing: int) -> Iterator[tuple[Any, bool]]:
+    """Micro-batches, the last of which comes again so many times; and whether each counts."""
+    batch = None
+    for batch in batches:
+        yield batch, True
+    for _ in range(missing):
+        yield batch, False
+
+
+def _let_go(batches: list[Any]) -> Iterator[Any]:
+    """The elements of a list, each of which is forgotten when it is due."""
+    batches.reverse()
+    while batches:
+        yield batches.pop()
+
+
+def _check_held(prepared: Prepared) -> None:
+    if any(bool(held.any()) for held in prepared.gradients.waiting()):
+        raise RuntimeError(
+            "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would be weighed "
+            "with it. Let a backward outside of no_sync() synchronise them first, or drop them by optimizer.zero_grad()."
+        )
+
+
+def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with a batch: a mapping as keywords, the first of a tuple or list, anything else as it is."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return (batch[0],), {}
+    return (batch,), {}
+
+
+def _checked(result: object) -> Part:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): the loss summed "
+            f"over the micro-batch, and over how many tokens or samples. For example "
+            f"(cross_entropy(output, y, reduction='sum'), y.numel())."
+        )
+    loss, weight = result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: "
+            f"reduction='sum', or loss.sum()."
+        )
+    if isinstance(weight, torch.Tensor):
+        weight = weight.detach()
+        if weight.numel() != 1:
+            raise ValueError(
+                f"loss_fn(output, batch) returned a weight of shape {tuple(weight.shape)}, expected one number: over "
+                f"how many tokens or samples the loss is summed."
+            )
+    elif not isinstance(weight, (int, float)):
+        raise TypeError(
+            f"loss_fn(output, batch) returned a weight of type {type(weight).__name__}, expected a number: over how many "
+            f"tokens or samples the loss is summed."
+        )
+    return loss.reshape(()), weight

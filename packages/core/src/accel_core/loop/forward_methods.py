@@ -1,0 +1,80 @@
+"""Methods of a model that compute under another name than `forward`: `agent.act(x)`, `model.training_step(batch)`.
+
+A strategy and a precision act in calls of the prepared model. A marked method is run as the model's forward for the time of
+a call, so gradients travel, parameters are gathered, and dtypes hold as in `model(x)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accel_core.base.suggestions import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_ABSENT: Any = object()
+
+
+class ForwardMethod:
+    """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own.
+
+    Args:
+        prepared: what the loop calls.
+        path: where the user's model is in it.
+        function: the method, not bound.
+    """
+
+    def __init__(self, prepared: nn.Module, path: str, function: Callable[..., Any]) -> None:
+        self._prepared = prepared
+        self._path = path
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the method returns."""
+        model = self._prepared.get_submodule(self._path)
+        own: dict[str, Any] = vars(model)
+        before = own.get("forward", _ABSENT)
+
+        def restore() -> None:
+            own.pop("forward", None)
+            if before is not _ABSENT:
+                own["forward"] = before
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            restore()  # the method may call the model
+            return self._function(model, *args, **kwargs)
+
+        own["forward"] = forward
+        try:
+            return self._prepared(*args, **kwargs)
+        finally:
+            restore()
+
+
+def mark(prepared: nn.Module, original: nn.Module, name: str) -> None:
+    """Has a method of the user's model run through calls of the prepared one.
+
+    Raises:
+        ValueError: if the model has no such method.
+    """
+    if isinstance(vars(prepared).get(name), ForwardMethod) or name == "forward":
+        return
+    method = getattr(original, name, None)
+    if not inspect.ismethod(method):
+        methods = [each for each, _ in inspect.getmembers(type(original), inspect.isfunction) if each[0] != "_"]
+        close = nearest(name, methods)
+        hint = f"Did you mean {close!r}?" if close else "Give the name of one of its methods."
+        raise ValueError(
+            f"mark_forward_method(model, {name!r}) was asked for, but {type(original).__name__} has no method of that name. {hint}"
+        )
+    path = next(path for path, module in prepared.named_modules() if module is original)
+    vars(prepared)[name] = ForwardMethod(prepared, path, method.__func__)
+
+
+def unmark(prepared: nn.Module) -> None:
+    """Gives the methods of a model back."""
+    for name in [name for name, value in vars(prepared).items() if isinstance(value, ForwardMethod)]:
+        del vars(prepared)[name]

@@ -1,0 +1,371 @@
+"""Gating optimizers: `step` and `zero_grad` do nothing while a window of accumulation is open.
+
+Both are shadowed on the *instance*, by functions bound to the optimizer. The alternatives fail in ways that were tried:
+a swapped class is bypassed as soon as an LR scheduler exists (it captures `step`), recurses through loss scalers and
+cannot be pickled; a proxy object makes fused optimizers compute wrong moments. The functions are bound to the optimizer,
+and not to the gate, because LR schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from accel_core.base.deprecation import level_of_the_user
+from accel_core.loop.fused_backward import is_fused, no_step
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.loop.accumulation import Accumulation
+    from accel_core.loop.preparation import Prepared
+
+_GATE = "_accel_gate"
+_SKIPPED = "step_was_skipped"
+_SHADOWED = ("step", "zero_grad", "add_param_group", "__reduce_ex__", _SKIPPED)
+
+
+class _Skipped:
+    def __repr__(self) -> str:
+        return "SKIPPED"
+
+
+SKIPPED: Final = _Skipped()
+"""What the hook `optimizer_step` returns when the parameters were not changed (an overflow under loss scaling, say)."""
+
+
+class Steps(Protocol):
+    """The hooks that a gate calls; a `Relay` has them."""
+
+    @property
+    def optimizer_step(self) -> Callable[[Optimizer, Callable[[], Any]], Any]:
+        """Steps, by calling the optimizer's own step in whichever way; returns `SKIPPED` if nothing was changed."""
+
+    @property
+    def unscale_gradients(self) -> Callable[[Optimizer], None]:
+        """Undoes the loss scaling of the gradients."""
+
+
+class OptimizerGate:
+    """What the Accelerator knows about one prepared optimizer.
+
+    The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as they were.
+
+    Args:
+        optimizer: is dressed in place, until `remove`.
+        accumulation: the window that holds it back.
+        relay: the bound hooks.
+        prepared: what the Accelerator has prepared; checked for orphans before the first step. None: there is no
+            Accelerator.
+        needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
+            or an engine takes part.
+        engine: the hook `apply_step`; None: nobody owns it, and the optimizer's own step is taken.
+    """
+
+    __slots__ = (
+        "_checked",
+        "_checks_gradients",
+        "_engine",
+        "_frozen",
+        "_inside",
+        "_keeps_elsewhere",
+        "_needs_backward",
+        "_own_add_param_group",
+        "_own_step",
+        "_own_zero_grad",
+        "_relay",
+        "_shadowed",
+        "_unscaled",
+        "accumulation",
+        "keeps",
+        "owner",
+        "seen_backwards",
+        "settled",
+        "was_skipped",
+    )
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulation: Accumulation,
+        relay: Steps,
+        prepared: Prepared | None,
+        needs_backward: bool,
+        engine: Callable[[Optimizer, Callable[[], Any]], Any] | None = None,
+    ) -> None:
+        self.accumulation = accumulation
+        accumulation.optimizers += 1
+        self._relay = relay
+        # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
+        self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
+        self._checks_gradients = prepared is not None and prepared.check_gradients is not None
+        self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
+        self.keeps = ""  # what was configured for this optimizer alone, in words
+        self._engine = engine
+        self._checked = False
+        self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
+        self._needs_backward = needs_backward or is_fused(optimizer)
+        self._inside = False
+        self._unscaled = False
+        self.was_skipped = False
+        self.settled = -1  # the window in which it stepped last
+        self.seen_backwards = accumulation.total_backwards
+        self._own_step = no_step if is_fused(optimizer) else optimizer.step
+        self._own_zero_grad = optimizer.zero_grad
+        self._own_add_param_group = optimizer.add_param_group
+        attributes: Any = vars(optimizer)
+        self._shadowed = {name: attributes[name] for name in _SHADOWED if name in attributes}
+        attributes.update(
+            {
+                _GATE: self,
+                "step": MethodType(_known_to_schedulers if _is_known(optimizer.step) else _gated_step, optimizer),
+                "zero_grad": MethodType(_gated_zero_grad, optimizer),
+                "add_param_group": MethodType(_watched_add_param_group, optimizer),
+                "__reduce_ex__": MethodType(_reduced_bare, optimizer),
+                _SKIPPED: False,
+            }
+        )
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer its own methods back. Raises `ValueError` if something was configured for it alone."""
+        if self.keeps:
+            raise ValueError(
+                f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator has its "
+                f"own for all optimizers. Prepare the optimizer without it, and choose Accelerator(mixed_precision=...)."
+            )
+        self.accumulation.optimizers -= 1
+        attributes = vars(optimizer)
+        for name in (_GATE, *_SHADOWED):
+            attributes.pop(name, None)
+        attributes.update(self._shadowed)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps, unless the window is open. Returns what the optimizer's own step returns, None if it did not step."""
+        if self._inside:  # called by `optimizer_step`, a loss scaler for example
+            return self._own_step(*args, **kwargs)
+        accumulation = self.accumulation
+        if accumulation.open:
+            return None
+        if not self._checked:
+            self._check_first(optimizer)
+        if self._frozen:
+            self._check_frozen(optimizer)
+        step: Callable[[], Any] = self._own_step
+        if args or kwargs:
+            self._check_closure()
+            if self._checks_gradients and args and callable(args[0]):
+                args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
+            step = partial(step, *args, **kwargs)
+        else:
+            self._check_backward()
+            if self._checks_gradients:
+                self._check_gradients(optimizer)
+        if self._engine is not None:
+            step = self._applied(optimizer, step)
+        self._inside = True
+        try:
+            result = self._relay.optimizer_step(optimizer, step)
+        finally:
+            self._inside = False
+        self.settled = accumulation.serial
+        self.seen_backwards = accumulation.total_backwards
+        self._unscaled = False
+        skipped = result is SKIPPED
+        if skipped is not self.was_skipped:
+            self.was_skipped = vars(optimizer)[_SKIPPED] = skipped
+        return None if skipped else result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients, unless they belong to the open window."""
+        accumulation = self.accumulation
+        if self._inside or not accumulation.is_pending(self.settled):
+            self._clear(*args, **kwargs)
+        elif not accumulation.open:
+            self._clear_on_closing(partial(self._clear, *args, **kwargs))
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Adds the group; its parameters are checked before the next step."""
+        self._own_add_param_group(group)
+        self._checked = False
+        prepared = self.owner()
+        if prepared is not None:
+            prepared.unchecked = True
+
+    def recheck(self) -> None:
+        """Before the next step, what has to be done before the first one is done again."""
+        self._checked = False
+
+    def resume(self) -> None:
+        """The state of the optimizer was loaded: what happened here before is over."""
+        self._unscaled = self.was_skipped = False
+        self.settled = -1
+        self.seen_backwards = self.accumulation.total_backwards
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscales the gradients, once between two steps."""
+        if not self._unscaled:
+            self._relay.unscale_gradients(optimizer)
+            self._unscaled = True
+
+    def bare(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the optimizer for a copy or a pickle, as it would be without the gate."""
+        kept = {
+            name: value for name, value in state.items() if not name.startswith("_accel_") and name not in _SHADOWED
+        }
+        return kept | {name: value for name, value in self._shadowed.items() if name in state}
+
+    def _applied(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
+        """The step as the engine takes it; a `partial` if `step` is, which tells of arguments."""
+        engine = self._engine
+        assert engine is not None, "the caller looks"
+        return partial(engine, optimizer, step) if isinstance(step, partial) else lambda: engine(optimizer, step)
+
+    def _clear(self, *args: Any, **kwargs: Any) -> None:
+        self._own_zero_grad(*args, **kwargs)
+        if self._keeps_elsewhere:
+            prepared = self.owner()
+            if prepared is not None:
+                prepared.clear_kept(self)
+        self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
+
+    def _clear_on_closing(self, clear: Callable[[], None]) -> None:
+        accumulation = self.accumulation
+        if accumulation.optimizers == 1 and accumulation.micro_backwards:
+            clear()  # after its backward, and there is no other optimizer that this backward could have been for
+            return
+        window = accumulation.serial
+        accumulation.defer(lambda: None if self.settled == window else clear())
+
+    def _check_first(self, optimizer: Optimizer) -> None:
+        prepared = self.owner()
+        if prepared is not None:
+            prepared.check_orphans()
+            self._frozen = prepared.frozen_of(optimizer)
+            prepared.await_copies()
+        if self.settled == -1:
+            self._warn_without_windows()
+        self._checked = True
+
+    def _warn_without_windows(self) -> None:
+        # Who accumulates without `accumulate` runs several backwards before the first step.
+        accumulation = self.accumulation
+        if (
+            accumulation.steps > 1
+            and not accumulation.serial
+            and accumulation.total_backwards - self.seen_backwards == 1
+        ):
+            warnings.warn(
+                f"gradient_accumulation_steps={accumulation.steps} was asked for, but optimizer.step() was called after one backward, outside "
+                f"of accumulate(): every batch is a step, with 1/{accumulation.steps} of its gradient. Write `with accelerator.accumulate(model):` "
+                f"around the body of the loop.",
+                stacklevel=level_of_the_user(),
+            )
+
+    def _check_frozen(self, optimizer: Optimizer) -> None:
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            shown = ", ".join(thawed[:8]) + (f" and {len(thawed) - 8} more" if len(thawed) > 8 else "")
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {shown}. Their model was frozen as "
+                f"a whole when it was prepared, so nobody averages their gradients, and the ranks would drift apart. Unfreeze before "
+                f"prepare(); or call accelerator.free_memory(), and prepare the model and its optimizer again."
+            )
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        prepared = self.owner()
+        # Inside `LocalSGD` each rank is meant to step by itself.
+        if prepared is not None and prepared.apart is None and prepared.check_gradients is not None:
+            prepared.check_gradients(optimizer)
+
+    def _checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._check_gradients(optimizer)
+        return loss
+
+    def _check_closure(self) -> None:
+        # A closure runs forward and backward itself, so only that of the closing micro-batch would ever be called.
+        if self.accumulation.steps > 1 and self.accumulation.serial > 0:
+            raise RuntimeError(
+                f"optimizer.step(closure) was called in a window of {self.accumulation.size} micro-batches, but a closure "
+                f"computes one gradient by itself: the other micro-batches would never be used. Use "
+                f"gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
+            )
+
+    def _check_backward(self) -> None:
+        accumulation = self.accumulation
+        if accumulation.lacks_backward(self.settled):
+            found = f"no accelerator.backward(loss) ran in this window of {accumulation.size} micro-batches"
+        elif accumulation.lacks_synchronisation:
+            raise RuntimeError(
+                f"optimizer.step() was called, but the micro-batch that closes this window of {accumulation.size} ran no "
+                f"backward, and its backward is what averages the gradients over the ranks: parameters would drift apart. "
+                f"Leave the step out together with the backward, on all ranks, and call optimizer.zero_grad()."
+            )
+        elif self._needs_backward and self.seen_backwards == accumulation.total_backwards:
+            found = "no accelerator.backward(loss) ran since its last step"
+        else:
+            return
+        raise RuntimeError(
+            f"optimizer.step() was called, but {found}: gradients of a plain loss.backward() would be neither scaled "
+            f"nor averaged over the window. Replace loss.backward() by accelerator.backward(loss)."
+        )
+
+
+def gate_of(optimizer: object) -> OptimizerGate | None:
+    """The gate that a prepared optimizer wears, None if it wears none."""
+    gate: OptimizerGate | None = getattr(optimizer, "__dict__", {}).get(_GATE)
+    return gate
+
+
+def _gated_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return vars(optimizer)[_GATE].step(optimizer, *args, **kwargs)
+
+
+def _known_to_schedulers(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return vars(optimizer)[_GATE].step(optimizer, *args, **kwargs)
+
+
+# An LR scheduler wraps `optimizer.step` to learn that it was called, and warns at its first step if the mark of the wrapper
+# is gone. It is still there, under ours.
+_known_to_schedulers._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _is_known(step: Any) -> bool:
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def _gated_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    vars(optimizer)[_GATE].zero_grad(*args, **kwargs)
+
+
+def _watched_add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    vars(optimizer)[_GATE].add_param_group(param_group)
+
+
+def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
+    # A copy belongs to no Accelerator. torch's own optimizers leave instance attributes out, but a `__getstate__` of somebody
+    # else's may give all of them, and then the copy would step through the gate of the original.
+    gate = vars(optimizer)[_GATE]
+    parts = list(type(optimizer).__reduce_ex__(optimizer, protocol))
+    if len(parts) > 2 and isinstance(parts[2], dict):
+        parts[2] = gate.bare(parts[2])
+    return tuple(parts)
+
+
+def _nobody() -> None:
+    return None
+
+
+def place_state(optimizer: Optimizer) -> None:
+    """Moves the state that an optimizer has already to the devices of its parameters; numbers of steps stay where they are."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
+                state[name] = value.to(parameter.device)

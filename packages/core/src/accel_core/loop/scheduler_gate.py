@@ -1,0 +1,132 @@
+"""Gating LR schedulers: one `scheduler.step()` is one step per real optimizer step.
+
+The gate is a dress (see `accel_core.base.class_override`), because instance attributes would appear in the scheduler's `state_dict`.
+For the same reason the rule lives on the optimizer that the scheduler drives: the dressed `step` looks it up there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_core.base.class_override import Dress, dress, undress
+from accel_core.loop.optimizer_gate import gate_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core.loop.optimizer_gate import OptimizerGate
+
+_RULE = "_accel_scheduler_rule"
+
+
+@dataclass(frozen=True)
+class SchedulerRule:
+    """How often a call of `scheduler.step()` really steps.
+
+    Args:
+        with_optimizer: False: always once, whatever the optimizer does (the user steps it per epoch, say).
+        repeat: steps per real optimizer step (the peer's rule is one per process).
+        per_micro_batch: whether it advances by the micro-batches of the window.
+        others: further optimizers that have to have stepped too.
+        stops: whether a schedule of a fixed length stays at its end, as its length was counted otherwise; else it raises there.
+        by_hand: whether it was made for this scheduler alone.
+    """
+
+    with_optimizer: bool = True
+    repeat: int = 1
+    per_micro_batch: bool = False
+    others: tuple[Optimizer, ...] = ()
+    stops: bool = False
+    by_hand: bool = False
+
+    def steps(self, gate: OptimizerGate) -> int:
+        """How many steps a call makes now."""
+        if not self.with_optimizer:
+            return 1
+        accumulation = gate.accumulation
+        if accumulation.open or gate.was_skipped:
+            return 0
+        if self.others and any(getattr(other, "step_was_skipped", False) for other in self.others):
+            return 0
+        micro_batches = accumulation.size if accumulation.serial else 1  # 0: `accumulate` was never called
+        return self.repeat * (micro_batches if self.per_micro_batch else 1)
+
+    def contradicts(self, other: SchedulerRule) -> bool:
+        """Whether the two wait for different things."""
+        return self.with_optimizer is not other.with_optimizer or self.others != other.others
+
+
+def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
+    """The rule that the Accelerator's arguments ask for.
+
+    Args:
+        with_optimizer: `step_scheduler_with_optimizer`.
+        processes: how many, if `step_scheduler_per_process` was asked for and multiplies; else None.
+        adjust: `GradientAccumulationPlugin(adjust_scheduler=...)`.
+    """
+    if not isinstance(with_optimizer, bool):
+        raise TypeError(
+            f"step_scheduler_with_optimizer={with_optimizer!r} is a {type(with_optimizer).__name__}: expected True or False."
+        )
+    if not with_optimizer and (processes or adjust):
+        asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
+        raise ValueError(
+            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them "
+            f"out."
+        )
+    return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
+
+
+class _Gated(Dress):
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps as often as the rule says; without a prepared optimizer it steps once."""
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        gate = gate_of(optimizer)
+        rule = vars(optimizer).get(_RULE) if gate is not None else None
+        for _ in range(1 if rule is None else rule.steps(gate)):
+            if rule is not None and rule.stops and _is_exhausted(self):
+                return
+            super().step(*args, **kwargs)  # type: ignore[misc]
+
+
+def is_scheduler(obj: object) -> bool:
+    """Whether `obj` behaves like an LR scheduler: steps, has a state, and drives an optimizer."""
+    return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict")) and hasattr(obj, "optimizer")
+
+
+def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
+    """Holds `scheduler.step()` back as long as its optimizer is.
+
+    Raises:
+        ValueError: if `AcceleratedScheduler` gave it a rule that this one contradicts.
+    """
+    standing = rule_on(scheduler)
+    if standing is not None and standing.by_hand and not rule.by_hand and standing.contradicts(rule):
+        raise ValueError(
+            f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with step_with_optimizer="
+            f"{standing.with_optimizer} and {1 + len(standing.others)} optimizer(s), which preparing it would undo. Leave one "
+            f"of the two out; Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
+        )
+    vars(scheduler.optimizer)[_RULE] = rule
+    dress(scheduler, _Gated)
+
+
+def rule_on(scheduler: object) -> SchedulerRule | None:
+    """The rule of a gated scheduler; None for any other, a copy of a gated one included."""
+    if not isinstance(scheduler, _Gated):
+        return None
+    rule: SchedulerRule | None = vars(scheduler.optimizer).get(_RULE)  # type: ignore[attr-defined]
+    return rule
+
+
+def ungate_scheduler(scheduler: Any) -> None:
+    """Gives the scheduler its original class back."""
+    undress(scheduler, _Gated)
+    vars(scheduler.optimizer).pop(_RULE, None)
+
+
+def _is_exhausted(scheduler: Any) -> bool:
+    # Schedules of a fixed length (OneCycleLR) raise beyond their last step; repeated steps must not run over it.
+    total = getattr(scheduler, "total_steps", None)
+    return total is not None and scheduler.last_epoch >= total - 1

@@ -1,0 +1,156 @@
+"""Training loops that end at different batches on different ranks, under a strategy whose models can join.
+
+torch's `Join` does the work: a rank that has ended takes part in the others' collectives with zeros until all have ended, and
+then every rank takes the parameters and buffers of the one that went on longest. What torch leaves out is added here:
+
+- **Optimizers and schedulers.** A rank that ended early has made fewer steps, so its moments and learning rates are older
+  ones; from the next step on the ranks' parameters would drift apart. They too come from the rank that went on longest.
+- **Afterwards.** torch leaves the models in joining mode, in which each forward costs two collectives and a forward on one
+  rank alone hangs, and it changes the filters of `warnings`. Both are put back.
+
+While ranks may end at different batches, no rank knows whether the others end too. So windows of accumulation close by count
+alone (see `Feed.begin_step`): one that closed at the end of a loader would synchronise gradients on some ranks only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from accel_core.collectives import reduce_gather
+from accel_core.processes.watch.collective_scope import collective
+
+if TYPE_CHECKING:
+    from accel_core.contract.loader_progress import Feed
+    from accel_core.loop.accumulation import Accumulation
+    from accel_core.loop.preparation import Prepared
+    from accel_core.processes.world import World
+
+
+@contextmanager
+def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[None]:
+    """What the feed asks of loaders within a block: see the attributes of `Feed`. No collective.
+
+    Raises:
+        TypeError: if `even_batches` is no bool and not None.
+    """
+    if even_batches is not None and not isinstance(even_batches, bool):
+        raise TypeError(
+            f"join_uneven_inputs(even_batches={even_batches!r}) was given a {type(even_batches).__name__}. Pass True, False, or "
+            f"None to leave the loaders as they are."
+        )
+    before = feed.even_batches, feed.joining
+    feed.even_batches, feed.joining = even_batches, joining
+    try:
+        yield
+    finally:
+        feed.even_batches, feed.joining = before
+
+
+def as_joinables(given: Sequence[Any]) -> list[Joinable]:
+    """The objects that are to join, out of what `torch.compile` put around them.
+
+    Raises:
+        TypeError: for one that cannot join.
+    """
+    found = [getattr(each, "_orig_mod", each) for each in given]
+    for each in found:
+        if not isinstance(each, Joinable):
+            raise TypeError(
+                f"join_uneven_inputs() was given a {type(each).__name__}, which cannot join: it is no "
+                f"torch.distributed.algorithms.join.Joinable, as models are that prepare() returns under the strategy 'ddp'. "
+                f"Pass the prepared model that is trained; or give all ranks equally many batches, with even_batches=True "
+                f"and without this block."
+            )
+    return found
+
+
+@contextmanager
+def joined(
+    joinables: Sequence[Joinable],
+    world: World,
+    prepared: Prepared,
+    accumulation: Accumulation,
+    others: Sequence[Any] = (),
+) -> Iterator[None]:
+    """A block in which ranks may make different numbers of steps. A collective at its end, unless an exception ends it.
+
+    Args:
+        joinables: at least one; all of one process group.
+        world: the processes, more than one.
+        prepared: whose optimizers and schedulers agree afterwards.
+        accumulation: whose window, if it is open at the end, is dropped: it is open on some ranks only.
+        others: what else has a state that changes with the steps, such as a loss scale.
+    """
+    before = [each._join_config for each in joinables]
+    try:
+        join = Join([*joinables, _Followers(joinables[0], world, prepared, others)])
+        # One collective as a whole: a rank that has ended takes part in the backwards of the others from its end.
+        with collective("join_uneven_inputs()", whole=True):
+            yield
+            with warnings.catch_warnings():  # torch sets a filter, and leaves it
+                join.__exit__(None, None, None)
+        _drop_open_window(accumulation, prepared)
+    finally:
+        for each, config in zip(joinables, before, strict=True):
+            each._join_config = config
+
+
+class _Followers(Joinable):
+    """Optimizers and schedulers: they take no part in the others' steps, and follow the rank that went on longest."""
+
+    def __init__(self, leader: Joinable, world: World, prepared: Prepared, others: Sequence[Any]) -> None:
+        super().__init__()
+        self.others = others
+        self._leader = leader
+        self.world = world
+        self.prepared = prepared
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return _Follow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._leader.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._leader.join_process_group
+
+
+class _Follow(JoinHook):
+    def __init__(self, followers: _Followers) -> None:
+        self._followers = followers
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Takes the states of the highest rank among those that went on longest, whose parameters DDP takes too."""
+        world, group = self._followers.world, self._followers.join_process_group
+        prepared = self._followers.prepared
+        last: list[bool] = reduce_gather.gather(torch.tensor([is_last_joiner]), world, group).tolist()
+        if all(last):
+            return
+        source = max(rank for rank, went_on in enumerate(last) if went_on)
+        followers = [*prepared.optimizers, *prepared.schedulers, *self._followers.others]
+        states = reduce_gather.broadcast_object([each.state_dict() for each in followers], world, source, group)
+        if not is_last_joiner:
+            for each, state in zip(followers, states, strict=True):
+                each.load_state_dict(state)
+
+
+def _drop_open_window(accumulation: Accumulation, prepared: Prepared) -> None:
+    if not accumulation.open:
+        return
+    warnings.warn(
+        f"join_uneven_inputs() ended inside a window of accumulation on this rank: {accumulation.position} of "
+        f"{accumulation.size} micro-batches had run, and their gradients are dropped, because the ranks are at different "
+        f"places of their windows. Use gradient_accumulation_steps=1 with uneven inputs, or even_batches=True.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+    prepared.gradients.drop(prepared.learned())
+    accumulation.reset()

@@ -1,0 +1,191 @@
+"""Options of components that were given outside of the code: each component's *section*, under the name that chooses it.
+
+    ACCELERATE_FSDP__CPU_OFFLOAD=yes        --fsdp.cpu-offload        fsdp: {cpu_offload: true}
+
+Which options a section has, and of what type, its constructor says (`accel_core.options.option_fields`). A component that was built in code is
+complete: a section for it is an error. One for a component that is not active has no effect, and says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accel_core.base.suggestions import nearest
+from accel_core.options.handlers import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    TorchDynamoPlugin,
+    TrackingKwargs,
+)
+from accel_core.options.option_sources import section_name, told_of, told_sections, variable_of
+from accel_core.options.resolution import Option
+
+if TYPE_CHECKING:
+    from accel_core.options.option_fields import Field
+    from accel_core.options.option_sources import Told
+    from accel_core.plugins.offers import Offer
+
+
+class Shared(NamedTuple):
+    """A section that is there whatever is chosen.
+
+    Args:
+        handler: the class whose fields are its options.
+        elsewhere: fields that are no options of the section, because the Accelerator has them: field → its option.
+    """
+
+    handler: type[KwargsHandler]
+    elsewhere: Mapping[str, str]
+
+
+SECTIONS: Mapping[str, Shared] = {
+    "process_group": Shared(InitProcessGroupKwargs, {}),
+    "accumulation": Shared(GradientAccumulationPlugin, {"num_steps": "gradient_accumulation_steps"}),
+    "dynamo": Shared(TorchDynamoPlugin, {"backend": "dynamo_backend"}),
+    "tracking": Shared(TrackingKwargs, {}),
+}
+"""Sections beside those of components."""
+
+
+class Sections:
+    """What was given for components outside of the code, and which of it is in use. One for each Accelerator."""
+
+    def __init__(self) -> None:
+        self._sources = told_sections()
+        self._used: set[str] = set()
+        self.options: dict[str, Option[Any]] = {}
+
+    def take(
+        self,
+        name: str,
+        load: Callable[[], Callable[..., Any]],
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """What was given for the options of one component, to be handed to its constructor.
+
+        Args:
+            name: under which it is chosen.
+            load: gives its constructor; called only if anything was given.
+            elsewhere: parameters that are options of the Accelerator, and so not of the section: parameter → its option.
+
+        Raises:
+            ValueError: for an option that it does not have, one that only Python can express, and a value of another type.
+        """
+        section = section_name(name)
+        is_taken = section in self._used
+        self._used.add(section)
+        if section not in self._sources:
+            return {}
+        if is_taken:
+            raise ValueError(
+                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name, which variables "
+                f"cannot tell apart. Leave it out, and give the options in the code, to the constructor of the one that is meant."
+            )
+        options = read_section(name, load(), elsewhere)
+        self.use(name, options)
+        return {option: value.value for option, value in options.items()}
+
+    def share(self, name: str) -> dict[str, Any]:
+        """As `take`, of one of `SECTIONS`."""
+        return self.take(name, lambda: SECTIONS[name].handler, SECTIONS[name].elsewhere)
+
+    def use(self, name: str, options: Mapping[str, Option[Any]]) -> None:
+        """Notes that these options of a section are in use already."""
+        self._used.add(section_name(name))
+        self.options.update({f"{section_name(name)}.{option}": value for option, value in options.items()})
+
+    def refuse_beside(self, name: str, given: str) -> None:
+        """Raises `ValueError` where options of a component were given beside `given`, an object that configures it."""
+        source = self._sources.get(section_name(name))
+        if source is not None:
+            raise ValueError(
+                f"{source} was given, an option of {name!r}, beside {given}, and an object built in code is complete. Leave {source} "
+                f"out, or choose {name!r} by name in the code instead of building it."
+            )
+
+    def refuse_beside_object(self, component: object, offers: Iterable[Offer]) -> None:
+        """As `refuse_beside`, for a component that was built in code, under each name that offers its class."""
+        kind = type(component)
+        for offer in offers:
+            module, _, attribute = offer.value.partition(":")
+            if attribute == kind.__name__ and module.partition(".")[0] == kind.__module__.partition(".")[0]:
+                self.refuse_beside(offer.name, f"{kind.__name__}(...)")
+
+    def finish(self, offers: Iterable[Offer], active: str) -> None:
+        """Refuses sections of nothing that is installed, and warns of those of what is not active.
+
+        Args:
+            offers: what is installed.
+            active: what is active, in words.
+
+        Raises:
+            ValueError: for a section whose name nothing has.
+        """
+        known = {section_name(offer.name): offer.name for offer in offers} | {name: name for name in SECTIONS}
+        for section, source in self._sources.items():
+            if section in self._used:
+                continue
+            if section not in known:
+                meant = nearest(section, list(known))
+                hint = (
+                    f"Type {known[meant]!r} if that was meant."
+                    if meant
+                    else f"Known: {', '.join(sorted(known.values()))}."
+                )
+                raise ValueError(
+                    f"{source} was given, an option of {section!r}, and nothing that is installed goes by that name. {hint}"
+                )
+            warnings.warn(
+                f"{source} was given, an option of {known[section]!r}, which is not active: {active}. It has no effect.",
+                stacklevel=4,  # the line that calls Accelerator(...)
+            )
+
+
+def read_section(
+    name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Option[Any]]:
+    """What was given for the options of one component, each with its source. Arguments and errors as `Sections.take`."""
+    told = told_of(name)
+    if not told:
+        return {}  # before anything is looked into
+    from accel_core.options.option_fields import fields_of  # one ms, which most runs need not spend
+
+    fields = fields_of(factory)
+    by_folded = {field.casefold(): field for field in fields}
+    options = {}
+    for folded, given in told.items():
+        field = fields.get(by_folded.get(folded, ""))
+        if field is None or field.name in elsewhere:
+            raise _unknown(name, folded, given.source, [each for each in fields if each not in elsewhere], elsewhere)
+        if field.python_only:
+            raise ValueError(
+                f"{given.source} was given, but {name}.{field.name} is for Python only: {field.python_only}. Build the object in the "
+                f"code, and give it there."
+            )
+        options[field.name] = Option(_converted(name, field, given), given.source)
+    return options
+
+
+def _converted(name: str, field: Field, given: Told) -> Any:
+    from accel_core.base.masking import masked
+    from accel_core.options.conversion import expected, from_data
+
+    try:
+        return from_data(field.type, given.value)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}.{field.name}={masked(field.name, given.value)!r} was given by {given.source}: expected {expected(field.type)}."
+        ) from error
+
+
+def _unknown(name: str, option: str, source: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> ValueError:
+    meant = nearest(option, [*known, *elsewhere])
+    if meant is not None and meant in elsewhere:
+        hint = f"That is an option of the Accelerator: {elsewhere[meant]}, or {variable_of(elsewhere[meant])}."
+    else:
+        hint = f"Its options: {', '.join(known) or 'none'}." + (f" Type {meant!r} if that was meant." if meant else "")
+    return ValueError(f"{source} was given, and {name!r} has no option {option!r}. {hint}")

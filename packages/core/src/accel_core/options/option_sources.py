@@ -1,0 +1,177 @@
+"""What was said outside of the code: on the command line of a launcher, in the environment, in a configuration file.
+
+An option has one name everywhere: that of the constructor's parameter. Its variable is `ACCELERATE_<OPTION>`, that of a
+component's option `ACCELERATE_<COMPONENT>__<OPTION>`, where the component goes by the name under which it is chosen. A launcher
+hands on what its command line and its file say in one variable more, `ACCELERATE_CONFIG`, as JSON:
+
+    {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
+
+that is, variable → [data, where it was said], and only what was given. The command line wins over the environment, and that over
+the file. Processes that such a process starts inherit both; a launcher among them adds to them what it was told itself. Files
+themselves are read by launchers alone: started by `python` or `torchrun`, a script never picks up one from somebody's home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+TRUE = ("1", "true", "yes", "on", "y", "t")
+FALSE = ("0", "false", "no", "off", "n", "f")
+"""The usual spellings of truth values in texts."""
+
+CHANNEL = "ACCELERATE_CONFIG"
+PREFIX = "ACCELERATE_"
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "strategy": None,
+        "mixed_precision": "no",
+        "loader": None,
+        "gradient_accumulation_steps": 1,
+        "cpu": False,
+        "dynamo_backend": "no",
+        "detect_nonfinite": False,
+        "project_dir": None,
+        "log_with": None,
+    }
+)
+"""The options of the Accelerator that may be given outside of the code, with what holds where nobody says anything; None: what there is
+decides. They say where and how a script runs. What says how it is written (whether it steps its scheduler with the optimizer, say) is
+for the code."""
+
+DEFAULT_STRATEGIES = ("ddp", "single")
+"""The strategies where none is given: in a world larger than one, and in one process."""
+
+DEFAULT_LOADER = "sharded"
+"""The loader where none is given and a distribution offers this name."""
+
+LOADER_OPTIONS = (
+    "split_batches",
+    "even_batches",
+    "dispatch_batches",
+    "use_seedable_sampler",
+    "data_seed",
+    "non_blocking",
+    "use_stateful_dataloader",
+    "rng_types",
+)
+"""The options of the loader component that stand beside those of the Accelerator, without its name: all loaders share them."""
+
+_SPECIAL: Mapping[str, str] = {"cpu": "ACCELERATE_USE_CPU", "debug": "ACCELERATE_DEBUG_MODE"}
+_LEVELS = ("command line", "file")
+_SHOWN = 200
+
+
+class Told(NamedTuple):
+    """One value that was given outside of the code.
+
+    Args:
+        value: text, or data as JSON has them.
+        source: where it was said: an option of the command line, a variable, or a file.
+    """
+
+    value: Any
+    source: str
+
+    @property
+    def text(self) -> str:
+        """The value as the environment would have it."""
+        if isinstance(self.value, bool):
+            return str(self.value).lower()
+        if isinstance(self.value, list):
+            return ",".join(map(str, self.value))
+        return str(self.value).strip()
+
+
+def variable_of(option: str, section: str = "") -> str:
+    """The variable of an option; `section` is the component's name, empty for options of the Accelerator itself."""
+    if not section:
+        return _SPECIAL.get(option, f"{PREFIX}{option.upper()}")
+    return f"{PREFIX}{_upper(section)}__{option.upper()}"
+
+
+def told(variable: str) -> Told | None:
+    """What was given for an option, by the first that says anything: command line, environment, file. None if nobody does."""
+    return _first(variable, inherited())
+
+
+def _first(variable: str, launched: Mapping[str, Mapping[str, Told]]) -> Told | None:
+    if variable in launched["command line"]:
+        return launched["command line"][variable]
+    text = os.environ.get(variable, "").strip()
+    return Told(text, variable) if text else launched["file"].get(variable)
+
+
+def told_of(section: str) -> dict[str, Told]:
+    """What was given for the options of one component: option in small letters → value."""
+    start = f"{PREFIX}{_upper(section)}__"
+    return {name.removeprefix(start).lower(): value for name, value in _of_sections().items() if name.startswith(start)}
+
+
+def told_sections() -> dict[str, str]:
+    """The components for which options were given, each in small letters with `_`, and where one of them was said."""
+    return {
+        name.removeprefix(PREFIX).partition("__")[0].lower(): value.source for name, value in _of_sections().items()
+    }
+
+
+def section_name(component: str) -> str:
+    """How `told_sections` spells a component's name."""
+    return _upper(component).lower()
+
+
+def _upper(section: str) -> str:
+    return re.sub(r"\W", "_", section).upper()
+
+
+def _of_sections() -> dict[str, Told]:
+    launched = inherited()
+    names = {*launched["command line"], *launched["file"], *os.environ}
+    found = {
+        name: _first(name, launched)
+        for name in sorted(names)
+        if name.startswith(PREFIX) and "__" in name.removeprefix(PREFIX)
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    for name, value in given.items():
+        if name != name.upper():
+            from accel_core.base.masking import masked
+
+            raise ValueError(
+                f"{value.source} was given, and variables are written in capital letters. Type {name.upper()}={masked(name, value.text)}."
+            )
+    return given
+
+
+def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, Told]]:
+    """What launchers around this process were told: "command line" and "file" → variable → value.
+
+    Args:
+        environ: variables of the environment.
+
+    Raises:
+        ValueError: if no launcher can have written it.
+    """
+    text = environ.get(CHANNEL, "").strip()
+    if not text:
+        return {level: {} for level in _LEVELS}
+    try:
+        content = json.loads(text)
+        if content.keys() - {*_LEVELS}:
+            raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
+        return {
+            level: {name: Told(value, str(source)) for name, (value, source) in content.get(level, {}).items()}
+            for level in _LEVELS
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        from accel_core.base.masking import masked_text
+
+        shown = masked_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+        raise ValueError(
+            f"{CHANNEL}={shown!r} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
+            f"command line of the launcher, or in variables of their own, such as {PREFIX}MIXED_PRECISION=bf16."
+        ) from error

@@ -1,0 +1,358 @@
+"""One collective per message, and an error instead of a hang: how the ranks of a group exchange bytes.
+
+Every exchange is an all_gather of one flat buffer of bytes. A rank's part begins with words of 64 bits,
+
+    digest | bytes needed | rows of tensor 0 | rows of tensor 1 | ...
+
+and then holds the tensors, each aligned. The digest covers the call, the structure, the dtypes and all dimensions but
+the first, so ranks that called different things see it in the headers, exchange descriptions, and all raise. A rank
+that cannot take part because its own arguments are wrong says so in its header, and all raise as well.
+
+**Capacity.** A collective needs the same size on every rank, also when their arguments differ. So the capacity of the
+buffer depends only on what every rank has seen: the headers of earlier exchanges. It is the largest need among the last
+`MEMORY` exchanges that followed an exchange of the same kind (call, structure, dtypes) as the previous one did, rounded
+up. If any rank needs more, all see that, and one second, larger collective follows. A loop that repeats itself thus
+takes one collective per exchange; where small and large exchanges alternate, each gets the size it needs; and one
+unusually large exchange costs at most `MEMORY` oversized ones.
+
+**Device.** There is one transport per group, on the device of the channel. Tensors that live elsewhere are copied to it
+and back. A second transport for CPU tensors would bring back the hang: a rank with CPU tensors would wait in one while
+a rank with tensors on an accelerator waits in the other.
+
+**Group.** Messages do not share a process group with the collectives of torch (those of DDP, of FSDP, of the user).
+Where one rank is in an exchange and another in a collective of torch, gloo would take the message of one for that of the
+other, and a message that is larger than expected ends the process of its receiver by SIGABRT. In two groups both wait,
+until the Watch says where each rank stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accel_core.processes.mismatch_report import Description, describe, mismatch
+from accel_core.processes.watch.collective_scope import REFUSED
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.distributed import ProcessGroup
+
+    from accel_core.processes.watch.watch import Watch
+
+MEMORY = 4
+"""How many earlier needs decide about a capacity."""
+
+GRAIN = 4096
+"""Capacities are multiples of this many bytes; below it, gloo takes the same time for any size."""
+
+KEPT_FRAMES = 4
+"""Buffers kept for reuse."""
+
+KEPT_BYTES = 64 << 20
+"""A larger buffer is not kept: one huge gather must not occupy memory for the rest of the run."""
+
+KEPT_LAYOUTS = 64
+"""Layouts remembered, per cache."""
+
+_ALIGNMENT = 16
+_WORD = 8
+_REFUSED = 0
+_UNWATCHED: AbstractContextManager[object] = contextlib.nullcontext()
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor up to its first dimension: dtype, and the sizes of the others."""
+
+
+class Letter:
+    """Everything about a rank's message but the values. Made once per layout and kept, for making it is dear.
+
+    Args:
+        description: what must agree between the ranks.
+        specs: dtype and trailing dimensions of each tensor that travels; must follow from the description.
+        rows: the first dimension of each of them; may differ between the ranks.
+        device: of the channel.
+        stacked: every rank sends one row of each tensor, and receives them in one piece.
+    """
+
+    __slots__ = ("description", "digest", "header", "kind", "name", "rows", "size", "specs", "stacked")
+
+    def __init__(
+        self,
+        description: Description,
+        specs: Sequence[Spec],
+        rows: Sequence[int],
+        device: torch.device,
+        stacked: bool = False,
+    ) -> None:
+        self.description = description
+        call = description["call"]
+        self.name = call if call.endswith(")") else f"{call}()"
+        self.digest = _digest(json.dumps(description))
+        self.kind: Hashable = (
+            description["call"],
+            description["structure"],
+            *[leaf[1] for leaf in description["leaves"]],
+        )
+        self.specs = tuple(specs)
+        self.rows = tuple(rows)
+        self.stacked = stacked
+        self.size = _places(self.specs, rows)[1]
+        self.header = torch.tensor([self.digest, self.size, *rows], dtype=torch.int64, device=device)
+
+
+class Channel:
+    """The exchange of messages between the ranks of one group. Every method is a collective of that group.
+
+    `letters` is where callers keep the letters that they will send again, under keys of their own.
+
+    Args:
+        connect: gives the process group in which messages travel; called for the first one, by every rank.
+        rank: this process's rank in the group.
+        size: how many ranks the group has.
+        device: where the group's collectives work, with its index.
+        watch: is told which exchange this rank is in.
+        members: the ranks of the group in the world; None: all.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], ProcessGroup],
+        rank: int,
+        size: int,
+        device: torch.device,
+        watch: Watch | None = None,
+        members: tuple[int, ...] | None = None,
+    ) -> None:
+        self._connect = connect
+        self._group: ProcessGroup | None = None
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._watch, self._members = watch, members
+        self.letters: _Cache[Hashable, Letter] = _Cache()
+        self._frames: dict[int, _Frame] = {}
+        self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
+        self._previous: Hashable = None
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group in which messages travel; None for a rank alone. The first access connects it: a collective."""
+        if self._group is None and self.size > 1:
+            self._group = self._connect()
+        return self._group
+
+    def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.
+
+        The parts have the shape (rows of that rank, trailing dimensions) and the sender's dtype, and lie on the
+        channel's device, in a buffer that the next exchange overwrites: copy them. They are detached. For a stacked
+        letter there is a single part per tensor, of shape (ranks, trailing dimensions).
+
+        Raises:
+            CollectiveMismatchError: on every rank, if the ranks called different things.
+        """
+        with self._marked(letter.name, letter.description):
+            frame = self._frame(self._capacity())
+            headers = self._pass(frame, letter, tensors)
+            largest = max([header[1] for header in headers])
+            if largest > frame.capacity:
+                frame = self._frame(_rounded(largest))
+                headers = self._pass(frame, letter, tensors)
+        self._remember(letter.kind, largest)
+        return frame.parts(letter, headers)
+
+    def arrive(self, name: str) -> None:
+        """Returns once every rank is here, under the same name. Raises `CollectiveMismatchError` on every rank otherwise."""
+        letter = self.letters.get(name)
+        if letter is None:
+            letter = self.letters[name] = Letter(describe(name), (), (), self.device)
+        self.exchange(letter, ())
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises `error` here and lets the other ranks, which are in `exchange` or in `refuse`, raise too.
+
+        For arguments that cannot be sent: without it, the ranks whose arguments are right would wait for ever.
+        """
+        with self._marked(REFUSED):
+            self._refuse(self._frame(self._capacity()), error)
+
+    def _marked(self, name: str, details: Description | None = None) -> AbstractContextManager[object]:
+        return _UNWATCHED if self._watch is None else self._watch.collective(name, self._members, details)
+
+    def _pass(self, frame: _Frame, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        """One collective. Returns the headers by rank, all of which agree."""
+        try:
+            headers = frame.write(letter, tensors)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
+            self._refuse(frame, error)
+        self._gather(frame.received, frame.sent)
+        by_rank: list[list[int]] = headers.tolist()
+        for header in by_rank:
+            if header[0] != letter.digest:
+                raise mismatch(self._descriptions(letter.description))
+        return by_rank
+
+    def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
+        headers = frame.write_refusal()
+        self._gather(frame.received, frame.sent)
+        if any(digest != _REFUSED for digest, _ in headers.tolist()):
+            self._descriptions({"error": f"{type(error).__name__}: {error}"})
+        raise error
+
+    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        dist.all_gather_single(received, sent, group=self.group)
+
+    def _capacity(self) -> int:
+        needs = self._needs.get(self._previous)
+        return GRAIN if needs is None else _rounded(max(needs))
+
+    def _remember(self, kind: Hashable, need: int) -> None:
+        needs = self._needs.get(self._previous, ())
+        self._needs[self._previous] = (*needs[1 - MEMORY :], need)
+        self._previous = kind
+
+    def _frame(self, capacity: int) -> _Frame:
+        frame = self._frames.pop(capacity, None) or _Frame(capacity, self.size, self.device)
+        if capacity * (self.size + 1) <= KEPT_BYTES:
+            self._frames[capacity] = frame  # at the end: the first is the one not used for longest
+            if len(self._frames) > KEPT_FRAMES:
+                del self._frames[next(iter(self._frames))]
+        return frame
+
+    def _descriptions(self, description: Description) -> list[Description]:
+        """What every rank has to say, by rank. Costs two collectives; only when something is wrong already."""
+        from accel_core.processes.watch.stack_location import calling_line
+
+        said = {**description, "line": calling_line()}
+        text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self._gather(lengths, torch.tensor([len(text)], device=self.device))
+        longest = int(lengths.max())
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(self.device)
+        received = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
+        self._gather(received, padded)
+        return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
+
+
+class _Frame:
+    """The buffers of one capacity, and the views into them."""
+
+    def __init__(self, capacity: int, size: int, device: torch.device) -> None:
+        self.capacity = capacity
+        with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
+            self.sent = torch.zeros(capacity, dtype=torch.uint8, device=device)
+            self.received = torch.zeros(size * capacity, dtype=torch.uint8, device=device)
+        self._by_rank = self.received.view(size, capacity)
+        self._outgoing: _Cache[Letter, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]] = _Cache()
+        self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
+
+    def write(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Writes a message, or only the beginning of its header if it does not fit; returns the view of all headers."""
+        views = self._outgoing.get(letter)
+        if views is None:
+            with torch.inference_mode(False):
+                views = self._outgoing[letter] = self._views(letter)
+        place, header, bodies, headers = views
+        place.copy_(header)
+        for body, tensor in zip(bodies, tensors):  # noqa: B905  (no bodies if it does not fit)
+            body.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        return headers
+
+    def write_refusal(self) -> torch.Tensor:
+        """Writes the header of a rank that cannot take part; returns the view of the beginning of all headers."""
+        self.sent[: 2 * _WORD].zero_()
+        return self._headers(2)
+
+    def parts(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
+        """Views of what was received: for each tensor, one part per rank."""
+        key = tuple(map(tuple, headers))
+        parts = self._parts.get(key)
+        if parts is None:
+            with torch.inference_mode(False):
+                parts = self._parts[key] = self._stacks(letter) if letter.stacked else self._pieces(letter, headers)
+        return parts
+
+    def _pieces(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
+        ranks = zip(self._by_rank, headers, strict=True)
+        by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
+        return [list(part) for part in zip(*by_rank, strict=True)]
+
+    def _stacks(self, letter: Letter) -> list[list[torch.Tensor]]:
+        places, _ = _places(letter.specs, letter.rows)
+        return [
+            [self._by_rank[:, begin:end].view(dtype).view(len(self._by_rank), *sizes)]
+            for (begin, end), (dtype, sizes) in zip(places, letter.specs, strict=True)
+        ]
+
+    def _views(self, letter: Letter) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        fits = letter.size <= self.capacity
+        words = len(letter.header) if fits else 2
+        bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
+        return self.sent[: words * _WORD].view(torch.int64), letter.header[:words], bodies, self._headers(words)
+
+    def _headers(self, words: int) -> torch.Tensor:
+        return self._by_rank[:, : words * _WORD].view(torch.int64)
+
+
+class _Cache(dict[K, V]):
+    """A dict that is emptied when it is full, so that layouts that never come again do not accumulate."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if len(self) >= KEPT_LAYOUTS and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def _places(specs: Sequence[Spec], rows: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Where each tensor begins and ends in a message, in bytes, and the size of the message."""
+    end = (2 + len(rows)) * _WORD
+    places = []
+    for (dtype, sizes), count in zip(specs, rows, strict=True):
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = begin + count * math.prod(sizes) * dtype.itemsize
+        places.append((begin, end))
+    return places, end
+
+
+def _bodies(buffer: torch.Tensor, specs: Sequence[Spec], rows: Sequence[int]) -> list[torch.Tensor]:
+    """Views of the tensors of a message, with the dtypes and shapes that they have for its sender."""
+    places, _ = _places(specs, rows)
+    return [
+        buffer[begin:end].view(dtype).view(count, *sizes)
+        for (begin, end), (dtype, sizes), count in zip(places, specs, rows, strict=True)
+    ]
+
+
+def _rounded(need: int) -> int:
+    """The capacity for a need: at most an eighth more, so that needs that vary a little share one buffer."""
+    shift = max(GRAIN.bit_length() - 1, need.bit_length() - 4)
+    return -(-need >> shift) << shift
+
+
+def _digest(text: str) -> int:
+    """64 bits that are the same in every process, and not `_REFUSED`."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
+
+
+def to_bytes(tensor: torch.Tensor) -> bytearray:
+    """The content of a tensor of uint8, on any device, without NumPy."""
+    content = bytearray(len(tensor))
+    if content:
+        torch.frombuffer(content, dtype=torch.uint8).copy_(tensor)
+    return content
+
+
+def from_bytes(content: bytearray) -> torch.Tensor:
+    """A tensor of uint8 that shares the memory of `content`."""
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,312 @@
+"""What launchers tell a process about its place, as data.
+
+The only reader of launch variables. It never writes any: what is found here goes to torch as arguments. To support one
+more launcher, add a row to `LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from accel_core.base.errors import WorldError
+
+_PORTS = range(15000, 29983)
+"""Where ports derived from a job's identity lie: unprivileged, and below what kernels give to clients. As many as a prime, so
+that identities which differ by a small number, like those of jobs that start together, never have the same port."""
+
+
+class Launcher(NamedTuple):
+    """The variables of one kind of launcher.
+
+    Args:
+        source: what `World.source` says.
+        marks: it is taken to have started this process when all of these are set.
+        alone: variables, and values of theirs that say that it has started this process alone, whatever the others say.
+        rank, local_rank: the variable that holds it.
+        size, local_size: the variables that may hold it, best first. A local size may be a list of tasks per node in
+            Slurm's notation, "2(x3),1".
+        node: the index of this node in such a list.
+        job: identities that all ranks of a job share, from which a port can be derived; all that are set count.
+        nodes: lists of the nodes in Slurm's notation, best first; the first node hosts the store.
+    """
+
+    source: str
+    marks: tuple[str, ...]
+    rank: str
+    size: tuple[str, ...]
+    local_rank: str
+    local_size: tuple[str, ...]
+    node: str = ""
+    job: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    alone: tuple[tuple[str, str], ...] = ()
+
+    def started(self, environ: Mapping[str, str]) -> bool:
+        """Whether its variables say that it has started this process, as one of several or as the only one."""
+        return all(environ.get(mark) for mark in self.marks) and not any(
+            environ.get(name) == value for name, value in self.alone
+        )
+
+    def variables(self) -> tuple[str, ...]:
+        """Everything that errors show."""
+        return (self.rank, *self.size, self.local_rank, *self.local_size)
+
+
+_TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
+# What jobs are called by batch systems that may have an mpirun inside. Not the steps of Slurm: an mpirun there starts its
+# daemons on other nodes as a step, and the ranks on the first node without one.
+_BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_PMI = Launcher(
+    "mpi",
+    ("PMI_RANK",),
+    "PMI_RANK",
+    ("PMI_SIZE",),
+    "MPI_LOCALRANKID",
+    ("MPI_LOCALNRANKS",),
+    job=_BATCH,
+    nodes=("SLURM_JOB_NODELIST",),
+)
+
+TORCHRUN = (
+    _TORCHRUN,
+    # A size without a rank: an error that says so, and not a world of one.
+    _TORCHRUN._replace(marks=("WORLD_SIZE",)),
+)
+"""The rows of torchrun, whose variables scripts and users set as well. So they are compared with those of the others."""
+
+LAUNCHERS = (
+    # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
+    Launcher(
+        source="mpi",  # Open MPI
+        marks=("OMPI_COMM_WORLD_RANK",),
+        rank="OMPI_COMM_WORLD_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
+        nodes=("SLURM_JOB_NODELIST",),
+    ),
+    Launcher(
+        source="mpi",  # MVAPICH2
+        marks=("MV2_COMM_WORLD_RANK",),
+        rank="MV2_COMM_WORLD_RANK",
+        size=("MV2_COMM_WORLD_SIZE",),
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        job=_BATCH,
+        nodes=("SLURM_JOB_NODELIST",),
+    ),
+    _PMI._replace(marks=("PMI_RANK", "MPI_LOCALRANKID")),  # MPICH and Intel MPI
+    _PMI._replace(marks=("PMI_RANK", "PMI_LOCAL_RANK"), local_rank="PMI_LOCAL_RANK", local_size=("PMI_LOCAL_SIZE",)),
+    Launcher(
+        source="slurm",
+        # A batch script has a process id too, and is one process all the same: only steps of srun have a step id.
+        marks=("SLURM_STEP_ID", "SLURM_PROCID"),
+        rank="SLURM_PROCID",
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
+        local_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        node="SLURM_NODEID",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        nodes=("SLURM_STEP_NODELIST", "SLURM_NODELIST"),
+        # The ids that Slurm keeps for its own steps: the shell of salloc, the batch script, and what is outside.
+        alone=tuple(("SLURM_STEP_ID", str(number)) for number in range(4294967290, 4294967294)),
+    ),
+    _PMI,  # after Slurm, whose steps may offer PMI as well
+    # PMIx alone gives a rank, but no size: an error that says so, and not a world of one.
+    Launcher(
+        source="mpi",
+        marks=("PMIX_RANK",),
+        rank="PMIX_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+)
+"""The other launchers, in the order in which they are asked."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process, and where its world meets.
+
+    Args:
+        source: "torchrun", "slurm", "mpi" or "alone".
+        rank, size, local_rank, local_size: checked to fit together.
+        address, port: of the store at which the ranks meet, or what is to be set to tell it.
+        agent: whether the launcher itself hosts that store.
+        attempt: how often the launcher has restarted the job; told only if all ranks are local, because each node counts
+            for itself.
+        job: what the launcher calls the job; empty if it does not say.
+    """
+
+    source: str = "alone"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str | None = None
+    port: int | None = None
+    agent: bool = False
+    attempt: int = 0
+    job: str = ""
+
+    def meeting_point(self) -> str:
+        """The URL at which the ranks meet. Raises `WorldError` if the environment does not tell."""
+        missing = [name for name, value in (("MASTER_ADDR", self.address), ("MASTER_PORT", self.port)) if value is None]
+        if missing:
+            raise WorldError(
+                f"A world of {self.size} ranks was asked for ({self.source}), and its ranks have to meet somewhere. Found "
+                f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}. Set {' and '.join(missing)}, the same on every "
+                f"rank: the host of rank 0, and a port that is free there."
+            )
+        host = f"[{self.address}]" if ":" in str(self.address) else self.address
+        return f"tcp://{host}:{self.port}"
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Reads the place of this process from its environment; alone if no launcher has left its variables.
+
+    torchrun's variables win where torchrun itself has set them, and where they make a world larger than the one around it:
+    there, each process of the outer one has started several. Otherwise somebody else has set them, and they have to say the
+    same as the launcher's, which then says the rest.
+
+    Raises:
+        WorldError: if the variables contradict each other or are incomplete.
+    """
+    inner = next((row for row in TORCHRUN if row.started(environ)), None)
+    if inner is not None and environ.get("TORCHELASTIC_RUN_ID"):
+        return _place(inner, environ)
+    launcher = next((row for row in LAUNCHERS if row.started(environ)), None)
+    if launcher is None:
+        return Place() if inner is None else _place(inner, environ)
+    outer = _place(launcher, environ)
+    if inner is None:
+        return outer
+    size = environ.get("WORLD_SIZE", "")
+    if environ.get("RANK") and size.isdecimal() and int(size) > outer.size:
+        return _place(inner, environ)
+    _compare(launcher, outer, environ)
+    return outer
+
+
+def _compare(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> None:
+    """Raises `WorldError` if a variable of torchrun's says something else than `place`, which `launcher` gives."""
+    told = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+    }
+    other = [
+        f"{name}={environ[name]!r}" for name, value in told.items() if (environ.get(name) or str(value)) != str(value)
+    ]
+    if other:
+        raise WorldError(
+            f"The place of this process is told twice, and differently. Found {', '.join(other)} beside what "
+            f"{launcher.source} says ({launcher.marks[-1]} is set): rank {place.rank} of {place.size}, local rank "
+            f"{place.local_rank} of {place.local_size}. Unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE to start with "
+            f"{launcher.source}, or unset {', '.join(launcher.marks)} to give the place yourself."
+        )
+
+
+def _place(launcher: Launcher, environ: Mapping[str, str]) -> Place:
+    reader = _Reader(launcher, environ)
+    rank, size = reader.number(launcher.rank), reader.number(*launcher.size)
+    local_rank, local_size = reader.number(launcher.local_rank), reader.local_size()
+    if not (rank < size and local_rank < local_size <= size):
+        reader.fail("They contradict each other: a rank must be below its size, and a local size at most the size")
+    one_machine = local_size == size
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(
+        source=launcher.source,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        address=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else reader.first_node()),
+        port=reader.port(),
+        agent=launcher.source == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(restarts) if one_machine and restarts.isdecimal() else 0,
+        job=reader.job(),
+    )
+
+
+class _Reader(NamedTuple):
+    """Reads the variables of one launcher, and says what it found when they do not add up."""
+
+    launcher: Launcher
+    environ: Mapping[str, str]
+
+    def fail(self, problem: str) -> NoReturn:
+        found = ", ".join(f"{name}={self.environ.get(name)!r}" for name in self.launcher.variables())
+        raise WorldError(
+            f"The environment says that {self.launcher.source} started this process ({self.launcher.marks[0]} is set), so "
+            f"its variables give the place of this process. {problem}. Found {found}. Start the script with the launcher "
+            f"(`torchrun --nproc-per-node 2 script.py`), set all of them, or unset all of them to run one process alone."
+        )
+
+    def text(self, *names: str) -> str | None:
+        return next((value for name in names if (value := self.environ.get(name))), None)
+
+    def number(self, *names: str) -> int:
+        value = self.text(*names)
+        if value is None:
+            self.fail(f"{' or '.join(names)} is missing")
+        if not value.isdecimal():
+            self.fail(f"{' or '.join(names)}={value!r} is not a whole number")
+        return int(value)
+
+    def local_size(self) -> int:
+        names = self.launcher.local_size
+        value = self.text(*names)
+        if not self.launcher.node or value is None:
+            return self.number(*names)
+        tasks = _tasks_per_node(value)
+        node = self.number(self.launcher.node)
+        if node >= len(tasks):
+            self.fail(f"{' or '.join(names)}={value!r} has no node {node} ({self.launcher.node})")
+        return tasks[node]
+
+    def first_node(self) -> str | None:
+        value = self.text(*self.launcher.nodes)
+        return None if value is None else _first_node(value)
+
+    def port(self) -> int | None:
+        """MASTER_PORT, else a port made from what identifies the job, the same on every rank."""
+        value = self.environ.get("MASTER_PORT")
+        if value:
+            if not value.isdecimal() or not 0 < int(value) < 1 << 16:
+                self.fail(f"MASTER_PORT={value!r} is no port")
+            return int(value)
+        job = self.job()
+        return _port(job) if job else None
+
+    def job(self) -> str:
+        return " ".join(self.environ[name] for name in self.launcher.job if self.environ.get(name))
+
+
+def _port(job: str) -> int:
+    """The port of a job. Jobs whose identities differ in one number, or by little, have different ones on one host."""
+    number = zlib.crc32(re.sub(r"\d+", "", job).encode())
+    for digits in re.findall(r"\d+", job):
+        number = number * 61 + int(digits)
+    return _PORTS[number % len(_PORTS)]
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """The number of tasks of each node: "2(x3),1" is [2, 2, 2, 1]. Empty for what is not of this form."""
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        return []
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def _first_node(text: str) -> str:
+    """The first host of a list: "rack[07-12,20]n[1-3],login" begins with rack07n1."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
+    assert first is not None, "the expression matches the empty string"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())

@@ -1,0 +1,113 @@
+"""The random streams of a process: python's, numpy's, torch's, and that of the device."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+
+from accel_core.base.errors import CheckpointError
+from accel_core.base.seeds import derive_seed
+
+T = TypeVar("T")
+
+PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
+_BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
+
+
+def capture(device: torch.device | None) -> dict[str, Any]:
+    """The states of all streams, as tensors and plain data. numpy's only if the process has imported it.
+
+    Args:
+        device: whose stream is among them, unless it is the CPU, or None.
+    """
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss},
+        TORCH: torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states[NUMPY] = numpy.random.get_state()
+    if _has_stream(device):
+        states[device.type] = torch.get_device_module(device.type).get_rng_state(device)
+    return states
+
+
+def restore(states: dict[str, Any], device: torch.device | None) -> None:
+    """Sets the streams to states that `capture` gave. Those of devices of another kind are left out.
+
+    Raises:
+        CheckpointError: if numpy's stream was saved, and numpy is not installed.
+    """
+    python = states[PYTHON]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    torch.set_rng_state(states[TORCH])
+    if NUMPY in states:
+        _numpy().random.set_state(states[NUMPY])
+    if _has_stream(device) and device.type in states:
+        torch.get_device_module(device.type).set_rng_state(states[device.type], device)
+
+
+def check(states: Any, device: torch.device | None) -> None:
+    """Lets streams of nobody take the states, as `restore` would let those of the process; these stay as they are.
+
+    Raises:
+        Exception: of any kind, if they are no states of streams; CheckpointError as `restore`.
+    """
+    python = states[PYTHON]
+    random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    torch.Generator().set_state(states[TORCH])
+    if NUMPY in states:
+        _numpy().random.RandomState().set_state(states[NUMPY])
+    sound = isinstance(python["gauss"], (float, type(None))) and (NUMPY not in states or 0 <= states[NUMPY][2] <= 624)
+    if _has_stream(device) and device.type in states:
+        here, saved = torch.get_device_module(device.type).get_rng_state(device), states[device.type]
+        sound = sound and (saved.shape, saved.dtype, saved.device) == (here.shape, here.dtype, here.device)
+    if not sound:
+        raise ValueError("a number or a tensor among them is of another kind")
+
+
+def begin(seed: int, rank: int, step: int, device: torch.device) -> None:
+    """Gives a rank that the saved world did not have streams of its own: a function of seed, rank and step."""
+    seeds = [derive_seed(_BEGUN, seed, rank, step, stream) for stream in range(4)]
+    random.seed(seeds[0])
+    if sys.modules.get("numpy") is not None:
+        _numpy().random.seed(seeds[1] % 2**32)
+    torch.default_generator.manual_seed(seeds[2])
+    if _has_stream(device):
+        torch.get_device_module(device.type).manual_seed(seeds[3])
+
+
+def undisturbed(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+    """The items, with the streams set to `before` when the first of them has been fetched, or found to be missing."""
+    missing = object()
+    first = next(items, missing)
+    restore(before, device)
+    if first is not missing:
+        yield first  # type: ignore[misc]
+        yield from items
+
+
+def set_back(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+    """The items, with the streams set to `before` when the first of them is asked for."""
+    restore(before, device)
+    yield from items
+
+
+def _has_stream(device: torch.device | None) -> TypeGuard[torch.device]:
+    return device is not None and device.type != "cpu"
+
+
+def _numpy() -> Any:
+    try:
+        return importlib.import_module("numpy")
+    except ImportError as error:
+        raise CheckpointError(
+            "The checkpoint holds the state of numpy's random stream, and numpy cannot be imported here. Type `pip install "
+            "numpy`, as in the environment that saved it."
+        ) from error

@@ -1,0 +1,204 @@
+"""How the ranks of a world meet: at one store, all of one job, each with a rank and a device of its own.
+
+Every rank hands in a *card* with its rank and its device. Rank 0 reads the cards as they come, and gives a *verdict*: that
+all have come, or what is wrong. So every rank that has come raises the same error, and nobody waits for a world that cannot
+start. It costs each rank a few messages to the store, once, when its world starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from accel_core.base.errors import WorldError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from accel_core.processes.launch_environment import Place
+
+FAREWELL = timedelta(seconds=3)
+"""How long rank 0 keeps the store for those who have not read a bad verdict yet."""
+
+
+def open_store(url: str, place: Place, timeout: timedelta) -> Store:
+    """The store at `url`; rank 0 makes it, unless the launcher did. Does not wait for the others.
+
+    torch's own rendezvous makes rank 0 wait for as many connections as there are ranks, and leaves no store to ask who is
+    missing when they do not come. So at a plain `tcp://host:port` it is not used.
+
+    Raises:
+        torch.distributed.DistError: if the port is taken, or nobody listens there within `timeout`.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "tcp" or parts.query or parts.hostname is None or parts.port is None or place.agent:
+        store: Store = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))[0]
+        return store
+    hosts = place.rank == 0
+    # In a world of several machines the same name may be the loopback here, and not there.
+    listener = loopback_listener(parts.hostname, parts.port) if hosts and place.local_size == place.size else None
+    return dist.TCPStore(
+        parts.hostname,
+        parts.port,
+        place.size,
+        is_master=hosts,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def loopback_listener(host: str, port: int) -> socket.socket | None:
+    """A socket for a store at `host`, bound to the loopback, where other machines cannot reach it; None if `host` is not there.
+
+    torch by itself listens at all addresses of the machine, and its store lets everybody in. None too if the port is taken:
+    torch says so better, or shares a store that this process has there already.
+    """
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_loopback:
+            return socket.create_server(address[:2], family=family)
+    return None
+
+
+def claim(store: Store, url: str, place: Place) -> None:
+    """Takes the rank of `place` in the job that meets at `url`. No collective.
+
+    Raises:
+        WorldError: at once, if another process has this rank, or if it is another job that meets there.
+    """
+    job = f"{place.size} ranks, {place.source}" + (f" {place.job}" if place.job else "")
+    found = store.compare_set("accel/job", "", job).decode()
+    if found != job:
+        raise WorldError(
+            f"Rank {place.rank} of this job ({job}) was to meet the others at {url}, but another job meets there ({found}). "
+            f"Give every job a port of its own: set MASTER_PORT, the same on all ranks of the job, to one that is free."
+        )
+    if store.add(f"accel/rank/{place.rank}", 1) > 1:
+        _hand_in(dist.PrefixStore(_prefix(place, 0), store), place, "")
+        raise WorldError(
+            f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
+            f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
+        )
+
+
+def round_of(store: Store, place: Place, count: int) -> Store:
+    """The part of `store` for the world that these processes make as their number `count`, from 0."""
+    return dist.PrefixStore(_prefix(place, count), store)
+
+
+def _prefix(place: Place, count: int) -> str:
+    return f"accel/{place.attempt}/{count}"
+
+
+def assemble(store: Store, url: str, place: Place, device: torch.device, timeout: timedelta) -> None:
+    """Waits until every rank has come, each with a device of its own. A collective; `store` is that of this round.
+
+    Raises:
+        WorldError: on every rank that has come, with the same reason: who is missing after `timeout`, which rank came
+            twice, who shares a device.
+        torch.distributed.DistError: if the store is lost meanwhile.
+    """
+    _hand_in(store, place, identity(device))
+    if place.rank == 0:
+        verdict, readers = _verdict(store, place.size, timeout)
+        store.set("verdict", verdict)
+        if verdict:
+            _stay(store, [f"told/{rank}" for rank in readers if rank != 0])
+    else:
+        store.wait(["verdict"], timeout + FAREWELL)  # rank 0 may have come later, and waits as long
+        verdict = store.get("verdict").decode()
+        store.set(f"told/{place.rank}", "")
+    if verdict:
+        raise not_met(url, place, verdict)
+
+
+def not_met(url: str, place: Place, reason: object) -> WorldError:
+    """The error of a rank whose world did not come together."""
+    return WorldError(
+        f"A world of {place.size} ranks was asked for ({place.source}), but rank {place.rank} did not meet the others at "
+        f"{url}: {reason}. Check that {place.size} processes run, each with a rank of its own, that every host reaches this "
+        f"address, which is that of rank 0, and that no other job uses its port; set MASTER_ADDR and MASTER_PORT else. A "
+        f"process that is to run alone must not inherit the variables of a launcher."
+    )
+
+
+def identity(device: torch.device) -> str:
+    """What tells `device` from every other one of its machine; empty for the CPU, and where torch does not say.
+
+    The name of the host is part of it, because not every vendor's identifiers differ between machines. So two ranks in
+    containers with different host names that share a device are not told apart; the backend of the device may refuse them.
+    """
+    if device.type == "cpu":
+        return ""
+    describe = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if describe is None:
+        return ""
+    properties = describe(device)
+    names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+    known = [f"{name}={getattr(properties, name)}" for name in names if hasattr(properties, name)]
+    return " ".join([device.type, *known, f"on {socket.gethostname()}"]) if known else ""
+
+
+def claim_device(store: Store | None, place: Place, device: torch.device) -> None:
+    """Takes `device`, in a world whose group somebody else has started. No collective.
+
+    Without a store, where the ranks have met by means of their own, devices are not compared.
+
+    Raises:
+        WorldError: if another rank has it.
+    """
+    known = "" if store is None else identity(device)
+    if store is not None and known:
+        owner = store.compare_set(f"accel/device/{known}", "", str(place.rank)).decode()
+        if owner != str(place.rank):
+            raise WorldError(
+                f"Rank {place.rank} of {place.size} wants a device of its own, but {_shared(known, [int(owner), place.rank])}"
+            )
+
+
+def _hand_in(store: Store, place: Place, device: str) -> None:
+    store.set(f"card/{store.add('cards', 1)}", json.dumps([place.rank, device]))
+
+
+def _verdict(store: Store, size: int, timeout: timedelta) -> tuple[str, list[int]]:
+    """Reads the cards of `size` ranks; says what is wrong, or nothing, and who has come or may still come to read it."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    everyone, came = list(range(size)), dict[int, str]()
+    for number in range(1, size + 1):
+        try:
+            store.wait([f"card/{number}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            missing = ", ".join(str(rank) for rank in everyone if rank not in came)
+            return f"{len(came)} of {size} came within {timeout}, and these ranks are missing: {missing}", list(came)
+        rank, device = json.loads(store.get(f"card/{number}"))
+        if rank in came:
+            return f"rank {rank} was claimed by two processes", everyone
+        came[rank] = device
+    for device in filter(None, came.values()):
+        sharing = [rank for rank in everyone if came[rank] == device]
+        if len(sharing) > 1:
+            return _shared(device, sharing), everyone
+    return "", everyone
+
+
+def _shared(device: str, ranks: list[int]) -> str:
+    return (
+        f"ranks {', '.join(map(str, ranks))} have one device between them ({device}). Start one process for each device, let "
+        f"every process see all devices of its machine or bind another one to each, or compute with Accelerator(cpu=True)"
+    )
+
+
+def _stay(store: Store, keys: list[str]) -> None:
+    with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
+        store.wait(keys, FAREWELL)

@@ -1,0 +1,84 @@
+"""Comparing every collective across the ranks before it runs, on request: ACCELERATE_DEBUG_MODE=1.
+
+Each rank puts what it is about to call into the store (the collective, structure, dtypes, shapes, and the user's line), waits
+until all have done so, and compares. That costs some messages to the store for each collective, so it is off by default;
+what accel-core itself sends in one message is compared always, and the lines are asked for when something does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accel_core.base.deprecation import level_of_the_user
+from accel_core.base.errors import CollectiveMismatchError
+from accel_core.processes.mismatch_report import Description, describe, mismatch
+from accel_core.processes.watch.stack_location import calling_line
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_COMPARED = ("call", "structure", "leaves")
+
+
+class Checks:
+    """The checks of one rank.
+
+    Args:
+        store: a connection that nobody else waits on, with nothing on it from an earlier world of these ranks.
+        rank, size: of this process in the world.
+        verdict: why the ranks will not come together; empty as long as they may.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, verdict: Callable[[], str]) -> None:
+        self._store, self._verdict = store, verdict
+        self._rank, self._everyone = rank, tuple(range(size))
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._warned: set[tuple[str, ...]] = set()
+
+    def compare(self, name: str, members: tuple[int, ...] | None, details: Description | None) -> None:
+        """Waits for the other members and raises where they call anything else. A collective.
+
+        Args:
+            name: what the user called.
+            members: the ranks that take part; None: all.
+            details: what has to agree, if there is more than the name.
+
+        Raises:
+            CollectiveMismatchError: on every rank, with a table by rank.
+        """
+        said = {**(details or describe(name)), "line": calling_line()}
+        heard = self._heard(members or self._everyone, said)
+        first = heard[0]
+        if any(each[key] != first[key] for each in heard for key in _COMPARED):
+            raise mismatch(heard)
+        lines = tuple(each["line"] for each in heard)
+        if len(set(lines)) > 1 and lines not in self._warned:
+            self._warned.add(lines)
+            table = "\n".join(
+                f"  rank {rank}: {line}" for rank, line in zip(members or self._everyone, lines, strict=True)
+            )
+            warnings.warn(
+                f"The ranks called {name} at different lines, which fit together by chance or on purpose:\n{table}",
+                stacklevel=level_of_the_user(),
+            )
+
+    def _heard(self, members: tuple[int, ...], said: Description) -> list[dict[str, Any]]:
+        """What each member is about to call, in rank order."""
+        number = self._counts[members] = self._counts.get(members, 0) + 1
+        group = ",".join(map(str, members))
+        keys = [f"{group}/{number}/{rank}" for rank in members]
+        self._store.set(f"{group}/{number}/{self._rank}", json.dumps(said))
+        pause = 0.0005
+        while not self._store.check(keys):
+            if self._verdict():
+                raise CollectiveMismatchError(self._verdict())
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        heard = [json.loads(self._store.get(key)) for key in keys]
+        if number > 1:
+            self._store.delete_key(f"{group}/{number - 1}/{self._rank}")  # all have read it: they are here
+        return heard

@@ -1,0 +1,572 @@
+"""The processes of a run: who they are, where they compute, and how they meet and part.
+
+In a world larger than one, all Accelerators of a process share one `World`; a process that is alone makes a small one for
+each. It adopts torch's default process group if one runs; otherwise it
+starts one from what the launcher says, and then also ends it. A process that nobody launched is a world of one and has no
+process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from accel_core.base.errors import WorldError
+from accel_core.options.component_options import read_section
+from accel_core.options.handlers import InitProcessGroupKwargs
+from accel_core.options.resolution import Option, flag
+from accel_core.processes import equal_tracebacks, error_file
+from accel_core.processes.launch_environment import Place, read_place
+from accel_core.processes.rendezvous import assemble, claim, claim_device, identity, not_met, open_store, round_of
+from accel_core.processes.shutdown import PATIENCE, Farewell
+from accel_core.processes.watch.collective_scope import explain, explanation, on_duty, running
+from accel_core.processes.watch.failure_notices import Notices, broken_connection_in
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.distributed import ProcessGroup, Store
+
+    from accel_core.processes.channel import Channel
+    from accel_core.processes.watch.connections import Connections
+    from accel_core.processes.watch.watch import Watch
+
+
+class Tenant(Protocol):
+    """What holds on to process groups, and has to let go before they end: a strategy, for instance."""
+
+    def close(self) -> None:
+        """Lets go. May be called more than once."""
+
+
+class World:
+    """The ranks of a run as seen from one of them. Made by `World.current`.
+
+    Attributes:
+        rank, size: the position of this process, and how many there are: what the launcher started, on any device.
+        local_rank, local_size: the same on this machine.
+        device: where this process computes by default.
+        timeout: after how long a collective of the default group gives up.
+        source: who said so: "torchrun", "slurm", "mpi", "running group" (somebody else started torch's default group)
+            or "alone".
+        checks: whether every collective is compared across the ranks before it runs: ACCELERATE_DEBUG_MODE.
+        watch: looks after the ranks of a larger world; None in a world of one, and where ranks met without a store.
+        told: the options of the process group that hold because they were given outside of the code; None: not looked at yet.
+    """
+
+    def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: ProcessGroup | None) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.source = place.source
+        self.device = device
+        self.timeout = timeout
+        # Weak: `_shared` would keep world and group alive for ever, and torch's own references decide how long a group lives.
+        self._group = None if group is None else weakref.ref(group)
+        self._process = os.getpid()
+        self._hosted = place.agent
+        self.checks = flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value
+        self.watch: Watch | None = None
+        self._connections: Connections | None = None  # those of the groups that were made here
+        self._url: str | None = None  # the meeting point; None if somebody else started the group
+        self._store: Store | None = None  # where this world met; None if somebody else started the group
+        self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._channels: dict[ProcessGroup | None, Channel] = {}
+        self._tenants: list[weakref.ref[Tenant]] = []
+        self._shows_crashes = False  # since this world began; else somebody else has seen to that
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
+        self.told: Mapping[str, Option[Any]] | None = None
+
+    @classmethod
+    def current(
+        cls,
+        *,
+        cpu: bool = False,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        init_method: str | None = None,
+    ) -> World:
+        """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
+
+        The first call in a world larger than one is a collective: it starts torch's default group, unless that runs. A
+        world of one starts none, so `timeout`, `backend` and `init_method` have nothing to act on there.
+
+        Args:
+            cpu: compute on the CPU, although there is an accelerator. The number of processes stays as launched.
+            timeout: of every process group made here; None takes torch's default.
+            backend: of the default group, in torch's notation. None takes gloo on CPUs; with accelerators gloo for CPU
+                tensors beside the default backend of the device.
+            init_method: where the ranks meet, as in `torch.distributed.init_process_group`. None takes it from the launcher.
+
+        Raises:
+            WorldError: if the launch environment contradicts itself, if there are fewer devices than local ranks, if the
+                ranks do not meet, or if a group runs already and is not as asked for here.
+        """
+        group = _default_group()
+        asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
+        if group is not None:
+            world = _shared.get(group) or cls._adopt(group, cpu)
+            if world.told is None:  # somebody else started the group; the environment is not read again at every step
+                told = _told_beside(asked)
+                world._require(group, cpu, **asked | {name: option.value for name, option in told.items()})
+                world.told = told
+            world._require(group, cpu, **asked)
+            return world
+        place = read_place(os.environ)
+        device = _device(place, cpu)
+        if place.size == 1:
+            return cls(place, device, timeout or dist.default_pg_timeout, None)
+        told = _told_beside(asked)
+        world = cls._start(place, device, **asked | {name: option.value for name, option in told.items()})
+        world.told = told
+        return world
+
+    @classmethod
+    def _adopt(cls, group: ProcessGroup, cpu: bool) -> World:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        place = read_place(os.environ)
+        if place.source == "alone":
+            # Nobody says which ranks share a machine; a script that starts its own group usually runs on one.
+            place = Place(rank=rank, size=size, local_rank=rank, local_size=size)
+        elif (place.rank, place.size) != (rank, size):
+            raise WorldError(
+                f"torch's default process group runs, with rank {rank} of {size}, but the environment says rank "
+                f"{place.rank} of {place.size} ({place.source}). Start the group with the launcher's rank and world size, or "
+                f"unset the launcher's variables before the Accelerator is made."
+            )
+        place = dataclasses.replace(place, source="running group")
+        timeouts = _timeouts(group)
+        from torch.distributed import distributed_c10d
+
+        device = _device(place, cpu)
+        claim_device(distributed_c10d._get_default_store(), place, device)
+        return cls(place, device, min(timeouts, default=dist.default_pg_timeout), group)._share(group)
+
+    @classmethod
+    def _start(
+        cls, place: Place, device: torch.device, timeout: timedelta | None, backend: str | None, init_method: str | None
+    ) -> World:
+        from accel_core.processes.watch.connections import Connections
+
+        url = init_method or place.meeting_point()
+        try:
+            store = _meet(url, place, timeout or dist.default_pg_timeout)
+            assemble(store, url, place, device, timeout or dist.default_pg_timeout)
+            backend, connections = backend or _default_backend(device), Connections(store)
+            with connections.made_here():
+                dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
+        except dist.DistError as error:
+            raise not_met(url, place, error) from error
+        group = _default_group()
+        assert group is not None, "init_process_group has returned"
+        timeouts = _timeouts(group)
+        world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
+        world._store, world._url, world._connections = store, url, connections
+        _check_timeouts(group, timeout)
+        world._share(group)
+        world.group_beside(group, "messages")  # now, while all ranks are together
+        return world
+
+    def _start_alone(self) -> ProcessGroup:
+        """torch's default group with this process alone, for a world that was made without."""
+        self._store = dist.HashStore()
+        dist.init_process_group(
+            _default_backend(self.device), timeout=self.timeout, rank=0, world_size=1, store=self._store
+        )
+        group = _default_group()
+        assert group is not None, "init_process_group has returned"
+        self._group = weakref.ref(group)
+        self._share(group)
+        return group
+
+    def _share(self, group: ProcessGroup) -> World:
+        _shared[group] = self
+        _all.add(self)
+        self._set_watch(group)
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(
+                AttributeError, OSError, ValueError
+            ):  # stderr has no descriptor, in a notebook say
+                faulthandler.enable()  # a rank that a backend aborts shows where it stood
+                self._shows_crashes = True
+        equal_tracebacks.show_once()
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+        return self
+
+    def _set_watch(self, group: ProcessGroup) -> None:
+        from torch.distributed import distributed_c10d
+
+        store: Store | None = distributed_c10d._get_default_store()
+        if self.size == 1 or store is None:
+            return  # nobody to wait for; or a backend that has met by means of its own
+        from accel_core.processes.watch.connections import Connections
+        from accel_core.processes.watch.watch import Watch
+
+        self._connections = connections = self._connections or Connections(store)
+        subgroups, whole = self._subgroups, weakref.ref(group)
+        beside = _beside.setdefault(group, {})
+
+        def break_off() -> None:
+            # Of those that it is no member of, a rank has a number.
+            groups = [whole(), *subgroups.values(), *beside.values()]
+            connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
+
+        self.watch = on_duty[group] = Watch(
+            store,
+            self.rank,
+            self.size,
+            break_off,
+            lambda: whole() is None,
+            compare=self.checks,
+            spins=self.device.type != "cpu",
+            hosted=self._hosted,
+        )
+
+    def _require(
+        self,
+        group: ProcessGroup,
+        cpu: bool,
+        timeout: timedelta | None,
+        backend: str | None,
+        init_method: str | None,
+    ) -> None:
+        """Compares what is asked for with the group that runs, because it cannot be changed any more."""
+        asked: list[tuple[str, object, object]] = []
+        timeouts = _timeouts(group) or [self.timeout]
+        if timeout is not None and any(found != timeout for found in timeouts):
+            asked.append(("timeout", timeout, ", ".join(sorted(map(str, set(timeouts))))))
+        if backend is not None and _config(backend) != dist.get_backend_config(group):
+            asked.append(("backend", backend, dist.get_backend_config(group)))
+        if init_method is not None and init_method != self._url:
+            asked.append(("init_method", init_method, self._url or "one that is not known here"))
+        if cpu and self.device.type != "cpu":
+            asked.append(("cpu", True, f"device {self.device}"))
+        if asked:
+            differences = "; ".join(f"{name}={wanted} was asked for, it has {found}" for name, wanted, found in asked)
+            raise WorldError(
+                f"The process group of this process runs already ({self.source}) and cannot be changed: {differences}. Say so "
+                f"where the group is started (the first Accelerator, or init_process_group), or leave the argument out here."
+            )
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The default process group; None in a world of one without a group. Raises `WorldError` once it has ended."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None or group is not _default_group():
+            raise WorldError(
+                f"The process group of this world ({self.size} ranks, {self.source}) was asked for, but it has ended: "
+                f"end_training() or destroy_process_group() was called. Communicate before that, or make a new Accelerator."
+            )
+        return group
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0 of all."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the rank with the highest number."""
+        return self.rank == self.size - 1
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The process group of `ranks`, made once, with this world's timeout and backend.
+
+        A collective: every rank of the world calls it, with the same ranks and in the same order of calls. On a rank that
+        is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`, as from `torch.distributed.new_group`. In a world of
+        one that has no group yet, torch's default group is started with this process alone.
+
+        Raises:
+            ValueError: if a rank occurs twice or does not exist.
+        """
+        members = tuple(sorted(ranks))
+        if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= self.size:
+            raise ValueError(
+                f"subgroup({list(ranks)}) was asked for in a world of {self.size} ranks: give ranks from 0 to "
+                f"{self.size - 1}, at least one and each once."
+            )
+        group = self.group or self._start_alone()
+        if len(members) == self.size:
+            return group
+        if members not in self._subgroups:
+            with self.collective("World.subgroup()"), self._connecting():
+                subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
+            if self.rank in members:
+                _check_timeouts(subgroup, self.timeout)
+            self._subgroups[members] = subgroup
+        return self._subgroups[members]
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here. A collective; does nothing in a world of one."""
+        if self.size > 1:
+            self.channel().arrive("wait_for_everyone()")
+
+    def collective(self, name: str, members: tuple[int, ...] | None = None) -> AbstractContextManager[object]:
+        """A block in which the ranks communicate: the Watch knows it by `name`, and explains what breaks in it.
+
+        Args:
+            name: what the user called, as in messages: "gather()".
+            members: the ranks that take part; None: all.
+        """
+        return contextlib.nullcontext() if self.watch is None else self.watch.collective(name, members)
+
+    def arrive(self, name: str) -> None:
+        """Returns once every rank has called what is called `name`; a collective, which compares what they called.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if the ranks called different things.
+        """
+        if self.size > 1:
+            self.channel().arrive(name)
+
+    def channel(self, group: ProcessGroup | None = None) -> Channel:
+        """What carries messages between the ranks of `group`, or of the whole world; one for each group."""
+        if group is self.group:
+            group = None  # which stands for the default group, and holds no reference to it
+        if group not in self._channels:
+            from accel_core.processes.channel import Channel
+
+            members = None if group is None else tuple(dist.get_process_group_ranks(group))
+            ranks = members or tuple(range(self.size))
+            connect = functools.partial(self._group_of, ranks, "messages")
+            self._channels[group] = Channel(
+                connect, ranks.index(self.rank), len(ranks), self.device, self.watch, members
+            )
+        return self._channels[group]
+
+    def group_beside(self, group: ProcessGroup, purpose: str) -> ProcessGroup:
+        """A process group of the ranks of another one, with this world's timeout, made once for each purpose.
+
+        Collectives of unlike sizes that ranks might enter at the same time belong into groups of their own: gloo ends the
+        process of a rank that receives more than it expects. A collective of the members, the first time.
+        """
+        return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
+
+    def _group_of(self, ranks: tuple[int, ...], purpose: str) -> ProcessGroup:
+        whole = self.group
+        assert whole is not None, "a world of one without a group sends no messages"
+        # A group that somebody else started outlives this world, and so do the groups that were made beside it.
+        groups = _beside.setdefault(whole, {})
+        if (ranks, purpose) not in groups:
+            with self._connecting():
+                made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            _check_timeouts(made, self.timeout)
+            groups[ranks, purpose] = made
+        return groups[ranks, purpose]
+
+    def _connecting(self) -> AbstractContextManager[None]:
+        """A block that makes a process group, whose connections can be broken off later."""
+        return contextlib.nullcontext() if self._connections is None else self._connections.made_here()
+
+    def close_before_end(self, tenant: Tenant) -> None:
+        """Has `tenant.close()` called before the group ends, or the process. The reference is weak."""
+        self._tenants = [reference for reference in self._tenants if reference() is not None]
+        self._tenants.append(weakref.ref(tenant))
+
+    def enter(self, user: object) -> None:
+        """`user` (an Accelerator) works in this world from now on. The reference is weak."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """`user` needs the world no more. If nobody else does, it ends, which is a collective: see `end`."""
+        self._users.discard(user)
+        if not self._users:
+            self.end()
+
+    def end(self) -> None:
+        """Closes the tenants, and ends the process group if this world started it. Does nothing the second time.
+
+        Every rank calls it, or comes here when its process exits: a group that one rank destroys while another still works
+        in it takes that one down. So each waits for the others, for `PATIENCE` at most.
+        """
+        self._end(patient=True)
+
+    def _end(self, patient: bool) -> None:
+        with contextlib.ExitStack() as last_to_first:  # all of it happens, even if one of them raises
+            last_to_first.callback(self._part, patient)
+            for reference in self._tenants:
+                tenant = reference()
+                if tenant is not None:
+                    last_to_first.callback(tenant.close)
+            self._tenants = []
+
+    def _part(self, patient: bool) -> None:
+        """Forgets the group, and destroys it if this world started it."""
+        group = None if self._group is None else self._group()
+        self._subgroups.clear()
+        self._channels.clear()
+        _all.discard(self)
+        if self._shows_crashes:
+            faulthandler.disable()
+            self._shows_crashes = False
+        if group is None or _shared.pop(group, None) is None:
+            return
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.leave(failed=not patient)
+        store, self._store = self._store, None
+        if store is not None and group is _default_group():
+            _beside.pop(group, {}).clear()
+            del group
+            together = patient and not (watch is not None and watch.verdict)
+            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if together else timedelta(0)))
+        if watch is not None:
+            watch.stop()
+            if watch.verdict and patient and not watch.raised:
+                raise WorldError(
+                    f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
+                )
+
+    def _leave_group(self, farewell: Farewell) -> None:
+        notices = Notices.running()
+        farewell.ready()
+        dist.destroy_process_group()
+        if self._connections is not None and not farewell.complete:
+            # Whoever still holds the group (a model in the traceback of an error) would keep the others waiting.
+            self._connections.break_off([])
+        farewell.gone()
+        if notices is not None and not farewell.complete:
+            notices.linger()  # only now, when the others notice
+
+
+# What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
+_shared: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+# By default group: those that were made beside it, by their ranks and for what they are.
+_beside: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+# Every world with a group that somebody still uses, its group ended or not: its tenants are closed at exit.
+_all: weakref.WeakSet[World] = weakref.WeakSet()
+# The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
+# quick to start the next world must not find the server of the last one about to vanish.
+_met: dict[str, tuple[Store, int]] = {}
+
+
+def groups_beside(group: ProcessGroup) -> list[ProcessGroup]:
+    """The process groups of this rank that were made beside this default group."""
+    return list(_beside.get(group, {}).values())
+
+
+def _end_all() -> None:
+    """At exit: ends the worlds that still have a group. A process that leaves one alive aborts now and then.
+
+    A process that ends because of an exception does not wait: the others had better notice. One that was forked from this
+    one, and ends, leaves its connections alone.
+    """
+    if any(world._process != os.getpid() for world in _all):
+        return
+    error = _fatal_error()
+    if error is not None:
+        _tell_why(error)
+    for world in list(_all):
+        world._end(patient=error is None)
+
+
+def _fatal_error() -> BaseException | None:
+    """The exception that nobody caught, as the interpreter has reported it; `atexit` callbacks run after that."""
+    return getattr(sys, "last_value", None)
+
+
+def _tell_why(error: BaseException) -> None:
+    """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
+    lost, watch = broken_connection_in(error), running()
+    found = str(lost)
+    if lost is not None and watch is not None and watch.verdict:
+        explain(lost)  # which takes no time then: agents read the file as soon as it is there
+    error_file.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
+    notices = Notices.running()
+    if lost is None and notices is not None:
+        notices.post(error, certain=True)
+    elif lost is not None:
+        explain(lost)
+        if str(lost) != found:
+            print(str(lost)[len(found) :].lstrip(), file=sys.stderr)  # noqa: T201  (the traceback stands there already)
+
+
+def _default_group() -> ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _meet(url: str, place: Place, timeout: timedelta) -> Store:
+    """The store of the next world that these ranks make at `url`. Raises `WorldError` if another process has this rank."""
+    if url in _met:
+        store, count = _met[url]
+    else:
+        store, count = open_store(url, place, timeout), 0
+        if not place.agent:  # else the launcher hosts the store, gives the ranks, and keeps it when it restarts them
+            claim(store, url, place)
+    store.set_timeout(timeout)
+    _met[url] = store, count + 1
+    return round_of(store, place, count)
+
+
+def _device(place: Place, cpu: bool) -> torch.device:
+    """The device of this process, made the current one of its type.
+
+    Its index is the local rank. A process that sees only one device, beside others on its machine, takes that one: the
+    scheduler has bound one to each. Whether it is another one for each, the ranks compare when they meet.
+    """
+    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    bound = place.local_size > count == 1
+    device = torch.device(accelerator.type, 0 if bound else place.local_rank)
+    if place.local_size > count and not (bound and identity(device)):
+        raise WorldError(
+            f"{place.local_size} processes run on this machine ({place.source}) and each wants a device of its own, but this "
+            f"process sees {count} ({accelerator.type}). Start {count}, let every process see all devices, or compute on the "
+            f"CPU with Accelerator(cpu=True)."
+        )
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _default_backend(device: torch.device) -> str:
+    """gloo, and beside it the backend of the device: what lives on the CPU can then travel as it is."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _config(backend: str) -> str:
+    """A backend as the configuration of a running group shows it."""
+    return repr(dist.BackendConfig(dist.Backend(backend)))
+
+
+def _told_beside(asked: Mapping[str, Any]) -> dict[str, Option[Any]]:
+    """What was said outside of the code for the process group, where the code says nothing."""
+    told = read_section("process_group", InitProcessGroupKwargs)
+    return {name: option for name, option in told.items() if asked[name] is None}
+
+
+def _timeouts(group: ProcessGroup) -> list[timedelta]:
+    """The timeout of each backend of `group`, as the backend itself has it; nothing for one that does not tell."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [options._timeout for backend in backends if (options := getattr(backend, "options", None)) is not None]
+
+
+def _check_timeouts(group: ProcessGroup, asked: timedelta | None) -> None:
+    found = _timeouts(group)
+    if asked is not None and any(timeout != asked for timeout in found):
+        raise WorldError(
+            f"timeout={asked} was asked for, but torch made a process group with {', '.join(map(str, found))}. Leave "
+            f"timeout= out, or choose another backend= that honours it."
+        )

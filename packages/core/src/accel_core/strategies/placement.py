@@ -1,0 +1,81 @@
+"""What strategies do with a model before anything else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from accel_core.contract.precision_policy import apply_policy
+from accel_core.loop.compilation import compile_calls
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.loop.preparation import PrepareRequest
+    from accel_core.processes.world import World
+
+
+def check_alike(model: nn.Module, world: World) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers over the ranks, and which are trained. A collective.
+
+    Raises:
+        CollectiveMismatchError: on every rank, if they differ. Without it a rank would take the parameters of others for its own.
+    """
+    if world.size == 1:
+        return
+    from accel_core.processes.channel import Letter
+    from accel_core.processes.mismatch_report import describe
+
+    frozen = {name: " (frozen)" for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    leaves = tuple(
+        (f"{name}{frozen.get(name, '')}", tensor.dtype, ("*",) if is_lazy(tensor) else tuple(tensor.shape))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    )
+    channel = world.channel()
+    letter = channel.letters.get(leaves)
+    if letter is None:
+        letter = channel.letters[leaves] = Letter(describe("prepare()", "", leaves), (), (), channel.device)
+    channel.exchange(letter, ())
+
+
+def place_model(model: nn.Module, request: PrepareRequest) -> None:
+    """Moves, casts and compiles a model in place, as the request says; gradients and the rest are up to the strategy.
+
+    Every parameter stays the object that it is, on any device: optimizers hold it, and ties are made of it. `param`,
+    `compute`, `output` and `input` of the policy hold from here on. `reduce` is the strategy's business.
+
+    Raises:
+        RuntimeError: from torch, if somebody has a weak reference to a parameter that goes to a device of a kind whose
+            tensors cannot be put into a CPU tensor (`tensor.data = …`).
+    """
+    if request.device is not None:
+        _move(model, request.device)
+    apply_policy(model, request.policy, request.device_type, request.autocast)
+    if request.compile_options is not None:
+        compile_calls(model, request.compile_options)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """`model.to(device)`, which by itself replaces parameters where torch cannot put the new data into the old tensor."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    sources = {parameter.device for parameter in model.parameters()}
+    swap = before or any(_replaces(source, device) for source in sources)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _replaces(source: torch.device, target: torch.device) -> bool:
+    """Whether a tensor on `source` cannot become one on `target`: torch tells by refusing."""
+    if source.type == target.type:
+        return False
+    probe = torch.empty(0, device=source)
+    try:
+        probe.data = torch.empty(0, device=target)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,127 @@
+"""How the recording of a run begins and ends, beside the program: its random streams, its exit, and the other ranks."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from accel_core.processes import random_state, world
+
+if TYPE_CHECKING:
+    from accel_core.options.handlers import TrackingKwargs
+    from accel_core.tracking.recorder import Recorder
+
+_QUIET = 5.0  # seconds of waiting at the end, before it is said what for
+_HURRY = 30.0  # seconds that a program which ends because of an exception waits for its trackers
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterator[None]:
+    """Waits for what was started inside, and puts the random streams back where they were before.
+
+    The device's is left alone: asking for it would wait for the device, and no service computes there.
+    """
+    states = random_state.capture(None)
+    deadline = time.monotonic() + rules.start_timeout
+    try:
+        yield
+        for each in recorders:
+            if not each.lane.wait(_left(deadline)):
+                each.lane.give_up(f"start() has taken more than {rules.start_timeout:g} s", stuck=True)
+    finally:
+        random_state.restore(states, None)
+
+
+def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> None:
+    """Has all of them closed, and waits for that."""
+    for each in recorders:
+        each.finish(failed)
+    deadline = time.monotonic() + timeout
+    quiet = time.monotonic() + _QUIET
+    for each in recorders:
+        if not each.lane.wait(min(_left(deadline), _left(quiet))):
+            logger.warning(
+                "Waiting for the tracker %r to record what is pending, for %g s at most.", each.name, timeout
+            )
+            if not each.lane.wait(_left(deadline)):
+                lost = f"at the end {each.lane.pending} records were not done within {timeout:g} s, and may be lost"
+                each.lane.give_up(lost, stuck=True)
+        each.lane.join(_left(deadline))
+
+
+def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, process: int) -> None:
+    """At the end of a program that did not call `end_training`."""
+    if os.getpid() != process:
+        return  # forked from the one that records, whose threads are not here
+    recorders = [each for each in (reference() for reference in references) if each is not None]
+    failed = world._fatal_error() is not None
+    with _ends_already():
+        try:
+            # The others are parted from first: they would wait for this rank, and no longer than seconds.
+            atexit.unregister(world._end_all)
+            world._end_all()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            finish(recorders, min(rules.finish_timeout, _HURRY) if failed else rules.finish_timeout, failed=failed)
+            for text in (text for each in recorders for text in each.lane.untold()):
+                logger.warning("%s", text)
+
+
+def let_go(recorders: Sequence[Recorder], process: int) -> None:
+    """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread, in the middle of anything.
+
+    So a tracker without a thread is closed at the end of the program. Until then, and until what happened to them is told, they are kept.
+    """
+    if os.getpid() != process:
+        return
+    for each in recorders:
+        if each.lane.is_over:
+            continue
+        _gone.add(each)
+        each.lane.when_over = partial(_gone.discard, each)
+        if each.lane.has_thread:
+            each.finish(failed=False)
+
+
+_gone: set[Recorder] = set()
+"""Those of Accelerators that are gone, of which something is yet to be done, or told."""
+
+
+def is_failing() -> bool:
+    """Whether an exception is on its way: this may be called in a `finally`. `sys.exit()` without a code and the end of a generator are no failure."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.code is not None and error.code != 0
+    return error is not None and not isinstance(error, GeneratorExit)
+
+
+@contextmanager
+def _ends_already() -> Iterator[None]:
+    """SIGTERM has nothing to ask for: launchers send it to the ranks that are left when one fails, and this one is ending."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Not SIG_IGN, which processes that are started now would inherit.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)

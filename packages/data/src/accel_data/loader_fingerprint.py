@@ -1,0 +1,131 @@
+"""What a state says beside the position, so that it is not loaded where it does not belong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_core.base.seeds import was_chosen
+
+if TYPE_CHECKING:
+    from accel_data.loader_state import Start
+
+VERSION = 1
+_NUMBERS = ("seed", "loader", "epoch", "samples")
+_IDENTITY = (*_NUMBERS, "version", "length", "order", "workers")
+
+
+@dataclass
+class Identity:
+    """What tells the positions of one loader from those of another. Copies that share its epochs share it too.
+
+    Args:
+        seed: of the run; a state that is loaded may bring another.
+        number: how many loaders were prepared before this one.
+        length: of the dataset; None if it has none.
+        order: what gives the order: the classes of the samplers, or of an iterable dataset.
+        workers: among how many the order of an iterable dataset is made; None where it does not depend on that.
+    """
+
+    seed: int
+    number: int
+    length: int | None
+    order: str
+    workers: int | None
+
+    def state(self, position: Start) -> dict[str, Any]:
+        """A state: numbers, and tensors of bytes where a generator or a dataset has a state of its own."""
+        return {
+            "version": VERSION,
+            "seed": self.seed,
+            "loader": self.number,
+            "epoch": position.epoch,
+            "samples": position.samples,
+            "length": self.length,
+            "order": self.order,
+            "workers": self.workers,
+            **position.extras,
+        }
+
+    def check(self, state: object) -> dict[str, Any]:
+        """The state, if it is one of this loader.
+
+        Raises:
+            TypeError: if it is no state of a loader.
+            ValueError: if it is one of another loader, dataset or run.
+        """
+        checked = _checked_form(state)
+        self._check_order(checked)
+        self._check_run(checked)
+        return checked
+
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        """Raises for a position in an order that this loader's dataset and samplers do not have."""
+        if state.get("length") != self.length:
+            raise ValueError(
+                f"load_state_dict() was given the state of a dataset with {_samples(state.get('length'))}; this loader's "
+                f"has {_samples(self.length)}. Load it into the loader of the dataset that was saved, or begin a new "
+                f"epoch without a state."
+            )
+        if state.get("order") != self.order:
+            raise ValueError(
+                f"load_state_dict() was given a position in the order of {state.get('order')}, this loader's is that of "
+                f"{self.order}. Build the loader with the sampler, or the dataset, of the run that was saved."
+            )
+        workers = (len(state.get("lanes", ())) if self.workers else 0) or state.get("workers") or 1
+        if state["samples"] and workers != (self.workers or 1):
+            raise ValueError(
+                f"load_state_dict() was given a position in the order that {workers} worker(s) make of an IterableDataset, "
+                f"this loader has {self.workers}. Use num_workers as in the run that was saved."
+            )
+        if state["samples"] and self.workers is not None and "lanes" in state:
+            raise ValueError(
+                f"load_state_dict() was given a position in the {workers} streams of a dataset that splits itself over its "
+                f"workers, as ranks have shared them out with dispatch_batches=False; this loader reads them whole. Go on with "
+                f"several ranks and dispatch_batches=False, or begin a new epoch without a state."
+            )
+
+    def _check_run(self, state: Mapping[str, Any]) -> None:
+        """Raises for the position of another loader, or of another run that was seeded."""
+        if state["loader"] != self.number:
+            raise ValueError(
+                f"load_state_dict() was given the state of loader {state['loader']}, counted from 0 in the order of "
+                f"prepare(); this is loader {self.number}, whose order is another. Prepare the loaders in the same order "
+                f"as in the run that was saved, and give each its own state."
+            )
+        if state["seed"] != self.seed and was_chosen(self.seed) and was_chosen(state["seed"]):
+            raise ValueError(
+                f"load_state_dict() was given a state of a run with seed {state['seed']}, this run has seed {self.seed}, so "
+                f"it would go on in another order. Type set_seed({state['seed']}) before the loader is prepared, or set no "
+                f"seed: then that of the state is taken."
+            )
+
+
+def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state holds beside the position."""
+    return {name: value for name, value in state.items() if name not in _IDENTITY}
+
+
+def _checked_form(state: object) -> dict[str, Any]:
+    """The state, if it is one of a loader at all."""
+    if not isinstance(state, Mapping) or any(type(state.get(name)) is not int for name in _NUMBERS):
+        raise TypeError(
+            f"load_state_dict() was given a {type(state).__name__} that is no state of a loader: it needs whole numbers "
+            f"{', '.join(_NUMBERS)}. Pass what state_dict() of a prepared loader returned."
+        )
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"load_state_dict() was given a state of version {state.get('version')!r}; this accel-data reads version "
+            f"{VERSION}. Install the accel-data that saved it, or a newer one."
+        )
+    if state["epoch"] < 0 or state["samples"] < 0:
+        raise ValueError(
+            f"load_state_dict() was given epoch {state['epoch']} and {state['samples']} samples, and neither may be "
+            f"negative. Pass what state_dict() of a prepared loader returned."
+        )
+    return dict(state)
+
+
+def _samples(length: object) -> str:
+    return "no known length" if length is None else f"{length} samples"

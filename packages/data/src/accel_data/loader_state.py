@@ -1,0 +1,177 @@
+"""Where a loader stands: seed, epoch, and how many samples of the global order are behind it.
+
+A position says nothing about ranks, so a state that four processes saved is continued by two. It counts what was yielded;
+what workers have fetched ahead is fetched again.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accel_core.loading.index_source import Opening, Progress, Read
+
+
+class EpochProgress(Progress):
+    """How far an iteration of an epoch has come, and what else is needed to go on from there.
+
+    Args:
+        extras: entries for the state, such as that of the dataset; whoever yields keeps them up to date.
+    """
+
+    __slots__ = ("extras",)
+
+    def __init__(self, epoch: int, samples: int, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(epoch, samples)
+        self.extras: Mapping[str, Any] = extras or {}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an iteration begins.
+
+    Args:
+        epoch: which one.
+        samples: how many of its samples are behind it.
+        extras: what else was in the state that is continued; empty at an ordinary beginning.
+        skipped: how many batches of this rank are left out from there.
+    """
+
+    epoch: int
+    samples: int = 0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+
+    def leaving_out(self, batches: int, *, restarts: bool) -> Start:
+        """Where an iteration begins of which the first batches are left out.
+
+        What was loaded inside an epoch has left them out already, unless they are counted anew.
+
+        Args:
+            batches: how many of this rank.
+            restarts: whether they are counted from the beginning of the epoch, wherever in it a loaded position lies. Of the
+                state, the generators are kept: the order of the epoch is drawn from them.
+        """
+        if not self.samples:
+            return replace(self, skipped=batches)
+        if not (restarts and batches):
+            return self
+        extras = {name: value for name, value in self.extras.items() if name == "generators"}
+        return Start(self.epoch, 0, extras, batches)
+
+
+class Epochs:
+    """Numbers the iterations of one loader, and knows where the latest stands. Each that is advanced at least once is an epoch.
+
+    Attributes:
+        following: the epoch that comes next.
+        begins_from_a_state: whether the dataset stands at the end of an epoch because a state was loaded, and the next one has
+            not begun.
+        current: how far the iteration has come that was begun last; None if none was since an epoch or a state was set.
+        has_opened: whether there was an iteration at all, so that a dataset may have been read, or given a state.
+    """
+
+    def __init__(self) -> None:
+        self.following = 0
+        self.begins_from_a_state = False
+        self.has_opened = False
+        self._pending: Start | None = None  # where the next iteration continues an epoch
+        self.current: EpochProgress | None = None
+        self._latest: weakref.ref[EpochOpening] | None = None
+
+    def set(self, epoch: int) -> None:
+        """The next iteration is `epoch`; it goes on from a state that was loaded, if that is of this epoch."""
+        if self._pending is not None and self._pending.epoch != epoch:
+            warnings.warn(
+                f"loader.set_epoch({epoch}) gives up the position that was loaded: epoch {self._pending.epoch}, "
+                f"{self._pending.samples} samples. To go on from there, begin with loader.set_epoch({self._pending.epoch}).",
+                stacklevel=3,
+            )
+            self._pending = None
+        self.following = epoch
+        self.current = self._latest = None
+
+    def restore(self, start: Start) -> None:
+        """The next iteration continues there."""
+        self.following = start.epoch
+        self._pending = start
+        self.current = self._latest = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration goes on inside an epoch: a position in it was loaded."""
+        return self._pending is not None and self._pending.samples > 0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the next iteration is the first of this process, and not of the run: the end of an epoch was loaded."""
+        pending = self._pending
+        return pending is not None and not pending.samples and pending.epoch > 0 and not self.has_opened
+
+    def position(self) -> Start:
+        """Where the latest iteration stands; the beginning of the next epoch once it has ended."""
+        current = self.current
+        if current is not None and not current.finished:
+            return Start(current.epoch, current.samples, current.extras)
+        if current is None and self._pending is not None:
+            return self._pending
+        return Start(self.following)
+
+    def next(self) -> Start:
+        """Where an iteration begins that is opened now.
+
+        One that was opened before, and may still be advanced, has its own epoch: `zip(loader, loader)` pairs two.
+        """
+        latest = self._latest() if self._latest is not None else None
+        epoch = self.following if latest is None else max(self.following, latest.progress.epoch + 1)
+        if self._pending is not None and self._pending.epoch == epoch:
+            return self._pending
+        return Start(epoch)
+
+    def open(self, start: Start, reads: Iterator[Read] | None = None) -> EpochOpening:
+        """An iteration that begins there."""
+        self.has_opened = True
+        opening = EpochOpening(self, start, iter(()) if reads is None else reads)
+        self._latest = weakref.ref(opening)
+        return opening
+
+    def waiting(self) -> EpochOpening | None:
+        """The latest iteration, if it was opened and not advanced yet."""
+        latest = self._latest() if self._latest is not None else None
+        return None if latest is None or latest.progress is self.current else latest
+
+    def begin(self, progress: EpochProgress) -> None:
+        """An iteration is advanced for the first time."""
+        self.following = max(self.following, progress.epoch + 1)
+        self.current = progress
+        self._pending = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None, "current": None}
+
+
+class EpochOpening(Opening):
+    """One iteration of a numbered epoch."""
+
+    __slots__ = ("_epochs",)
+
+    progress: EpochProgress
+
+    def __init__(self, epochs: Epochs, start: Start, reads: Iterator[Read]) -> None:
+        super().__init__(reads, EpochProgress(start.epoch, start.samples, start.extras))
+        self._epochs = epochs
+
+    def start(self) -> None:
+        """The epoch begins, or goes on."""
+        self._epochs.begin(self.progress)
+
+
+def tell_epoch(epoch: int, *targets: object) -> None:
+    """Passes the epoch on to those that take it: datasets, batch samplers, samplers."""
+    for target in targets:
+        forward = getattr(target, "set_epoch", None)
+        if forward is not None:
+            forward(epoch)

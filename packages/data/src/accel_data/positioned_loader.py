@@ -1,0 +1,188 @@
+"""What every prepared loader of this package offers beside its batches: a position, epochs, and a description."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from torch.utils.data import DataLoader
+
+from accel_core.loading.index_source import Source, source_behind
+from accel_core.loading.prepared_loader import PreparedLoader
+from accel_data.description import LoaderDescription
+from accel_data.loader_fingerprint import extras_of
+from accel_data.loader_state import Start
+
+if TYPE_CHECKING:
+    from accel_core.contract.layout import Shard
+    from accel_data.loader_fingerprint import Identity
+    from accel_data.loader_state import Epochs
+
+
+class PositionedSource(Protocol):
+    """What a loader with a position reads."""
+
+    shard: Shard
+    identity: Identity
+    epochs: Epochs
+    skipped: int
+    restarts: bool
+
+    def position(self) -> Start:
+        """Where the loader stands."""
+
+    def check(self, start: Start) -> None:
+        """Raises `ValueError` for a position that `restore` does not take."""
+
+    def restore(self, start: Start) -> None:
+        """The next iteration begins there."""
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the dataset and the samplers."""
+
+    def global_batch(self) -> int | None:
+        """Rows of a batch over all ranks; None if they vary, or are not made by the loader."""
+
+    def most_steps(self) -> int | None:
+        """Batches of an epoch on the rank that has most of them; None if that is not known."""
+
+    def reading(self) -> str:
+        """How the ranks come to their parts, in words."""
+
+    def ending(self) -> str:
+        """How an incomplete last global batch is handled, in words."""
+
+    def __len__(self) -> int: ...
+
+
+class PositionedLoader(PreparedLoader):
+    """A prepared loader that can say where it is, and go on from there."""
+
+    _accel_source: PositionedSource
+
+    def __len__(self) -> int:
+        """The number of batches that an epoch has on this rank.
+
+        Raises:
+            TypeError: if that is not known beforehand.
+        """
+        original: Any = type(self).__bases__[-1]
+        if original.__len__ is not DataLoader.__len__:  # a class that iterates in its own way counts in its own way
+            length: int = original.__len__(self)
+            return length
+        return len(self._accel_source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: seed, epoch, and samples of the global order that were yielded, over all ranks.
+
+        Numbers, and tensors of bytes where generators or the dataset have states of their own. The state of rank 0 serves
+        every rank, and any number of them. Not a collective.
+
+        Where every rank has a stream of its own (`presharded`), each saves its own state, and loads it again.
+
+        Raises:
+            ValueError: with workers whose batches come out of order, for they are no beginning of the order; and for a class
+                of loader that does not iterate as torch does.
+        """
+        if self.num_workers and not self.in_order:
+            raise ValueError(
+                "state_dict() was called on a loader with in_order=False: what it has yielded is no beginning of the order, so "
+                "no position says it. Use in_order=True to resume inside an epoch."
+            )
+        indices = self.__dict__.get("_accel_indices")
+        if indices is not None and indices.bypassed:
+            raise ValueError(
+                f"state_dict() was called on a {type(self).__name__} whose __iter__ yields batches without taking any from "
+                f"super().__iter__(), so where it stands is not known here. Take them from there, or keep its position yourself."
+            )
+        return self._accel_source.identity.state(self._position())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on where `state` was taken; the one after it is the next epoch, whole.
+
+        At the end of an epoch that was not left yet, the next iteration is the rest of it: empty. Not a collective: every
+        rank loads the same state, which any rank of a world of any size has saved.
+
+        Raises:
+            TypeError: if it is no state of a loader.
+            ValueError: if it is one of another dataset, loader or run.
+        """
+        source = self._accel_source
+        start = self.check_state_dict(state)
+        source.identity.seed = state["seed"]
+        source.restore(start)
+
+    def check_state_dict(self, state: dict[str, Any]) -> Start:
+        """Where `load_state_dict(state)` would go on. Raises what that would raise, and changes nothing."""
+        source = self._accel_source
+        checked = source.identity.check(state)
+        start = Start(checked["epoch"], checked["samples"], extras_of(checked))
+        source.check(start)
+        return start
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch `epoch`; without this call, each iteration is the next epoch.
+
+        Passed on to the dataset, the batch sampler, the sampler and the loader's own class, where they take it.
+        """
+        inherited = getattr(super(), "set_epoch", None)
+        if inherited is not None:
+            inherited(epoch)
+        self._accel_source.epochs.set(epoch)
+        self._accel_source.tell_epoch(epoch)
+
+    def behind(self, batches: int) -> PositionedLoader:
+        """A copy of which every iteration leaves out so many more batches of this rank, from the beginning of the epoch.
+
+        See `skip_first_batches`. Without any, it goes on where a position was loaded.
+
+        Raises:
+            ValueError: if the number is negative, or no whole number.
+        """
+        source = source_behind(self._accel_source, batches)
+        source.restarts = source.restarts or batches > 0
+        twin = copy.copy(self)
+        indexed = "_accel_indices" in self.__dict__
+        twin.__dict__.update(self._reading_from(cast(Source, source)) if indexed else {}, _accel_source=source)
+        return twin
+
+    def _position(self) -> Start:
+        return self._accel_source.position()
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of a batch over all ranks; None if batches vary, or are not made by the loader."""
+        return self._accel_source.global_batch()
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset, over all ranks.
+
+        Raises:
+            TypeError: if the dataset has no length.
+        """
+        length = self._accel_source.identity.length
+        if length is None:
+            raise TypeError(
+                f"total_dataset_length was asked for, but {type(self.dataset).__name__} has no length. Give it a __len__ that "
+                f"returns the number of samples, or count them in the loop."
+            )
+        return length
+
+    def describe(self) -> LoaderDescription:
+        """The batch size in every sense, the steps of an epoch, and how its end is handled; `print` it."""
+        source, accumulation = self._accel_source, self._accel_outlet.feed.lookahead
+        total, ranks, batches = self.total_batch_size, source.shard.count, source.most_steps()
+        return LoaderDescription(
+            per_rank_batch=None if total is None else total // ranks,
+            global_batch=total,
+            effective_batch=None if total is None else total * accumulation,
+            accumulation=accumulation,
+            ranks=ranks,
+            samples=source.identity.length,
+            batches=batches,
+            steps=None if batches is None else math.ceil(batches / accumulation),
+            reading=source.reading(),
+            ending=source.ending(),
+        )

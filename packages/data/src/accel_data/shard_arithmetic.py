@@ -1,0 +1,119 @@
+"""What each rank reads of an epoch, as arithmetic.
+
+A *global step* is `count * part` consecutive positions of the epoch; the rank with index r reads the r-th part of each.
+The last step may be incomplete. It is dropped; or filled from the first positions of the epoch, over again if the epoch
+is shorter than a step; or left as it is, and then the last part of a rank may be short or missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel_core.contract.loader_progress import Rows
+
+if TYPE_CHECKING:
+    from accel_core.loading.index_source import Read
+    from accel_data.order import Order
+
+BLOCK = 4096  # positions that are turned into indices at once: enough to hide the cost of the calls
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one rank.
+
+    Args:
+        total: the samples of the epoch.
+        part: the samples that a rank reads in a step.
+        index: which rank.
+        count: how many ranks.
+        drop_last: leaves out an incomplete last step.
+        even: fills an incomplete last step. With one rank there is nothing to make even, and its last part is short.
+        start: how many samples of the epoch were read before; the first step begins behind them.
+    """
+
+    total: int
+    part: int
+    index: int
+    count: int
+    drop_last: bool
+    even: bool
+    start: int = 0
+
+    @property
+    def fills(self) -> bool:
+        """Whether an incomplete last step is filled."""
+        return self.even and self.count > 1 and not self.drop_last
+
+    def __len__(self) -> int:
+        stride, left = self.part * self.count, max(self.total - self.start, 0)
+        if self.drop_last:
+            return left // stride
+        first = 0 if self.fills else self.index * self.part
+        return (max(left - first, 0) + stride - 1) // stride
+
+    def real(self, step: int) -> int:
+        """How many samples of the rank's part in a step are real."""
+        first = self.start + (step * self.count + self.index) * self.part
+        return min(max(self.total - first, 0), self.part)
+
+    def behind(self, steps: int) -> Parts:
+        """The parts behind so many steps."""
+        return replace(self, start=self.start + steps * self.part * self.count)
+
+    def reads(self, order: Order) -> Iterator[Read]:
+        """The index batches of this rank, each with how many follow, its rows, and how many samples all ranks have read then.
+
+        `order.length` is `total`.
+        """
+        steps = len(self)
+        if not steps:
+            return
+        read, stride = self.start, self.part * self.count
+        whole = steps if self.real(steps - 1) == self.part else steps - 1
+        full, left = Rows(self.part, self.part), steps
+        block = max(1, BLOCK // self.part)
+        for first in range(0, whole, block):
+            indices = self._indices(order, first, min(first + block, whole))
+            for start in range(0, len(indices), self.part):
+                left -= 1
+                read += stride
+                yield indices[start : start + self.part], left, full, min(read, self.total)
+        if whole < steps:
+            real = self.real(whole)
+            indices = self._indices(order, whole, steps)
+            rows = Rows(self.part, real) if self.fills else Rows(real, real)
+            yield indices[: rows.rows], 0, rows, self.total
+
+    def _indices(self, order: Order, first: int, last: int) -> list[int]:
+        starts = (torch.arange(first, last) * self.count + self.index) * self.part + self.start
+        positions = (starts[:, None] + torch.arange(self.part)).flatten().remainder_(self.total)
+        indices: list[int] = order.at(positions).tolist()
+        return indices
+
+
+def piece_of(batch_size: int, count: int) -> int:
+    """The samples of one process in a batch that is cut into equal pieces.
+
+    Raises:
+        ValueError: if the batch size is not a multiple of their number.
+    """
+    if batch_size % count:
+        raise ValueError(
+            f"split_batches=True cuts each batch into {count} equal pieces, but batch_size={batch_size} is not a multiple of "
+            f"{count}. Use batch_size={-(-batch_size // count) * count}, or split_batches=False."
+        )
+    return batch_size // count
+
+
+def check_process(asked: str, num_processes: int, process_index: int) -> None:
+    """Raises `ValueError`, in the name of what was `asked` for, unless there is a process of that index."""
+    if num_processes < 1 or not 0 <= process_index < num_processes:
+        raise ValueError(
+            f"{asked}(num_processes={num_processes}, process_index={process_index}) names no process: process_index must be at "
+            f"least 0 and below num_processes."
+        )

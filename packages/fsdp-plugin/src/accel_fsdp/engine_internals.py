@@ -1,0 +1,210 @@
+"""Gradients that have not travelled, and other state of torch's engine that has no public name.
+
+All private attributes of `torch.distributed.fsdp` that this package uses are used here. Tried with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_fsdp.sharding import local_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_core.processes.world import World
+
+MOST_SIZES = 64
+"""How many process groups units of unlike sizes gather in, at most."""
+
+
+def cut_parameters(units: Iterable[nn.Module]) -> list[Any]:
+    """The engine's record of each parameter of some units; once, also where several modules make one unit."""
+    states = {id(state): state for state in map(engine_state, units)}
+    return [cut for state in states.values() for group in state._fsdp_param_groups for cut in group.fsdp_params]
+
+
+def held_gradients(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """The whole local gradients that wait for a backward that synchronises, live, by the name of their parameter.
+
+    Args:
+        model: the root.
+        cuts: all its `cut_parameters`.
+    """
+    held = [(cut, gradient) for cut in cuts if (gradient := held_gradient(cut)) is not None]
+    return _by_name(model, held) if held else {}
+
+
+def drop_held(cuts: Iterable[Any]) -> None:
+    """Forgets them."""
+    for cut in cuts:
+        if held_gradient(cut) is not None:
+            cut.unsharded_accumulated_grad = cut._unsharded_param.grad = None
+
+
+def gathered_parameters(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """The whole parameters that the model computes with, and shows while it does, by name; they are not the ones to be stepped."""
+    return _by_name(model, [(cut, cut._unsharded_param) for cut in cuts if _is_gathered_once(cut)])
+
+
+def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
+    """Whether a tensor is a whole parameter that the model computes with, or a view of one: its memory goes when it is cut again."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    memory = tensor.untyped_storage().data_ptr()
+    return any(
+        local_of(cut._unsharded_param).untyped_storage().data_ptr() == memory for cut in cuts if _is_gathered_once(cut)
+    )
+
+
+def parts_behind(cuts: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """The parts that are stepped, and have the gradients, by the `id` of the gathered parameter that is shown in their place."""
+    return {id(cut._unsharded_param): cut.sharded_param for cut in cuts if _is_gathered_once(cut)}
+
+
+def clear(cuts: Iterable[Any], set_to_none: bool) -> None:
+    """Clears the gradients of parts, also where gathered parameters are shown in their place; forgets those that were held back."""
+    cuts = list(cuts)
+    drop_held(cuts)
+    for gradient in [cut.sharded_param.grad for cut in cuts if not set_to_none and cut.sharded_param.grad is not None]:
+        gradient.zero_()
+    for cut in cuts if set_to_none else ():
+        cut.sharded_param.grad = None
+
+
+def is_any_gathered(state: Any) -> bool:
+    """Whether parameters of a unit are not in the parts that are stepped. `reshard()` of a unit costs microseconds also where they are."""
+    return any(not group.is_sharded for group in state._fsdp_param_groups)
+
+
+def was_interrupted(state: Any) -> bool:
+    """Whether a backward raised before its end. The engine goes on from there without a word, and reduces nothing any more.
+
+    A backward queues a callback for its end, and the flag is cleared there.
+
+    Args:
+        state: the `engine_state` of a root.
+    """
+    queued: bool = state._state_ctx.post_backward_final_callback_queued
+    return queued and current_backward() == -1  # else this call is a part of it: recomputation
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def refuse_second_derivatives(units: Iterable[nn.Module]) -> None:
+    """Has a backward raise that is to be differentiated itself, before it reaches the units.
+
+    The engine sends gradients and cuts parameters when a unit's first backward is done, and knows of no second one through it: gradients
+    that come later are never sent, and weights that it needs are gone.
+    """
+    for state in {id(state): state for state in map(engine_state, units)}.values():
+        # Looked up by the engine in each forward, and called with the gradient of each output.
+        state._pre_backward = partial(_pre_backward, state._pre_backward)
+
+
+def _pre_backward(engines: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():  # which it is in a backward with create_graph=True alone
+        raise RuntimeError(
+            "A backward with create_graph=True was to go through a model that FSDP has sharded (a gradient penalty, say), and gradients of "
+            "second derivatives would be missing in it. Train this model with strategy='ddp', or in one process with strategy='single'; a "
+            "GAN may have its critic under an Accelerator(strategy='ddp') of its own."
+        )
+    return engines(gradient)
+
+
+def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
+    """Between forward and backward, a unit's parameters are kept in parts on the second dim of `mesh`: fewer ranks than shards.
+
+    That is what a number as `reshard_after_forward` of `fully_shard` does, with a mesh that was made elsewhere.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in engine_state(unit[0] if isinstance(unit, list) else unit)._fsdp_param_groups:
+        group.post_forward_mesh_info = info
+        for cut in group.fsdp_params:
+            cut.post_forward_mesh_info = info
+            cut._init_sharded_post_forward_param_metadata(torch.empty(cut._orig_size, device="meta"))
+
+
+def gather_apart(model: nn.Module, world: World) -> None:
+    """Has units of unlike sizes gather in process groups of their own, on CPUs. A collective, made once per size.
+
+    Where one rank calls the model once more than another, they gather different units. In one group, gloo would end the
+    process of the one with the smaller unit; in two they wait, and the Watch names both. Other backends end nobody.
+    """
+    if world.device.type != "cpu" or world.size == 1:
+        return
+    for state in dict.fromkeys(state for module in model.modules() if (state := engine_state(module)) is not None):
+        for group in state._fsdp_param_groups:
+            if isinstance(group._all_gather_comm, GatherApart):
+                continue
+            shapes = [(tuple(cut.sharded_param.shape), cut.sharded_param.dtype) for cut in group.fsdp_params]
+            number = zlib.crc32(repr([shapes, group.mp_policy.param_dtype]).encode()) % MOST_SIZES
+            shards = group._all_gather_process_group
+            group._all_gather_comm = GatherApart(shards, world.group_beside(shards, f"units of size {number}"))
+            world.close_before_end(group._all_gather_comm)
+
+
+class GatherApart:
+    """The all-gather of a unit in another process group than the one it is asked to use.
+
+    Args:
+        shards: the group of the mesh.
+        apart: the one that takes its place.
+    """
+
+    def __init__(self, shards: ProcessGroup, apart: ProcessGroup) -> None:
+        self._groups = {shards: apart}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers. In the group that is given, if that is not the one of the mesh: the engine gathers again in a part of it."""
+        group = self._groups.get(group, group)
+        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+    def close(self) -> None:
+        """Lets go of the groups: the model may outlive them."""
+        self._groups = {}
+
+
+def engine_state(module: nn.Module) -> Any:
+    """What the engine keeps of a sharded module; None for any other module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def held_gradient(cut: Any) -> torch.Tensor | None:
+    """The whole local gradient of one parameter that waits for a backward that synchronises."""
+    # The second has another dtype than the gradients of a backward: that in which they travel.
+    if not _is_gathered_once(cut):
+        return None
+    gradient: torch.Tensor | None = cut._unsharded_param.grad
+    return gradient if gradient is not None else cut.unsharded_accumulated_grad
+
+
+def _is_gathered_once(cut: Any) -> bool:
+    return hasattr(cut, "_unsharded_param")
+
+
+def _by_name(model: nn.Module, found: Iterable[tuple[Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    return {prefixes[id(cut._module_info.module)] + cut._module_info.param_name: tensor for cut, tensor in found}

@@ -1,0 +1,227 @@
+"""How a function and its arguments reach the processes that run it, and what it returns or raises comes back.
+
+All of it is pickled by value, so that what is defined in a cell can travel. What belongs to one process cannot: it is refused
+before anything starts, by the name of the variable that holds it.
+"""
+
+from __future__ import annotations
+
+import dis
+import io
+import linecache
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from typing import Any, NamedTuple
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+
+from accel_core import Accelerator
+from accel_core.processes.world import World
+from accel_launch.starting.errors import LaunchError
+
+_OF_ONE_PROCESS = (Accelerator, World, dist.ProcessGroup, dist.Store)
+
+
+class Told(NamedTuple):
+    """What a rank says about its function when it has ended.
+
+    Args:
+        result: what it returned, pickled; None if it raised, or if what it returned cannot travel.
+        error: what it raised, pickled; None if it returned, or if that cannot travel.
+        text: why the result cannot travel; or the traceback.
+        raised: whether it raised.
+    """
+
+    result: bytes | None = None
+    error: bytes | None = None
+    text: str = ""
+    raised: bool = False
+
+
+class _StaysError(Exception):
+    """Something was met that belongs to one process."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Refuses what belongs to one process, puts tensors of a device on the CPU, and notes what is of `__main__`.
+
+    A device's index means another device to another rank.
+
+    Attributes:
+        own: classes and functions of `__main__` that it has met, by name.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.own: dict[str, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Is asked about every object that is not of a simple built-in type, and about every class and function."""
+        if isinstance(obj, _OF_ONE_PROCESS):
+            raise _StaysError(f"{_article(obj)} belongs to the process that made it")
+        if isinstance(obj, torch.Tensor) and obj.device.type not in {"cpu", "meta"}:
+            return _on_cpu(obj)
+        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+            self.own.setdefault(obj.__qualname__, obj)
+        return super().reducer_override(obj)
+
+
+def _on_cpu(tensor: torch.Tensor) -> Any:
+    here = tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        here = torch.nn.Parameter(here, tensor.requires_grad)
+    return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """A function with its arguments and all of the notebook that it uses.
+
+    Args:
+        call: what the user called, for messages.
+        function: to be run.
+        args: for it.
+
+    Raises:
+        LaunchError: naming the variable or argument that cannot travel, with its type.
+    """
+    with _by_value(function):
+        try:
+            return _pickled(function, tuple(args))
+        except Exception as error:
+            raise _stays(call, function, args, error) from error
+
+
+def unpacked(work: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What was packed: the function, its arguments, and classes and functions of the notebook by their names."""
+    function, args, own = pickle.loads(work)  # noqa: S301  (from the memory of the notebook, never from a file)
+    return function, args, own
+
+
+def cells() -> dict[str, Any]:
+    """The text of the cells, for tracebacks; nothing that stands in a file."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
+
+
+def result_told(result: Any) -> bytes:
+    """What a rank says whose function has returned `result`."""
+    try:
+        return pickle.dumps(Told(result=_pickled(result, ())))
+    except Exception as error:  # noqa: BLE001  (pickling runs methods of the user's objects)
+        return pickle.dumps(Told(text=f"{_article(result)}: {error}"))
+
+
+def failure_told(error: Exception, text: str) -> bytes:
+    """What a rank says whose function has raised `error`, with the traceback as `text`."""
+    try:
+        travelling = _pickled(error, ())
+        unpacked(travelling)
+    except Exception:  # noqa: BLE001  (the text says all)
+        return pickle.dumps(Told(text=text, raised=True))
+    return pickle.dumps(Told(error=travelling, text=text, raised=True))
+
+
+def _pickled(first: Any, args: tuple[Any, ...]) -> bytes:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    # What is noted on the way is written last, when all of it has been met.
+    pickler.dump((first, args, pickler.own))
+    return stream.getvalue()
+
+
+@contextmanager
+def _by_value(function: Callable[..., Any]) -> Iterator[None]:
+    """A block in which a function of a module that no other process could import is pickled as if a cell had defined it."""
+    name = str(getattr(function, "__module__", None) or "__main__")
+    if name == "__main__" or name not in sys.modules or PathFinder.find_spec(name.partition(".")[0]) is not None:
+        yield
+        return
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+
+def _stays(call: str, function: Callable[..., Any], args: Sequence[Any], error: Exception) -> LaunchError:
+    """The error for what cannot travel, with the name of the variable if there is one."""
+    name = getattr(function, "__name__", type(function).__name__)
+    found = next(_culprits(function, set()), None)
+    if found is None:
+        at = next((number for number, value in enumerate(args) if _reason(value)), None)
+        found = (f"was given args[{at}]", args[at], _reason(args[at])) if at is not None else None
+    what, advice = f"cannot be sent to them ({error})", "Pass what it needs as args."
+    if found is not None:
+        how, value, reason = found
+        what = f"{how}: {_article(value)}, which cannot be sent to them ({reason})"
+        advice = "Make it inside of the function, from plain data."
+    return LaunchError(f"{call} was to run {name}() in other processes, and {name}() {what}. {advice}")
+
+
+def _culprits(function: Any, seen: set[int]) -> Iterator[tuple[str, Any, str]]:
+    """The variables of a function that cannot travel: how it uses each, the value, and the reason."""
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    for variable, value, line in _variables(function):
+        reason = _reason(value)
+        if not reason:
+            continue
+        inner = next(_culprits(value, seen), None)
+        if inner is not None:
+            how, value, reason = inner
+            yield f"uses {variable}(), which {how}", value, reason
+        else:
+            yield f"uses `{variable}`{line}", value, reason
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
+    """The variables outside of a function that it uses: name, value, and the line in words."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield name, cell.cell_contents, ""
+    for name, line in _globals_of(function.__code__).items():
+        if name in function.__globals__:
+            text = linecache.getline(function.__code__.co_filename, line).strip()
+            yield name, function.__globals__[name], f" (line {line}: {text})" if text else f" (line {line})"
+    for name, value in _defaults_of(function).items():
+        yield name, value, " as a default"
+
+
+def _defaults_of(function: types.FunctionType) -> Mapping[str, Any]:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
+    return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def _globals_of(code: types.CodeType) -> dict[str, int]:
+    """The global names that code refers to, functions inside of it included, and the first line of each."""
+    found: dict[str, int] = {}
+    line = code.co_firstlineno
+    starts = dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        if instruction.opname == "LOAD_GLOBAL":
+            found.setdefault(str(instruction.argval), line)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found = _globals_of(constant) | found
+    return found
+
+
+def _reason(value: Any) -> str:
+    """Why a value cannot travel; empty if it can."""
+    try:
+        _pickled(value, ())
+    except Exception as error:  # noqa: BLE001  (pickling runs methods of the user's objects)
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _article(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
