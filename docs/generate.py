@@ -1,4 +1,4 @@
-"""Writes what can be derived from the source: hooks.md, accelerator.md, names.md and options.md in docs/reference/.
+"""Writes what can be derived from the source: hooks.md, accelerator.md, names.md, options.md and doors.md in docs/reference/.
 
     nox -s docs          (or `python docs/generate.py` where all packages are installed)
 
@@ -11,13 +11,16 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import runpy
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
-from accel_core import accelerator
+import accel_core
+from accel_core import accelerator, api
 from accel_core.contract import hook_specs
 from accel_core.facade import older_arguments, process_methods
 from accel_core.options.option_fields import expected, to_data
@@ -66,6 +69,14 @@ What may be given outside of the code, as constructors declare it. An option has
 belongs to; on the command line `--component.option`, where `_` and `-` are the same; and [the variable](environment.md), which is in
 capitals, `ACCELERATE_COMPONENT__OPTION`. [How to configure and start](../how-to/configure-and-start.md) tells which of them is heard first.
 "Python" says that only code can give the option.
+"""
+
+DOORS_HEAD = """\
+<!-- Written by docs/generate.py from accel_core/__init__.py and accel_core/api: change them there, then run `nox -s docs`. -->
+# Doors
+
+The names of accel-core that others may import: scripts from `accel_core`, plugins from `accel_core` and `accel_core.api`. Version
+promises are about these names. Every other module moves and changes without notice.
 """
 
 GROUPS = {
@@ -293,7 +304,55 @@ def options_table(found: Iterable[catalog.Option]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def doors_page() -> str:
+    """The whole of docs/reference/doors.md."""
+    modules = [importlib.import_module(f"{api.__name__}.{each.name}") for each in pkgutil.iter_modules(api.__path__)]
+    parts = [DOORS_HEAD, names_table("## accel_core", described_names(accel_core.__name__, accel_core.__all__))]
+    for module in modules:
+        rows = described_names(module.__name__, module.__all__)
+        parts.append(names_table(f"## {module.__name__}\n\n{inspect.getdoc(module)}", rows))
+    return "\n".join(parts)
+
+
+def described_names(module: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each name, and the first sentence of what stands below its definition. Raises `ValueError` where nothing does."""
+    found = definitions(importlib.import_module(module))
+    for name in sorted(names, key=str.casefold):
+        if name not in found:
+            raise ValueError(f"{module}.{name} has no docstring: say below its definition what it is.")
+        yield f"`{name}`", re.split(r"(?<=[.:]) |\n", found[name], maxsplit=1)[0].rstrip(":").replace("|", "\\|")
+
+
+def definitions(door: ModuleType) -> dict[str, str]:
+    """The docstring of every class, function and value that a module imports or defines, by its name there."""
+    found = {}
+    tree = ast.parse(inspect.getsource(door))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("accel_core."):
+            there = documented(importlib.import_module(node.module))
+            found.update({alias.name: there[alias.name] for alias in node.names if alias.name in there})
+            if any(alias.name not in there for alias in node.names):  # a package that only hands on
+                found.update(definitions(importlib.import_module(node.module)))
+    return found
+
+
+def documented(module: ModuleType) -> dict[str, str]:
+    """The docstrings of what a module defines: of a value, the string that follows it."""
+    found = {}
+    body = ast.parse(inspect.getsource(module)).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = ast.get_docstring(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(target, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found[target.id] = inspect.cleandoc(text.value)
+    return {name: text for name, text in found.items() if text}
+
+
 PAGES = {
+    "doors.md": doors_page,
     "hooks.md": hooks_page,
     "accelerator.md": accelerator_page,
     "names.md": names_page,

@@ -170,6 +170,7 @@ ROOMS = (
     "checkpoint",
     "facade",
     "accel_core",  # the modules of the root
+    "api",
     "testing",
 )
 """Of the core, the lowest floor first."""
@@ -200,6 +201,37 @@ def test_the_root_of_the_core_has_the_accelerator_and_what_it_is_built_of():
     assert root == {"__init__", "__main__", "accelerator", "build", "state"}
     folders = {name.split(".")[1] for name in NAMES if name.startswith("accel_core.")} - root
     assert folders == set(ROOMS) - {"accel_core"}
+
+
+OPEN = {"accel_core", "api", "testing"}
+"""Of the core, what others import: its names, those of `accel_core.api`, and what tests of plugins need."""
+
+
+CLOSED = {"accel_core.accelerator", "accel_core.build", "accel_core.state"}
+
+
+def modules_outside_of_the_core() -> list[Path]:
+    """Sources and tests of the other packages, and what third parties and users write."""
+    found = [*ROOT.glob("packages/*/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    return sorted(path for path in found if PACKAGES["core"] not in path.parents)
+
+
+def test_the_core_is_imported_through_its_doors():
+    inner = {
+        f"{relative(path)}:{node.lineno} imports {name}"
+        for path in modules_outside_of_the_core()
+        for node in imports(tree(path), running=False)
+        for name in imported(node)
+        if name.startswith("accel_core") and (room_of(name) not in OPEN or as_module(name) in CLOSED)
+    }
+    assert not inner
+
+
+def test_a_door_offers_exactly_what_it_lists():
+    for path in (PACKAGES["core"] / "src" / "accel_core" / "api").glob("[!_]*.py"):
+        (listed,) = (node.value for node in tree(path).body if isinstance(node, ast.Assign))
+        offered = [alias.name for node in tree(path).body if isinstance(node, ast.ImportFrom) for alias in node.names]
+        assert sorted(ast.literal_eval(listed)) == sorted(set(offered) - {"annotations"}), relative(path)
 
 
 def test_circles_are_found():

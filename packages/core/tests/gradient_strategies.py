@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from wrong_strategies import Right, Wrapper
 
-from accel_core.checkpoint.model_state import capture as capture_model
-from accel_core.checkpoint.optimizers.optimizer_state import capture, misfits, restore
+from accel_core.checkpoint.model_state import capture_model
+from accel_core.checkpoint.optimizers.optimizer_state import capture_optimizer, list_misfits, restore_optimizer
 from accel_core.contract.boxes import Box, flat_range
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.tensor_layouts import Elementwise, Extent, Partial, pieces_of
@@ -252,15 +252,15 @@ class Engine(InParts):
 
     @hookimpl
     def optimizer_state(self, optimizer, names):
-        return capture(optimizer, names, Fragments(self))
+        return capture_optimizer(optimizer, names, Fragments(self))
 
     @hookimpl
     def optimizer_misfits(self, optimizer, names, saved):
-        return misfits(optimizer, names, Fragments(self), saved)
+        return list_misfits(optimizer, names, Fragments(self), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer, names, saved):
-        restore(optimizer, names, Fragments(self), saved)
+        restore_optimizer(optimizer, names, Fragments(self), saved)
         inner = self.inner_of(optimizer)
         inner.state.clear()
         inner.state.update({self.fragments[id(each)][2]: state for each, state in optimizer.state.items()})

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_core.base.errors import CheckpointError
-from accel_core.checkpoint.model_state import capture as capture_model
+from accel_core.checkpoint.model_state import capture_model
 from accel_core.checkpoint.optimizers.known_optimizers import (
     COUNTER,
     ELEMENTWISE,
@@ -34,8 +34,12 @@ from accel_core.checkpoint.optimizers.known_optimizers import (
     kind_of,
     layouts_of,
 )
-from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, misfits, restore
-from accel_core.checkpoint.optimizers.optimizer_state import capture as capture_optimizer
+from accel_core.checkpoint.optimizers.optimizer_state import (
+    OptimizerState,
+    capture_optimizer,
+    list_misfits,
+    restore_optimizer,
+)
 from accel_core.contract.boxes import Box, flat_range
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.layout import Layout
@@ -331,12 +335,12 @@ class ByRows(Sharded):
     @hookimpl
     def optimizer_misfits(self, optimizer, names, saved):
         self.adopt(optimizer)
-        return misfits(optimizer, *self._masters_of(names), saved)
+        return list_misfits(optimizer, *self._masters_of(names), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer, names, saved):
         self.adopt(optimizer)
-        restore(optimizer, *self._masters_of(names), saved)
+        restore_optimizer(optimizer, *self._masters_of(names), saved)
 
     def _masters_of(self, names):
         """The names of what optimizers hold, and how it is laid out."""

@@ -29,9 +29,9 @@ MODES = ("eager", "lazy")
 
 @pytest.fixture(autouse=True)
 def own_streams():
-    before = random_state.capture(None)
+    before = random_state.capture_random_state(None)
     yield
-    random_state.restore(before, None)
+    random_state.restore_random_state(before, None)
 
 
 class Net(nn.Module):

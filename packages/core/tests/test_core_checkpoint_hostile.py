@@ -231,8 +231,8 @@ def test_numbers_in_the_state_of_numpy_that_lead_out_of_it_are_refused():
     numpy = pytest.importorskip("numpy")
     from accel_core.processes import random_state
 
-    states = random_state.capture(None)
+    states = random_state.capture_random_state(None)
     name, keys, _, *rest = numpy.random.get_state()
-    random_state.check(states, torch.device("cpu"))
+    random_state.check_random_state(states, torch.device("cpu"))
     with pytest.raises(ValueError, match="of another kind"):
-        random_state.check({**states, "numpy": (name, keys, 10**6, *rest)}, None)
+        random_state.check_random_state({**states, "numpy": (name, keys, 10**6, *rest)}, None)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator
-from accel_core.checkpoint.assembling import whole
+from accel_core.checkpoint.assembling import gather_entry
 from accel_core.collectives.reduce_gather import gather_objects
 from accel_core.processes.world import World
 from accel_core.strategies import DDP, Single
@@ -132,7 +132,7 @@ class Run:
         values = {}
         for part in gather_objects([state.values], self.world):
             values.update(part)
-        tensors = {name: whole(name, entry, self.world).clone() for name, entry in state.entries.items()}
+        tensors = {name: gather_entry(name, entry, self.world).clone() for name, entry in state.entries.items()}
         return {"kind": state.kind, "groups": state.groups, "values": values, **tensors}
 
 
@@ -187,9 +187,9 @@ class Case(NamedTuple):
     source: Source
 
 
-def cases_of(whole):
+def cases_of(gather_entry):
     """Every checkpoint by every strategy and world; or one for each pair of strategies, and at every place its own."""
-    if whole:
+    if gather_entry:
         return [Case(*to, Source(*by, optimizer)) for to in PLACES for by in PLACES for optimizer in OPTIMIZERS]
     optimizers, strategies = list(OPTIMIZERS), list(enumerate(STRATEGIES))
     cases = [Case(*place, Source(*place, optimizers[i % 3])) for i, place in enumerate(PLACES)]
@@ -213,9 +213,9 @@ class Load(NamedTuple):
 
 
 @cache
-def loads(whole):
+def loads(gather_entry):
     """Launches every world once to save, and once to load."""
-    cases, saved, found = cases_of(whole), {}, []
+    cases, saved, found = cases_of(gather_entry), {}, []
     with tempfile.TemporaryDirectory() as folder:
         for world in WORLDS:
             sources = list(dict.fromkeys(case.source for case in cases if case.source.world == world))
@@ -258,37 +258,37 @@ def of_all_ranks(state):
 
 
 amounts = pytest.mark.parametrize(
-    "whole",
+    "gather_entry",
     [
         pytest.param(False, id="sampled", marks=pytest.mark.full),
-        pytest.param(True, id="whole", marks=pytest.mark.soak),
+        pytest.param(True, id="gather_entry", marks=pytest.mark.soak),
     ],
 )
 
 
 @amounts
 @pytest.mark.timeout(900)
-def test_what_one_strategy_saves_every_other_loads_to_the_bit(whole):
-    for load in loads(whole):
+def test_what_one_strategy_saves_every_other_loads_to_the_bit(gather_entry):
+    for load in loads(gather_entry):
         assert_close(of_all_ranks(load.loaded), of_all_ranks(load.saved), load.where)
 
 
 @amounts
-def test_ties_survive(whole):
-    assert all(load.tied for load in loads(whole))
+def test_ties_survive(gather_entry):
+    assert all(load.tied for load in loads(gather_entry))
 
 
 @amounts
-def test_random_streams_go_on_where_as_many_ranks_load(whole):
-    for load in loads(whole):
+def test_random_streams_go_on_where_as_many_ranks_load(gather_entry):
+    for load in loads(gather_entry):
         if load.same_world:
             assert_close(load.loaded["random"], load.saved["random"], load.where)
 
 
 @amounts
-def test_a_run_goes_on_as_if_it_had_not_stopped(whole):
+def test_a_run_goes_on_as_if_it_had_not_stopped(gather_entry):
     """To the bit where it was saved; elsewhere up to the order in which sums are taken."""
-    for load in loads(whole):
+    for load in loads(gather_entry):
         tolerance = 0.0 if load.same_place else 1e-6
         assert_close(of_all_ranks(load.resumed), of_all_ranks(load.uninterrupted), load.where, tolerance)
 

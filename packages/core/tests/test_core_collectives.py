@@ -237,8 +237,8 @@ def capacities_after_one_large_call() -> list[int]:
 def test_one_large_gather_does_not_make_later_calls_large() -> None:
     for sent in run_ranks(capacities_after_one_large_call):
         assert len(sent) == 12
-        assert sum(size > channel_module.GRAIN for size in sent) <= channel_module.MEMORY
-        assert set(sent[-4:]) == {channel_module.GRAIN}
+        assert sum(size > channel_module.FRAME_STEP for size in sent) <= channel_module.MEMORY
+        assert set(sent[-4:]) == {channel_module.FRAME_STEP}
 
 
 def huge_buffers_are_dropped() -> int:
@@ -670,8 +670,8 @@ def test_any_tensors_survive_packing(specs: list[Any], data: st.DataObject) -> N
 @given(st.integers(0, 1 << 40))
 def test_capacities_are_at_most_an_eighth_larger_than_needed(need: int) -> None:
     capacity = channel_module._rounded(need)
-    assert need <= capacity <= max(need * 9 // 8, need + channel_module.GRAIN)
-    assert capacity % channel_module.GRAIN == 0
+    assert need <= capacity <= max(need * 9 // 8, need + channel_module.FRAME_STEP)
+    assert capacity % channel_module.FRAME_STEP == 0
 
 
 def test_bytes_travel_as_tensors() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core.base.class_override import Dress, dress, undress
+from accel_core.base.class_override import ClassOverride, override_class, restore_class
 
 
-class Louder(Dress):
+class Louder(ClassOverride):
     def __call__(self, *args: object, **kwargs: object) -> object:
         return super().__call__(*args, **kwargs) * 10  # type: ignore[misc]
 
@@ -30,14 +30,14 @@ class Net(nn.Module):
 
 def test_the_class_keeps_its_name_and_the_object_its_identity() -> None:
     net = Net()
-    assert dress(net, Louder) is net
+    assert override_class(net, Louder) is net
     assert (type(net).__name__, type(net).__qualname__, type(net).__module__) == ("Net", "Net", Net.__module__)
     assert isinstance(net, Net)
     assert net(torch.tensor(2.0)) == 20
 
 
 def test_one_class_is_made_per_class_and_dies_with_its_last_object() -> None:
-    first, second = dress(Net(), Louder), dress(Net(), Louder)
+    first, second = override_class(Net(), Louder), override_class(Net(), Louder)
     assert type(first) is type(second)
     made = weakref.ref(type(first))
     del first, second
@@ -46,15 +46,15 @@ def test_one_class_is_made_per_class_and_dies_with_its_last_object() -> None:
 
 
 def test_dressing_twice_is_once_and_undressing_gives_the_class_back() -> None:
-    net = dress(dress(Net(), Louder), Louder)
+    net = override_class(override_class(Net(), Louder), Louder)
     assert net(torch.tensor(1.0)) == 10
-    assert type(undress(net, Louder)) is Net
+    assert type(restore_class(net, Louder)) is Net
     assert net(torch.tensor(1.0)) == 1
 
 
 def test_a_deep_copy_is_dressed_and_runs_its_own_weights() -> None:
     """L14: a wrapper on `forward` makes a copy run the original's weights."""
-    net = dress(Net(), Louder)
+    net = override_class(Net(), Louder)
     twin = copy.deepcopy(net)
     with torch.no_grad():
         twin.weight.fill_(3.0)
@@ -64,23 +64,23 @@ def test_a_deep_copy_is_dressed_and_runs_its_own_weights() -> None:
 
 def test_a_pickle_is_dressed_when_it_is_read() -> None:
     """L14."""
-    net = pickle.loads(pickle.dumps(dress(Net(), Louder)))
+    net = pickle.loads(pickle.dumps(override_class(Net(), Louder)))
     assert net(torch.tensor(2.0)) == 20
 
 
 def test_what_an_object_makes_of_its_own_class_is_not_dressed() -> None:
-    whole = dress(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), Louder)
+    whole = override_class(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), Louder)
     part = whole[:2]
     assert type(part) is nn.Sequential
     assert list(part) == list(whole)[:2]
 
 
-class Outer(Dress):
+class Outer(ClassOverride):
     def greet(self):
         return "outer " + super().greet()
 
 
-class Inner(Dress):
+class Inner(ClassOverride):
     def greet(self):
         return "inner " + super().greet()
 
@@ -91,21 +91,21 @@ class Plain:
 
 
 def test_a_dress_is_taken_off_from_under_another():
-    obj = dress(dress(Plain(), Inner), Outer)
+    obj = override_class(override_class(Plain(), Inner), Outer)
     assert obj.greet() == "outer inner plain"
-    undress(obj, Inner)
+    restore_class(obj, Inner)
     assert obj.greet() == "outer plain"
     assert type(obj).__bases__ == (Outer, Plain)
-    undress(obj, Outer)
+    restore_class(obj, Outer)
     assert type(obj) is Plain
 
 
 def test_a_dress_under_a_class_of_somebody_else_stays_and_says_so():
-    obj = dress(Plain(), Inner)
+    obj = override_class(Plain(), Inner)
     made = type("Theirs", (type("Mixin", (), {}), type(obj)), {})
     obj.__class__ = made
     with pytest.raises(
         TypeError, match="Inner was to be taken off an object of the class Theirs, which was made around it"
     ):
-        undress(obj, Inner)
+        restore_class(obj, Inner)
     assert obj.greet() == "inner plain"

@@ -11,7 +11,13 @@ from torch import nn
 
 from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec import decode, encode
-from accel_core.checkpoint.optimizers.optimizer_state import SHARED, SavedEntry, capture, misfits, restore
+from accel_core.checkpoint.optimizers.optimizer_state import (
+    SHARED,
+    SavedEntry,
+    capture_optimizer,
+    list_misfits,
+    restore_optimizer,
+)
 from accel_core.contract.boxes import Box, flat_range
 from accel_core.contract.tensor_layouts import Elementwise, Extent, Opaque, Replicated, Whole
 from accel_core.processes.world import World
@@ -119,12 +125,12 @@ def data(step):
 
 
 def taken(model, optimizer):
-    return Saved(capture(optimizer, names_of(model), Whole()))
+    return Saved(capture_optimizer(optimizer, names_of(model), Whole()))
 
 
 def given(model, optimizer, saved):
-    assert misfits(optimizer, names_of(model), Whole(), saved) == []
-    restore(optimizer, names_of(model), Whole(), saved)
+    assert list_misfits(optimizer, names_of(model), Whole(), saved) == []
+    restore_optimizer(optimizer, names_of(model), Whole(), saved)
 
 
 def copied(model, make_model):
@@ -379,7 +385,7 @@ def test_a_parameter_without_a_name_is_called_by_its_place():
     optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [extra]}], lr=0.1, momentum=0.9)
     extra.grad = torch.ones(2)
     optimizer.step()
-    state = capture(optimizer, names_of(model), Whole())
+    state = capture_optimizer(optimizer, names_of(model), Whole())
     assert list(state.entries) == ["loose.1.0/momentum_buffer"]
 
 
@@ -409,7 +415,7 @@ def test_entries_are_live_and_restoring_leaves_what_was_saved_alone():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))
-    entries = capture(optimizer, names_of(model), Whole()).entries
+    entries = capture_optimizer(optimizer, names_of(model), Whole()).entries
     moments = optimizer.state[model[0].weight]["exp_avg"]
     assert entries["0.0.weight/exp_avg"].pieces[0].data.data_ptr() == moments.data_ptr()
 
@@ -561,15 +567,15 @@ def test_state_of_parameters_cut_in_any_way_reassembles_exactly(kind, before, af
     cut = list(ranks_of(model, partial(kind, lr=0.1), *before))
     for optimizer in (whole, *(each[0] for each in cut)):
         optimizer.step()
-    saved = Saved(*(capture(*each) for each in cut))
-    expected = Saved(capture(whole, names_of(model), Whole()))
+    saved = Saved(*(capture_optimizer(*each) for each in cut))
+    expected = Saved(capture_optimizer(whole, names_of(model), Whole()))
     assert saved.described() == expected.described()
     assert all(torch.equal(saved.tensors[name], tensor) for name, tensor in expected.tensors.items())
     others = list(ranks_of(model, partial(kind, lr=0.5), *after))
     for each in others:
-        assert misfits(*each, saved) == []
-        restore(*each, saved)
-    again = Saved(*(capture(*each) for each in others))
+        assert list_misfits(*each, saved) == []
+        restore_optimizer(*each, saved)
+    again = Saved(*(capture_optimizer(*each) for each in others))
     assert again.described() == expected.described()
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in expected.tensors.items())
     assert [group["lr"] for group in again.groups] == [0.1]
@@ -582,18 +588,18 @@ def test_what_was_computed_over_a_part_comes_back_to_the_same_part_only():
     whole = torch.optim.Adafactor(model.parameters())
     for optimizer in (whole, *(each[0] for each in cut)):
         optimizer.step()
-    saved = Saved(*(capture(*each) for each in cut))
+    saved = Saved(*(capture_optimizer(*each) for each in cut))
     assert set(saved.described()["0.0.weight/row_var"].signatures) == {"[0:1, 0:6]", "[1:6, 0:6]"}
     assert saved.described()["0.0.bias/variance"].kind == "elementwise"
     for each in ranks_of(model, torch.optim.Adafactor, by_rows, 2):
-        assert misfits(*each, saved) == []
-        restore(*each, saved)
-    (reason, *_) = misfits(whole, names_of(model), Whole(), saved)
+        assert list_misfits(*each, saved) == []
+        restore_optimizer(*each, saved)
+    (reason, *_) = list_misfits(whole, names_of(model), Whole(), saved)
     assert reason == (
         "the state '0.0.weight/row_var' cannot be cut: this rank has whole of the parameter, and the checkpoint has "
         "[0:1, 0:6], [1:6, 0:6]"
     )
-    (reason, *_) = misfits(*cut[0], taken(model, whole))
+    (reason, *_) = list_misfits(*cut[0], taken(model, whole))
     assert (
         reason
         == "the state '0.0.weight/row_var' was computed over the whole parameter, of which this rank has [0:1, 0:6]"
@@ -608,7 +614,7 @@ def test_state_about_all_parameters_comes_back_where_all_are_cut_as_they_were():
     train(model, torch.optim.SGD(model.parameters()), range(1))
     (optimizer, names, sharding), _ = ranks_of(model, torch.optim.LBFGS, three_rows_of_the_last, 2)
     optimizer.step(lambda: torch.zeros(()))
-    entry = capture(optimizer, names, sharding).entries["0.0.weight/d"]
+    entry = capture_optimizer(optimizer, names, sharding).entries["0.0.weight/d"]
     assert entry.part == "[0:6, 0:6] and [0:1] and [0:6, 0:6] and [0:1]"
 
 
@@ -627,7 +633,7 @@ def goes_on_partitioned(state, saved, steps):
     if saved is not None:
         given(model, optimizer, saved)
     train(model, optimizer, steps)
-    return model.state_dict(), capture(optimizer, names_of(model), Whole())
+    return model.state_dict(), capture_optimizer(optimizer, names_of(model), Whole())
 
 
 def test_partitioned_state_moves_between_worlds_and_the_plain_optimizer():
@@ -691,12 +697,12 @@ def sharded_by_torch():
     for kind in (torch.optim.AdamW, Plain):
         model, optimizer = made(kind)
         train(model, optimizer, range(3))
-        captured = capture(optimizer, names_of(model), OfDTensors())
+        captured = capture_optimizer(optimizer, names_of(model), OfDTensors())
         resumed, fresh = made(kind, whole(model))
         if kind is Plain:  # opaque: comes back on this rank, cut as it is
             saved = Saved(captured)
-            assert misfits(fresh, names_of(resumed), OfDTensors(), saved) == []
-            restore(fresh, names_of(resumed), OfDTensors(), saved)
+            assert list_misfits(fresh, names_of(resumed), OfDTensors(), saved) == []
+            restore_optimizer(fresh, names_of(resumed), OfDTensors(), saved)
             train(resumed, fresh, range(3, 6))
             train(model, optimizer, range(3, 6))
         results.append((captured, whole(model), whole(resumed)))
@@ -736,7 +742,7 @@ def test_sharded_tensors_are_saved_as_what_each_rank_has():
 
 
 def fits(optimizer, model, saved):
-    return misfits(optimizer, names_of(model), Whole(), saved)
+    return list_misfits(optimizer, names_of(model), Whole(), saved)
 
 
 def test_what_does_not_fit_is_listed_before_anything_is_changed():
@@ -806,7 +812,7 @@ def test_a_state_dict_of_ones_own_over_cut_parameters_is_refused():
     model = mlp()
     optimizer, names, sharding = next(iter(ranks_of(model, SlowWeights, by_rows, 2)))
     with pytest.raises(CheckpointError, match="of '0.0.weight', .* it has only a part on each rank"):
-        capture(optimizer, names, sharding)
+        capture_optimizer(optimizer, names, sharding)
 
 
 def test_a_class_of_a_script_is_the_same_where_the_script_is_imported():
@@ -826,22 +832,22 @@ def test_a_declared_layout_that_does_not_hold_is_an_error():
     with pytest.raises(
         CheckpointError, match=r"'scale' of '0.0.weight' .* the shape \[1\] and the parameter has \[6, 6\]"
     ):
-        capture(optimizer, names_of(model), Whole())
+        capture_optimizer(optimizer, names_of(model), Whole())
     for wrong in ({"codes": "sharded"}, ["codes"]):
         optimizer.accel_layouts = wrong
         with pytest.raises(CheckpointError, match="laid out as its accel_layouts says, but that is"):
-            capture(optimizer, names_of(model), Whole())
+            capture_optimizer(optimizer, names_of(model), Whole())
 
 
 def out_of_reach():
     model = mlp()
     optimizer = partitioned(model, overlap_with_ddp=True)
     with pytest.raises(CheckpointError, match="made with overlap_with_ddp=True"):
-        capture(optimizer, names_of(model), Whole())
+        capture_optimizer(optimizer, names_of(model), Whole())
     hooked = partitioned(model)
     hooked.register_state_dict_pre_hook(lambda _: None)
     with pytest.raises(CheckpointError, match="under ZeroRedundancyOptimizer it has a part on each rank"):
-        capture(hooked, names_of(model), Whole())
+        capture_optimizer(hooked, names_of(model), Whole())
     return True
 
 

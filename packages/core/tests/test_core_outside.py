@@ -26,7 +26,7 @@ from accel_core import (
 from accel_core.base.errors import WorldError
 from accel_core.options.component_options import SECTIONS, Sections
 from accel_core.options.loader_options import resolve_options
-from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, OPTIONS, Told, told, variable_of
+from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, OPTIONS, GivenOption, given_outside, variable_of
 from accel_core.options.resolution import Option
 from accel_core.testing import run_ranks
 
@@ -250,8 +250,8 @@ def test_two_active_components_whose_names_are_one_in_variables_share_no_options
 
 
 def test_what_was_told_has_the_form_that_the_environment_would_have() -> None:
-    assert [Told(value, "").text for value in (True, 3, ["a", "b"], " x ")] == ["true", "3", "a,b", "x"]
-    assert told("ACCELERATE_NOBODY_SAYS") is None
+    assert [GivenOption(value, "").text for value in (True, 3, ["a", "b"], " x ")] == ["true", "3", "a,b", "x"]
+    assert given_outside("ACCELERATE_NOBODY_SAYS") is None
 
 
 def asked_timeouts() -> list[list[str]]:
@@ -269,9 +269,9 @@ def asked_timeouts() -> list[list[str]]:
 
 
 def test_a_timeout_given_outside_is_that_of_every_group() -> None:
-    told = channel({"ACCELERATE_PROCESS_GROUP__TIMEOUT": 77})
+    given_outside = channel({"ACCELERATE_PROCESS_GROUP__TIMEOUT": 77})
     outside, code = ["0:01:17", "--ACCELERATE_PROCESS_GROUP__TIMEOUT"], ["0:00:50", "the code"]
-    assert run_ranks(asked_timeouts, world_size=2, env={CHANNEL: told}) == [[outside, code]] * 2
+    assert run_ranks(asked_timeouts, world_size=2, env={CHANNEL: given_outside}) == [[outside, code]] * 2
 
 
 def refused_timeout() -> list[str]:

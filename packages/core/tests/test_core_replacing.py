@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_core import Accelerator, AutocastKwargs, Precision, PrecisionPolicy, Single, Strategy, hookimpl, place_model
 from accel_core.contract.tensor_layouts import Elementwise, Partial
-from accel_core.loop.parameter_replacement import Repointing
+from accel_core.loop.parameter_replacement import ParameterReplacement
 
 
 class Doubled(nn.Linear):
@@ -108,9 +108,9 @@ def test_state_of_an_optimizer_goes_where_its_parameter_went():
     optimizer.step()
     old = model.weight
     momentum = optimizer.state[old]["momentum_buffer"]
-    repointing = Repointing(model, [optimizer])
+    replacement = ParameterReplacement(model, [optimizer])
     model.weight = nn.Parameter(old.detach().clone())
-    repointing.apply(lambda _, new, state: {key: value.to(new.dtype) for key, value in state.items()})
+    replacement.apply(lambda _, new, state: {key: value.to(new.dtype) for key, value in state.items()})
     assert optimizer.param_groups[0]["params"][0] is model.weight
     assert optimizer.param_groups[0]["params"][1] is model.bias
     assert optimizer.state[model.weight]["momentum_buffer"] is momentum

@@ -10,7 +10,7 @@ import torch
 from together import Together
 
 from accel_core.base.errors import CollectiveMismatchError
-from accel_core.collectives.random_sync import synchronize
+from accel_core.collectives.random_sync import synchronize_random_states
 from accel_core.processes.world import World
 from accel_core.testing import run_ranks
 
@@ -43,7 +43,7 @@ def streams_before_and_after(rng_types):
     world = World.current(cpu=True)
     generators = seed_by_rank(world)
     before = next_draws(*generators)
-    synchronize(rng_types, generators, world)
+    synchronize_random_states(rng_types, generators, world)
     return before, next_draws(*generators)
 
 
@@ -94,7 +94,7 @@ def collectives_made():
     counts = []
     for rng_types, given in [([], generators), (["generator"], []), (["generator", "torch"], generators)]:
         calls.clear()
-        synchronize(rng_types, given, world)
+        synchronize_random_states(rng_types, given, world)
         counts.append(len(calls))
     return counts
 
@@ -111,7 +111,7 @@ def warnings_given():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):  # one line, so that it is the same warning three times
-            synchronize(["cuda"], generators, world)
+            synchronize_random_states(["cuda"], generators, world)
     return [str(warning.message) for warning in caught], next_draws(*generators) == before
 
 
@@ -130,7 +130,7 @@ def refused():
     generators = seed_by_rank(world)
     before = next_draws(*generators)
     try:
-        synchronize(["generator"], generators[: world.rank + 1], world)
+        synchronize_random_states(["generator"], generators[: world.rank + 1], world)
     except CollectiveMismatchError as error:
         return str(error), next_draws(*generators) == before
     return "fine", False
@@ -150,5 +150,5 @@ def test_alone_nothing_is_to_be_made_equal():
     world = World.current(cpu=True)
     generator = torch.Generator().manual_seed(1)
     before = next_draws(generator)
-    synchronize(["torch", "generator"], [generator], world)
+    synchronize_random_states(["torch", "generator"], [generator], world)
     assert next_draws(generator) == before

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from accel_core import Accelerator
 from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.model_state import names_of
-from accel_core.checkpoint.optimizers.optimizer_state import SavedEntry, capture
+from accel_core.checkpoint.optimizers.optimizer_state import SavedEntry, capture_optimizer
 from accel_core.collectives.reduce_gather import gather_objects
 from accel_core.contract.boxes import Box, uncovered
 from accel_core.contract.tensor_layouts import Alias, Elementwise, Replicated, Whole
@@ -247,7 +247,7 @@ def test_what_the_ranks_present_is_the_state_of_one_process(world):
         }
         for entry, (kind, tensor) in entries.items():
             assert kind == "alias" or torch.equal(tensor, state[entry])  # masters and what is computed with agree
-        expected = capture(plain_optimizer, names_of({0: model}), Whole())
+        expected = capture_optimizer(plain_optimizer, names_of({0: model}), Whole())
         assert (optimizer.kind, optimizer.groups, optimizer.values) == (expected.kind, expected.groups, expected.values)
         assert_equal(
             {n: tensor for n, (_, tensor) in optimizer.tensors.items()},

@@ -21,7 +21,7 @@ from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.checkpoint.assembling import BUFFER, Gathering, Weights
+from accel_core.checkpoint.assembling import BUFFER, WeightGather, Weights
 from accel_core.checkpoint.weights import tensor_files
 from accel_core.checkpoint.weights.saving import parse_size, read_weights, save, save_weights, write_weights
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
@@ -653,16 +653,16 @@ def gathered(gathering):
 def save_shards(folder):
     world = World.current()
     state = presented(world.rank)
-    save_weights(Gathering(state, world), folder / "one", "10GB", True, world)
-    save_weights(Gathering(as_if_inside(state), world, "model."), folder / "parts", 200, True, world)
-    save_weights(Gathering(state, world), folder / "pickled", 10**7, False, world)
-    main = gathered(Gathering(state, world))
+    save_weights(WeightGather(state, world), folder / "one", "10GB", True, world)
+    save_weights(WeightGather(as_if_inside(state), world, "model."), folder / "parts", 200, True, world)
+    save_weights(WeightGather(state, world), folder / "pickled", 10**7, False, world)
+    main = gathered(WeightGather(state, world))
     assert_same(main, everything() if world.is_main else {})
     if main:
         assert main["tied"] is main["rows"]
     hooked = Weights(state, world, replicated=False)
     assert_same({name: hooked[name] for name in hooked}, everything())
-    alone = gathered(Gathering({"loose": Alias("rows"), "rows": state["rows"]}, world, "loose"))
+    alone = gathered(WeightGather({"loose": Alias("rows"), "rows": state["rows"]}, world, "loose"))
     assert_same(alone, {"": everything()["rows"]} if world.is_main else {})
 
 
@@ -678,7 +678,7 @@ def refuse_shards(folder):
     (folder / "file").touch()
 
     def saving(state, name="new", size="10GB"):
-        return said_by(lambda: save_weights(Gathering(state, world), folder / name, size, True, world))
+        return said_by(lambda: save_weights(WeightGather(state, world), folder / name, size, True, world))
 
     found = {
         "shape": saving({"w": shape}),
@@ -691,7 +691,7 @@ def refuse_shards(folder):
         "file": saving(state, "file"),
         "size": saving(state, size="x"),
     }
-    save_weights(Gathering(state, world), folder / "good", "10GB", True, world)
+    save_weights(WeightGather(state, world), folder / "good", "10GB", True, world)
     return found
 
 
@@ -699,16 +699,18 @@ def save_shards_on_a_full_disk(folder):
     """What was there stays, bit for bit, and the next save works."""
     world = World.current()
     old, state = {"a": Replicated(torch.ones(9)), "b": Replicated(torch.ones(9))}, presented(world.rank)
-    save_weights(Gathering(old, world), folder, 40, True, world)
+    save_weights(WeightGather(old, world), folder, 40, True, world)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     found = []
     for limit in ("10GB", 200):
         with file_size_limit(1 << 20) if world.is_main else contextlib.nullcontext():
-            found.append(said_by(lambda limit=limit: save_weights(Gathering(state, world), folder, limit, True, world)))
+            found.append(
+                said_by(lambda limit=limit: save_weights(WeightGather(state, world), folder, limit, True, world))
+            )
         world.barrier()
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
         world.barrier()
-    save_weights(Gathering(state, world), folder, 200, True, world)
+    save_weights(WeightGather(state, world), folder, 200, True, world)
     return found
 
 

@@ -25,9 +25,9 @@ from accel_core.testing import run_ranks
 
 @pytest.fixture(autouse=True)
 def own_streams():
-    before = random_state.capture(None)
+    before = random_state.capture_random_state(None)
     yield
-    random_state.restore(before, None)
+    random_state.restore_random_state(before, None)
 
 
 def states(*objects):

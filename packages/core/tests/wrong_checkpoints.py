@@ -8,7 +8,7 @@ import wrong_strategies
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core.checkpoint.model_state import capture
+from accel_core.checkpoint.model_state import capture_model
 from accel_core.contract.boxes import Box
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.tensor_layouts import Elementwise, Opaque, Piece, Replicated
@@ -31,7 +31,7 @@ class FillsOnlyWhatItComputesWith(Rows):
 
     @hookimpl
     def model_state(self, model):
-        return capture(model)
+        return capture_model(model)
 
     @hookimpl
     def model_loaded(self, model):

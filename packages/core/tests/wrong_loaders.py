@@ -15,15 +15,15 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from accel_core.base.seeds import derive_seed, loader_seed
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.loader_progress import Rows
-from accel_core.loading.index_source import Opening, Progress
+from accel_core.loading.index_source import SourceIteration, SourceProgress
 from accel_core.loading.prepared_loader import Outlet, PreparedLoader, prepare_copy
 
 
-class Iteration(Opening):
+class Iteration(SourceIteration):
     """One epoch of a `Reading`. torch may open several and begin one, so the epoch is taken at the first batch."""
 
     def __init__(self, reading):
-        progress = Progress(reading.epoch, reading.behind)
+        progress = SourceProgress(reading.epoch, reading.behind)
         super().__init__(reading.reads(progress), progress)
         self.reading = reading
 
@@ -40,7 +40,7 @@ class Reading:
         self.shuffled = isinstance(getattr(self.sampler, "sampler", None), RandomSampler)
         self.index, self.count, self.seed = shard.index, shard.count, seed
         self.epoch = self.behind = 0  # of the next iteration
-        self.current = Progress()
+        self.current = SourceProgress()
         self.current.finished = True
 
     def open(self, feed):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_core import SKIPPED, Precision, PrecisionPolicy, hookimpl
-from accel_core.base.class_override import Dress, dress
+from accel_core.base.class_override import ClassOverride, override_class
 from accel_core.strategies import DDP, Single
 from accel_core.testing.precision_suite import Setting
 
@@ -195,10 +195,10 @@ class ComputesOnItsOwn(Right):
     @hookimpl
     def convert_model(self, model):
         for child in model.children():
-            dress(child, Casting)
+            override_class(child, Casting)
 
 
-class Casting(Dress):
+class Casting(ClassOverride):
     def __call__(self, *args, **kwargs):
         with torch.autocast("cpu", NARROW):
             return super().__call__(*args, **kwargs)
@@ -252,10 +252,10 @@ class DetachesParameters(Right):
     @hookimpl
     def convert_model(self, model):
         model.backbone.register_buffer("copied", model.backbone.weight.detach().clone(), persistent=False)
-        dress(model.backbone, Detached)
+        override_class(model.backbone, Detached)
 
 
-class Detached(Dress):
+class Detached(ClassOverride):
     def forward(self, x):
         return nn.functional.linear(x, self.copied + 0.0 * self.weight, self.bias)
 

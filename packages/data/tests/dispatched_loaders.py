@@ -6,8 +6,7 @@ import itertools
 
 from torch.utils.data import IterableDataset
 
-from accel_core.contract.layout import Shard
-from accel_core.processes.world import World
+from accel_core import Shard, World
 from accel_data import Sharded
 
 

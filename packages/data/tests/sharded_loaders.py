@@ -6,8 +6,7 @@ import itertools
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
+from accel_core import Feed, Shard
 from accel_data import Sharded
 
 

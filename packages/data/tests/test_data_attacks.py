@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
-from accel_core.processes.world import World
+from accel_core import Feed, Shard, World
 from accel_core.testing.ranks import run_ranks
 from accel_data import Sharded
 

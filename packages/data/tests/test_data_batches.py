@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
+from accel_core import Feed, Shard
 from accel_data import BatchSamplerShard, Sharded
 
 # split_batches, even_batches, drop_last, samples, batch size, what rank 0 reads, what rank 1 reads.

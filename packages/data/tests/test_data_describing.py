@@ -8,8 +8,7 @@ import pytest
 from sharded_loaders import Stream, Triples, prepare
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator
-from accel_core.contract.loader_progress import Feed
+from accel_core import Accelerator, Feed
 
 
 def test_sizes_are_those_of_all_ranks():

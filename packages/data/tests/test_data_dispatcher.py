@@ -13,9 +13,7 @@ import torch
 from dispatched_loaders import Items, Measured, Opaque, Sizes, Stream, dispatched, in_order, real, taken
 from torch.utils.data import DataLoader, Dataset
 
-from accel_core import Accelerator
-from accel_core.contract.loader_progress import Feed
-from accel_core.processes.world import World
+from accel_core import Accelerator, Feed, World
 from accel_core.testing import assert_dies
 from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderDispatcher, slice_tensors

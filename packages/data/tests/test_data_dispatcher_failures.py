@@ -9,8 +9,7 @@ import torch
 from dispatched_loaders import Items, Opaque, dispatched, in_order, real, taken
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_core.contract.loader_progress import Feed
-from accel_core.processes.world import World
+from accel_core import Feed, World
 from accel_core.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,8 +7,7 @@ import torch
 from dispatched_loaders import Sizes, StatefulStream, Stream, dispatched, in_order, real, taken
 from torch.utils.data import DataLoader
 
-from accel_core.contract.loader_progress import Feed
-from accel_core.processes.world import World
+from accel_core import Feed, World
 from accel_core.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

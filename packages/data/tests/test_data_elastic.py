@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core import Accelerator, set_seed
-from accel_core.base.errors import CheckpointError
+from accel_core import Accelerator, CheckpointError, set_seed
 from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderConfiguration
 

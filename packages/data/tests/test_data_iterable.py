@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Rows
+from accel_core import Rows, Shard
 from accel_data.iterable import IterableDatasetShard
 from accel_data.worker_streams import CountedCollate, ShardedStream, WorkerStart, refuse_datapipe
 

@@ -19,8 +19,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
+from accel_core import Feed, Shard
 from accel_data import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler, Sharded, skip_first_batches
 
 N = 37

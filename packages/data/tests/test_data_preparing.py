@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accel_core.loading.prepared_loader import PreparedLoader
-from accel_core.processes.world import World
+from accel_core import World
+from accel_core.api.loader import PreparedLoader
 from accel_core.testing import assert_dies
 from accel_core.testing.ranks import run_ranks
 from accel_data import (

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed, Rows
-from accel_core.contract.sample_ids import Positions, SampleIds, sample_ids
+from accel_core import Feed, Rows, Shard
+from accel_core.api.loader import Positions, SampleIds, sample_ids
 from accel_core.testing import run_ranks
 from accel_data import DataLoaderConfiguration, Sharded
 

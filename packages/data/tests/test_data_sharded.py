@@ -21,8 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_core.contract.loader_progress import Feed, Rows
-from accel_core.processes.world import World
+from accel_core import Feed, Rows, World
 from accel_data import BatchSamplerShard, DataLoaderShard
 
 

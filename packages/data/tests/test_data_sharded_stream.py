@@ -9,9 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from accel_core import Accelerator
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed, Rows
+from accel_core import Accelerator, Feed, Rows, Shard
 from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderConfiguration, DataLoaderShard, Sharded
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_core import Accelerator
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
-from accel_core.loading.prepared_loader import prepare_local_loader
+from accel_core import Accelerator, Feed, Shard
+from accel_core.api.loader import prepare_local_loader
 from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderDispatcher, DataLoaderShard, Sharded, skip_first_batches
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
-from accel_core import Accelerator, gather_object
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
+from accel_core import Accelerator, Feed, Shard, gather_object
 from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderDispatcher, DataLoaderShard, Sharded, skip_first_batches
 

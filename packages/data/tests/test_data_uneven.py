@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from accel_core.collectives import reduce_gather
-from accel_core.processes.world import World
+from accel_core import World
+from accel_core.api.component import gather_objects
 from accel_core.testing.ranks import run_ranks
 from accel_data.uneven_streams import even_ends
 
@@ -31,7 +30,7 @@ def ends_on_all_ranks():
                 received.append((batch["id"][:2], is_real, remaining))
                 batch.clear()  # as loops do that take their batch apart
                 if policy != "join":
-                    assert reduce_gather.gather(torch.tensor([len(received)]), world).tolist() == [len(received)] * 3
+                    assert gather_objects([len(received)], world) == [len(received)] * 3
             results[policy, ahead] = received
     return results
 

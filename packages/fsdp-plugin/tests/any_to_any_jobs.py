@@ -14,11 +14,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from accel_core import DDP, Accelerator
-from accel_core.base.errors import CheckpointError
-from accel_core.checkpoint.assembling import whole
-from accel_core.collectives.reduce_gather import gather_objects
-from accel_core.processes.world import World
+from accel_core import DDP, Accelerator, CheckpointError, World
+from accel_core.api.component import gather_objects
+from accel_core.api.weights import gather_entry
 from accel_core.testing import models
 from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory, leave_no_gaps
 from accel_fsdp import FSDP
@@ -195,7 +193,7 @@ class Run:
     def _optimizer(self, state):
         world = World.current(cpu=True)
         values = {name: value for part in gather_objects([state.values], world) for name, value in part.items()}
-        tensors = {name: whole(name, entry, world).clone() for name, entry in state.entries.items()}
+        tensors = {name: gather_entry(name, entry, world).clone() for name, entry in state.entries.items()}
         return {"kind": state.kind, "groups": state.groups, "values": values, **tensors}
 
     def _scale(self):

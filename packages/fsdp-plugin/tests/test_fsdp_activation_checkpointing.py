@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_core import World
-from accel_core.loop.compilation import compile_calls
+from accel_core.api.strategy import compile_calls
 from accel_core.testing import run_ranks
 from accel_fsdp.activation_checkpointing import checkpoint_units
 

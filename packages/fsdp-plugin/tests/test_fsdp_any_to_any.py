@@ -25,7 +25,7 @@ from any_to_any_jobs import (
     saved_by_ranks,
 )
 
-from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
+from accel_core import load_checkpoint_in_model
 from accel_core.testing import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.timeout(7200)  # every launch has a limit of its own

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core.processes.world import World
+from accel_core import World
 from accel_core.testing import run_ranks
 from accel_fsdp.clipping import clip, total_norm
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accel_core import Accelerator
-from accel_core.processes.world import World
+from accel_core import Accelerator, World
 from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
 from accel_fsdp.context_parallel import split_sequence

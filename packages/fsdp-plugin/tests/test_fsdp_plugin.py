@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.facade.older_arguments import chosen_strategy
+from accel_core.api.strategy import chosen_strategy
 from accel_core.testing import run_ranks
 from accel_fsdp import FSDP, FullyShardedDataParallelPlugin
 

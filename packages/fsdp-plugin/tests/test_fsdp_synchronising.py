@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accel_core import Accelerator
-from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core import Accelerator, Precision, PrecisionPolicy
 from accel_core.testing import run_ranks
 from accel_core.testing.models import FEATURES, Net, built, part, reference_gradients, sgd
 from accel_core.testing.strategy_jobs import fed

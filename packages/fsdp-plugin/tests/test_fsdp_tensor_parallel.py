@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator
-from accel_core.processes.world import World
+from accel_core import Accelerator, World
 from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator
-from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core import Accelerator, Precision, PrecisionPolicy
 from accel_core.testing import run_ranks
 from accel_core.testing.models import FrozenBackbone, Net, NormNet, built
 from accel_fsdp import FSDP

@@ -10,11 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_core import Accelerator
-from accel_core.base.errors import CheckpointError
-from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
-from accel_core.checkpoint.weights.saving import write_weights
-from accel_core.processes.world import World
+from accel_core import Accelerator, CheckpointError, World, load_checkpoint_in_model
+from accel_core.api.weights import write_weights
 from accel_core.testing import run_ranks
 from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 from accel_fsdp import FSDP

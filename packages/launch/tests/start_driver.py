@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from accel_core.base.errors import WorldError
+from accel_core import WorldError
 from accel_launch.options import LaunchOptions
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.plan import make_plan

@@ -6,11 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from accel_core import Accelerator
-from accel_core.base.errors import NotInstalledError, PluginError
-from accel_core.options.component_options import SECTIONS
-from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS
-from accel_core.plugins import Offer
+from accel_core import Accelerator, NotInstalledError, PluginError
+from accel_core.api.launcher import LOADER_OPTIONS, OPTIONS, SECTIONS, Offer
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import GROUPS, Catalog
 

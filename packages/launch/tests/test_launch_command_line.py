@@ -11,8 +11,8 @@ from typing import Annotated
 
 import pytest
 
-from accel_core.base.errors import PluginError
-from accel_core.plugins import Offer
+from accel_core import PluginError
+from accel_core.api.launcher import Offer
 from accel_launch.commands import launch
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Given, is_flag, parse

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from accel_core.base.errors import NotInstalledError
+from accel_core import NotInstalledError
 from accel_launch.commands import config
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import own_path, read

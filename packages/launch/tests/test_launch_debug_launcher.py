@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
-from accel_core.plugins import list_offers
+from accel_core.api.launcher import list_offers
 from accel_launch import LaunchError, RankFailedError, debug_launcher, notebook_launcher
 from accel_launch.notebook import function_pickle, rank
 from accel_launch.notebook.function_pickle import Told, failure_told, packed, result_told, unpacked

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from accel_core.processes.launch_environment import Place
+from accel_core.api.launcher import Place
 from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_group, doctor_job, doctor_page
 from accel_launch.checking.doctor_findings import examine
 from accel_launch.commands.doctor import main

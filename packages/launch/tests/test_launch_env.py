@@ -8,7 +8,7 @@ import platform
 import pytest
 import torch
 
-from accel_core.base.masking import HIDDEN
+from accel_core.api.launcher import HIDDEN
 from accel_launch.commands.env import main
 
 

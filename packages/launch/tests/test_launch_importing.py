@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_core.options.option_fields import from_data
-from accel_core.options.option_sources import LOADER_OPTIONS
+from accel_core.api.launcher import LOADER_OPTIONS, from_data
 from accel_launch.commands.config_import import import_file
 from accel_launch.importing.blocks import BLOCKS
 from accel_launch.importing.rules import PREFIXES

@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from accel_core import Accelerator
-from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
+from accel_core import Accelerator, load_checkpoint_in_model
 from accel_core.testing import run_ranks
 from accel_launch.main import main
 

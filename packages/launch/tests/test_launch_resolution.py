@@ -16,9 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_core.options.component_options import SECTIONS, read_section
-from accel_core.options.option_fields import from_data, to_data
-from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, OPTIONS, told
+from accel_core.api.launcher import (
+    CHANNEL,
+    LOADER_OPTIONS,
+    OPTIONS,
+    SECTIONS,
+    from_data,
+    given_outside,
+    read_section,
+    to_data,
+)
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import ROLES, SEVERAL, Catalog
 from accel_launch.settings.command_line import CommandLine, parse
@@ -130,7 +137,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(optio
 
     if option.section or name in {*OPTIONS, *LOADER_OPTIONS, "debug", "log_level"}:
         monkeypatch.setenv(CHANNEL, over_all.channel)
-        arrived = told(option.variable)
+        arrived = given_outside(option.variable)
         assert (from_data(kind, arrived.value), arrived.source) == (from_data(kind, high), option.flag)
         if option.section:
             elsewhere = SECTIONS[option.section].elsewhere if option.section in SECTIONS else {}
@@ -338,14 +345,14 @@ def test_a_number_that_is_not_written_as_usual_stands_for_no_text(tmp_path):
 
 
 def test_variables_of_sections_are_in_capital_letters():
-    told = problems(environ={"ACCELERATE_fsdp__CPU_OFFLOAD": "yes"})
-    assert "variables are written in capital letters. Type ACCELERATE_FSDP__CPU_OFFLOAD=yes." in told
+    given_outside = problems(environ={"ACCELERATE_fsdp__CPU_OFFLOAD": "yes"})
+    assert "variables are written in capital letters. Type ACCELERATE_FSDP__CPU_OFFLOAD=yes." in given_outside
 
 
 def test_what_does_not_fit_into_a_variable_is_refused_before_anything_is_started():
-    told = problems(["--project-dir", "x" * 200_000])
-    assert "takes 200" in told
-    assert "holds 100000. Give long values in the code" in told
+    given_outside = problems(["--project-dir", "x" * 200_000])
+    assert "takes 200" in given_outside
+    assert "holds 100000. Give long values in the code" in given_outside
 
 
 def test_a_name_may_be_qualified_by_its_distribution():

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from accel_core.base.masking import HIDDEN
+from accel_core.api.launcher import HIDDEN
 from accel_launch.commands import config, launch
 
 PEER = """\

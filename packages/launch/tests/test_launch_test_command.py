@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,7 +16,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from accel_core.plugins import offers
 from accel_core.testing import run_ranks
 from accel_launch.checking import communication
 from accel_launch.checking.setup_job import Check
@@ -56,7 +56,7 @@ def everything_that_is_wrong():
     told |= {name: check({"ACCELERATE_LOADER": name}) for name in LOADERS}
     told["right"] = check()
     told["mean of one"] = check({"ACCELERATE_EVEN_BATCHES": "false", "ACCELERATE_SPLIT_BATCHES": "true"})
-    whole, gather = offers.metadata.distributions, communication.gather
+    whole, gather = metadata.distributions, communication.gather
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             communication,
@@ -71,7 +71,7 @@ def everything_that_is_wrong():
         told["versions"] = check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            offers.metadata,
+            metadata,
             "distributions",
             lambda: [each for each in whole() if each.name != "accel-data" and each.name != "faulty-parts"],
         )

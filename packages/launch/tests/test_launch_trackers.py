@@ -12,8 +12,7 @@ from types import ModuleType
 import pytest
 
 from accel_core import Tracker
-from accel_core.options.option_sources import CHANNEL, told
-from accel_core.plugins import Offer
+from accel_core.api.launcher import CHANNEL, Offer, given_outside
 from accel_launch.commands import launch, plugins
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import parse
@@ -107,7 +106,7 @@ def test_several_trackers_are_chosen_by_names_between_commas(catalog, monkeypatc
     assert [value.section for value in found.values if value.option == "pages"] == [plain(name) for name in names]
     monkeypatch.setenv(CHANNEL, found.channel)
     if words:
-        assert told("ACCELERATE_LOG_WITH").text == ",".join(names)
+        assert given_outside("ACCELERATE_LOG_WITH").text == ",".join(names)
 
 
 def test_all_stands_for_what_works_wherever_the_script_runs(catalog):

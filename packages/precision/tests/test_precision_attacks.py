@@ -4,12 +4,12 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.base.class_override import Dress, dress
+from accel_core.api.component import ClassOverride, override_class
 from accel_core.testing.models import built
 from accel_precision import FP8
 
 
-class Counting(Dress):
+class Counting(ClassOverride):
     """As a strategy does it: a class around that of a layer."""
 
     def forward(self, x):
@@ -31,7 +31,7 @@ def pair():
 def test_classes_that_were_made_around_a_converted_layer_stay_when_it_is_reverted():
     accelerator = Accelerator(cpu=True, mixed_precision=FP8(convert_ends=True))
     model = accelerator.prepare(pair())
-    dress(model[0], Counting)
+    override_class(model[0], Counting)
     kind = type(model[1])
     model[1].__class__ = type(f"Engine{kind.__name__}", (Engine, kind), {})
     accelerator.free_memory()
@@ -39,7 +39,7 @@ def test_classes_that_were_made_around_a_converted_layer_stay_when_it_is_reverte
     torch.testing.assert_close(model(x), pair()(x))
     assert vars(model[0])["calls"] == 1
     assert model[1].named() == "engine"
-    assert type(model[0]).__mro__[1:4] == (Counting, Dress, nn.Linear)
+    assert type(model[0]).__mro__[1:4] == (Counting, ClassOverride, nn.Linear)
 
 
 def test_a_layer_whose_shards_arrive_converted_stays_so_that_it_can_compute():

@@ -9,12 +9,9 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, Layout, Strategy, hookimpl
-from accel_core.checkpoint.model_state import capture as capture_model
-from accel_core.checkpoint.optimizers import optimizer_state
-from accel_core.contract.boxes import Box
-from accel_core.contract.precision_policy import dress_calls
-from accel_core.contract.tensor_layouts import Extent
-from accel_core.loop.parameter_replacement import Repointing
+from accel_core.api.checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
+from accel_core.api.layouts import Box, Extent
+from accel_core.api.strategy import ParameterReplacement, override_calls
 from accel_core.testing import run_ranks
 from accel_precision import FP8
 from accel_precision.fp8 import plain
@@ -66,11 +63,11 @@ class Sharded(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         mesh = DeviceMesh.from_group(self.world.group, "cpu")
-        repointing = Repointing(model, optimizers)
+        replacement = ParameterReplacement(model, optimizers)
         for unit in (model.body[0], model.body[2], model):
             fully_shard(unit, mesh=mesh)
-        repointing.apply()
-        dress_calls(model, request.policy, request.device_type, request.autocast)
+        replacement.apply()
+        override_calls(model, request.policy, request.device_type, request.autocast)
         return model
 
     @hookimpl
@@ -79,15 +76,15 @@ class Sharded(Strategy):
 
     @hookimpl
     def optimizer_state(self, optimizer, names):
-        return optimizer_state.capture(optimizer, names, RowsOfDTensors())
+        return capture_optimizer(optimizer, names, RowsOfDTensors())
 
     @hookimpl
     def optimizer_misfits(self, optimizer, names, saved):
-        return optimizer_state.misfits(optimizer, names, RowsOfDTensors(), saved)
+        return list_misfits(optimizer, names, RowsOfDTensors(), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer, names, saved):
-        optimizer_state.restore(optimizer, names, RowsOfDTensors(), saved)
+        restore_optimizer(optimizer, names, RowsOfDTensors(), saved)
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, Strategy, hookimpl, place_model
-from accel_core.contract.tensor_layouts import Elementwise
+from accel_core.api.layouts import Elementwise
 from accel_precision import FP16
 
 HUGE = 1e30  # a loss that overflows when it is scaled

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accel_core import hookimpl
-from accel_core.base.seeds import derive_seed, loader_seed
-from accel_core.contract.loader_progress import Feed, Rows
-from accel_core.loading.index_source import Opening, Progress, Read
-from accel_core.loading.prepared_loader import Outlet, PreparedLoader, prepare_copy
+from accel_core import Feed, Rows, hookimpl
+from accel_core.api.component import derive_seed, loader_seed
+from accel_core.api.loader import IndexRead, Outlet, PreparedLoader, SourceIteration, SourceProgress, prepare_copy
 
 if TYPE_CHECKING:
-    from accel_core.contract.layout import Shard
+    from accel_core import Shard
 
 __all__ = ["Nearby", "NearbyLoader"]
 
@@ -66,7 +64,7 @@ class NearbyLoader(PreparedLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`."""
-        self.place.next, self.place.current = Progress(epoch), None
+        self.place.next, self.place.current = SourceProgress(epoch), None
 
     def state_dict(self) -> dict[str, int]:
         """Where this loader stands; the same on every rank. Not a collective."""
@@ -84,21 +82,21 @@ class NearbyLoader(PreparedLoader):
                 f"load_state_dict() was given the state of a loader over {state['length']} samples, and this one reads "
                 f"{len(self.dataset)}. Load it into a loader over the dataset with which it was saved."
             )
-        self.place.next, self.place.current = Progress(state["epoch"], state["samples"]), None
+        self.place.next, self.place.current = SourceProgress(state["epoch"], state["samples"]), None
 
 
 class Place:
     """Where a loader stands, and where copies of it stand that leave out batches."""
 
     def __init__(self) -> None:
-        self.next = Progress()
-        self.current: Progress | None = None
+        self.next = SourceProgress()
+        self.current: SourceProgress | None = None
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: SourceProgress) -> None:
         """The first batch of an iteration is asked for: the one after it is the next epoch."""
-        self.current, self.next = progress, Progress(progress.epoch + 1)
+        self.current, self.next = progress, SourceProgress(progress.epoch + 1)
 
-    def position(self) -> Progress:
+    def position(self) -> SourceProgress:
         """Of the iteration that is under way, else of the next one."""
         return self.next if self.current is None or self.current.finished else self.current
 
@@ -121,17 +119,17 @@ class Epochs:
         self.place = Place()
         self.skipped = 0
 
-    def open(self, feed: Feed) -> Opening:
+    def open(self, feed: Feed) -> SourceIteration:
         """An iteration. It begins its epoch when the first batch is asked for."""
         if feed.even_batches is False:
             raise ValueError(
                 "even_batches=False was asked for, and Nearby always gives the ranks equally many batches. Leave it out, or "
                 "use another loader."
             )
-        progress = Progress(self.place.next.epoch, self.place.next.samples)
+        progress = SourceProgress(self.place.next.epoch, self.place.next.samples)
         return Iteration(self.place, self.reads(progress), progress)
 
-    def reads(self, progress: Progress) -> Iterator[Read]:
+    def reads(self, progress: SourceProgress) -> Iterator[IndexRead]:
         """The turns of this shard: indices, how many follow, which rows are real, and what all ranks have read by then."""
         rounds = self.rounds(progress)
         samples = progress.samples
@@ -142,7 +140,7 @@ class Epochs:
             indices, real = parts[self.shard.index]
             yield indices, len(rounds) - number, Rows(len(indices), real), samples
 
-    def rounds(self, progress: Progress) -> list[list[Part]]:
+    def rounds(self, progress: SourceProgress) -> list[list[Part]]:
         """What is left of an epoch: in each round, one batch for each shard."""
         count = self.shard.count
         batches = list(self.left(progress))
@@ -152,7 +150,7 @@ class Epochs:
         first = [index for batch in batches[:count] for index in batch]
         return [self.filled(batches, first) for batches in rounds]
 
-    def left(self, progress: Progress) -> Iterator[list[int]]:
+    def left(self, progress: SourceProgress) -> Iterator[list[int]]:
         """The batches of an epoch that begin behind a position."""
         behind = progress.samples
         for batch in self.batches(progress.epoch):
@@ -196,10 +194,10 @@ class Epochs:
         return int(max(0, rounds - self.skipped))
 
 
-class Iteration(Opening):
+class Iteration(SourceIteration):
     """One iteration of `Epochs`. torch may open several, and begins one."""
 
-    def __init__(self, place: Place, reads: Iterator[Read], progress: Progress) -> None:
+    def __init__(self, place: Place, reads: Iterator[IndexRead], progress: SourceProgress) -> None:
         super().__init__(reads, progress)
         self.place = place
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from accel_core.checkpoint.inspection import command as inspection
-from accel_core.plugins.explain import state, table
+from accel_core.plugins.explain import format_table, offer_state
 from accel_core.plugins.offers import list_offers
 
 
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plugins() -> str:
     offers = list_offers()
     rows = [
-        (offer.group, offer.name, offer.distribution, offer.version, state(offer, offers, load=True))
+        (offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers, load=True))
         for offer in offers
     ]
-    return table(("group", "name", "distribution", "version", "state"), rows)
+    return format_table(("group", "name", "distribution", "version", "offer_state"), rows)
 
 
 if __name__ == "__main__":

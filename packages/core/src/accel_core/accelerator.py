@@ -36,7 +36,7 @@ from accel_core.loop import fused_backward, gradients
 from accel_core.loop.accumulation import Accumulate, Accumulation
 from accel_core.loop.forward_backward import WindowLoop, default_inputs
 from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, place_state
-from accel_core.loop.parameter_replacement import Repointing
+from accel_core.loop.parameter_replacement import ParameterReplacement
 from accel_core.loop.preparation import (
     ORDER,
     Prepared,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
     from accel_core.base.vocabulary import DistributedType, OlderArguments
     from accel_core.build import Assembly
-    from accel_core.checkpoint.assembling import Gathering
+    from accel_core.checkpoint.assembling import WeightGather
     from accel_core.checkpoint.checkpoints import Asynchronous, Checkpoints
     from accel_core.checkpoint.loading import LoadHook
     from accel_core.checkpoint.run_state import Run
@@ -662,9 +662,9 @@ class Accelerator(ProcessControl):
                 f"mark_forward_method() was given a {type(model).__name__} that is not prepared. Pass the model that prepare() "
                 f"returned."
             )
-        from accel_core.loop.forward_methods import mark
+        from accel_core.loop.forward_methods import mark_forward_method
 
-        mark(record.prepared, record.original, name)
+        mark_forward_method(record.prepared, record.original, name)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state of a model, under the user's parameter names. Collective under every strategy.
@@ -1452,15 +1452,15 @@ class Accelerator(ProcessControl):
         """Whether this is a prepared model, or a part of one, that the strategy has laid out in its own way."""
         return self._declares_layout and self._prepared.find_part(model) is not None
 
-    def _gathering(self, model: nn.Module) -> Gathering:
-        from accel_core.checkpoint.assembling import Gathering
-        from accel_core.checkpoint.collective_steps import here
+    def _gathering(self, model: nn.Module) -> WeightGather:
+        from accel_core.checkpoint.assembling import WeightGather
+        from accel_core.checkpoint.collective_steps import on_each_rank
 
         found = self._prepared.find_part(model)
         assert found is not None, "a prepared model, or a part of one"
         record, prefix = found
         present = partial(self._relay.model_state, record.original, record.prepared)
-        return Gathering(here(self._world, "for weights to be presented", present), self._world, prefix)
+        return WeightGather(on_each_rank(self._world, "for weights to be presented", present), self._world, prefix)
 
     def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
         if kind == "model":
@@ -1496,9 +1496,9 @@ class Accelerator(ProcessControl):
         )
         with self._world.collective("prepare()"):
             holders = self._prepared.holders(model, optimizers)
-            repointing = Repointing(model, holders)
+            replacement = ParameterReplacement(model, holders)
             self._relay.convert_model(model, evaluation)
-            repointing.apply()
+            replacement.apply()
             prepared = self._relay.prepare_model(model, holders, request)
             check_state_kept(holders)
         # What is given may be a wrapper already, that of an earlier Accelerator for instance.

@@ -32,7 +32,7 @@ from accel_core.options.option_sources import (
     DEFAULT_STRATEGIES,
     LOADER_OPTIONS,
     OPTIONS,
-    told,
+    given_outside,
     variable_of,
 )
 from accel_core.options.resolution import Option, as_sequence, as_steps, as_text, flag, resolve
@@ -216,7 +216,7 @@ def _trackers(
     rules = handlers.get(TrackingKwargs)
     if rules is not None:
         sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
-    if argument is None and told(variable_of("log_with")) is None:
+    if argument is None and given_outside(variable_of("log_with")) is None:
         return None, rules or TrackingKwargs()
     from accel_core.tracking.selection import choose  # which most runs need not import
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from accel_core.base.nested import flatten, paths
+from accel_core.api.component import flatten, paths
 
 KEPT_STRUCTURES = 64
 """A sender that knows this many structures forgets them all, and has its receiver forget them, before the next message."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from accel_core.base.nested import Tree, flatten, map_tensors, rebuilt
+from accel_core.api.component import Tree, flatten, map_tensors, rebuilt
 
 Reading = Literal["array", "columns", "objects", "constant", "opaque"]
 """How a node of a batch relates to n rows. `constant`: it belongs to everyone; `opaque`: it cannot be cut."""

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core.processes.channel import GRAIN
-from accel_core.processes.watch.collective_scope import collective
+from accel_core.api.component import FRAME_STEP, collective
 from accel_data.batch_codec import WORD, Body, Decoder, Encoder, Frame, Item, aligned, nbytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core.processes.world import World
+    from accel_core import World
 
 MEMORY = 8
 """How many earlier needs decide about a capacity: an epoch begins with a few small messages, and its large ones come again."""
@@ -197,8 +196,8 @@ def _has_cpu(group: ProcessGroup | None) -> bool:
 
 def _rounded(need: int) -> int:
     """The capacity for a need: at most an eighth more, so that needs that vary a little share one."""
-    shift = max(GRAIN.bit_length() - 1, need.bit_length() - 4)
-    return max(-(-need >> shift) << shift, GRAIN)
+    shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
+    return max(-(-need >> shift) << shift, FRAME_STEP)
 
 
 def _quoted(frame: Frame, words: Sequence[int], start: int) -> RuntimeError:

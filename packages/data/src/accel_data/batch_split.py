@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import default_collate, default_convert
 
-from accel_core.contract.loader_progress import Rows
+from accel_core import Rows
 from accel_data.batch_rows import Samples, Unsplittable, concatenate, count_rows, holds_samples, slice_rows
 from accel_data.sample_count import CountingCollate
 from accel_data.shard_arithmetic import piece_of

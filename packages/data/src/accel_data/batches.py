@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, Sampler
 
-from accel_core.contract.loader_progress import Rows
-from accel_core.loading.index_source import length_of, looked_ahead
+from accel_core import Rows
+from accel_core.api.loader import length_of, looked_ahead
 from accel_data.loader_state import tell_epoch
 from accel_data.shard_arithmetic import Parts, check_process, piece_of
 

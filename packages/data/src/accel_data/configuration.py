@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from accel_core.base.suggestions import nearest
-from accel_core.options.handlers import KwargsHandler
+from accel_core import KwargsHandler
+from accel_core.api.component import nearest
 
 Uneven = Literal["pad", "stop", "join"]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.contract.layout import Shard
-from accel_core.loading.prepared_loader import dressed_copy
-from accel_core.processes.world import World
+from accel_core import Shard, World
+from accel_core.api.loader import overridden_copy
 from accel_data.dispatching import DispatchSource
 from accel_data.loader import DataLoaderShard, as_plain, check_skipped, dress_made, reading_part
 from accel_data.positioned_loader import PositionedLoader
@@ -72,7 +71,7 @@ def dispatching(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
     counting: dict[str, Any] = {}
     if isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
         counting["collate_fn"] = CountingCollate(loader.collate_fn)
-    local = dressed_copy(loader, DataLoaderShard, **reading_part(loader, request.to_read()), **counting)
+    local = overridden_copy(loader, DataLoaderShard, **reading_part(loader, request.to_read()), **counting)
     assert isinstance(local, DataLoaderShard)
     source = DispatchSource(local, request)
     return {"_accel_outlet": request.outlet(), "_accel_source": source}

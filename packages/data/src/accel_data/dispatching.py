@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_core.base.nested import flatten
-from accel_core.base.seeds import derive_seed
-from accel_core.contract.loader_progress import Rows
-from accel_core.contract.sample_ids import Positions
-from accel_core.loading.index_source import length_of
-from accel_core.processes.world import World
+from accel_core import Rows, World
+from accel_core.api.component import derive_seed, flatten
+from accel_core.api.loader import Positions, length_of
 from accel_data.batch_scatter import Mailbox
 from accel_data.batch_split import Part, Sharing
 from accel_data.loader_state import EpochOpening, EpochProgress, Epochs, Start
@@ -30,8 +27,8 @@ from accel_data.map_source import EpochSource
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.loading.prepared_loader import Outlet
+    from accel_core import Feed
+    from accel_core.api.loader import Outlet
     from accel_data.iterable_source import StreamSource
     from accel_data.loader import DataLoaderShard
     from accel_data.request import Request

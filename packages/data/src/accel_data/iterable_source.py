@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
-from accel_core.contract.loader_progress import Rows
-from accel_core.contract.sample_ids import Positions
-from accel_core.loading.index_source import length_of, looked_ahead
-from accel_core.processes import random_state
+from accel_core import Rows
+from accel_core.api.component import capture_random_state, restore_random_state, restored_after_first
+from accel_core.api.loader import Positions, length_of, looked_ahead
 from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.loader_state import EpochOpening, Epochs, Start, tell_epoch
 from accel_data.sample_count import Collated, Counting, taken
@@ -27,9 +26,8 @@ from accel_data.sample_count import Collated, Counting, taken
 if TYPE_CHECKING:
     import torch
 
-    from accel_core.contract.layout import Shard
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.loading.prepared_loader import Outlet
+    from accel_core import Feed, Shard
+    from accel_core.api.loader import Outlet
     from accel_data.generators import Synchronise
     from accel_data.loader_fingerprint import Identity
 
@@ -110,16 +108,16 @@ class StreamSource:
             ValueError: if what is left out ends before a loaded position to which the dataset has gone on by itself.
         """
         resumes, restarts = self.epochs.resumes, self._workers_persist and self.epochs.restarts
-        before = random_state.capture(outlet.device) if resumes or restarts else {}
+        before = capture_random_state(outlet.device) if resumes or restarts else {}
         start = self._beginning(stateful)
         self.tell_epoch(start.epoch)
         opening = self.epochs.open(start)
         settle(given_generators(self.dataset), start, opening.progress, self._synchronise, self.synchronised)
         arriving = self._arriving(start, fetched, stateful)
         if resumes:
-            arriving = random_state.undisturbed(arriving, before, outlet.device)
+            arriving = restored_after_first(arriving, before, outlet.device)
         elif restarts:
-            random_state.restore(before, outlet.device)
+            restore_random_state(before, outlet.device)
         return self._reported(opening, arriving, outlet)
 
     @property
@@ -344,11 +342,11 @@ def _restarted(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -
     them may. `tell` tells the dataset the epoch, for a loader may have put it into its older state only now. What an empty pass
     draws is drawn again by the next one.
     """
-    before = random_state.capture(None)
+    before = capture_random_state(None)
     for number in range(3):
         empty = True
         if number:
-            random_state.restore(before, None)
+            restore_random_state(before, None)
             tell()
         for batch in fetched():
             empty = False

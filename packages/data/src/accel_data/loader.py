@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.base.class_override import dressed_class
-from accel_core.loading.prepared_loader import PreparedLoader, reading
+from accel_core.api.component import overridden_class
+from accel_core.api.loader import PreparedLoader, source_attributes
 from accel_data.epoch_in_workers import telling
 from accel_data.iterable_source import Stateful, StreamSource
 from accel_data.map_source import EpochSource
@@ -124,7 +124,7 @@ def reading_part(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
         seedable=options.use_seedable_sampler,
     )
     source.batches()  # raises now for what cannot be split
-    attributes = reading(loader, source, outlet, strict=source.shard.count > 1)
+    attributes = source_attributes(loader, source, outlet, strict=source.shard.count > 1)
     attributes["_accel_source"] = source
     return attributes if generator is None else {**attributes, "generator": generator}
 
@@ -158,4 +158,4 @@ def dress_made(loader: DataLoader[Any], overrides: type) -> None:
     """Gives a loader that was constructed a class like those that `prepare` makes: of these overrides and the loader's own."""
     bases = type(loader).__bases__
     if not (len(bases) == 2 and issubclass(bases[0], overrides) and issubclass(bases[1], DataLoader)):
-        loader.__class__ = dressed_class(DataLoader, type(loader))
+        loader.__class__ = overridden_class(DataLoader, type(loader))

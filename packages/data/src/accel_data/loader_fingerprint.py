@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.seeds import was_chosen
+from accel_core.api.component import was_chosen
 
 if TYPE_CHECKING:
     from accel_data.loader_state import Start

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_core.loading.index_source import Opening, Progress, Read
+from accel_core.api.loader import IndexRead, SourceIteration, SourceProgress
 
 
-class EpochProgress(Progress):
+class EpochProgress(SourceProgress):
     """How far an iteration of an epoch has come, and what else is needed to go on from there.
 
     Args:
@@ -131,7 +131,7 @@ class Epochs:
             return self._pending
         return Start(epoch)
 
-    def open(self, start: Start, reads: Iterator[Read] | None = None) -> EpochOpening:
+    def open(self, start: Start, reads: Iterator[IndexRead] | None = None) -> EpochOpening:
         """An iteration that begins there."""
         self.has_opened = True
         opening = EpochOpening(self, start, iter(()) if reads is None else reads)
@@ -153,14 +153,14 @@ class Epochs:
         return {**self.__dict__, "_latest": None, "current": None}
 
 
-class EpochOpening(Opening):
+class EpochOpening(SourceIteration):
     """One iteration of a numbered epoch."""
 
     __slots__ = ("_epochs",)
 
     progress: EpochProgress
 
-    def __init__(self, epochs: Epochs, start: Start, reads: Iterator[Read]) -> None:
+    def __init__(self, epochs: Epochs, start: Start, reads: Iterator[IndexRead]) -> None:
         super().__init__(reads, EpochProgress(start.epoch, start.samples, start.extras))
         self._epochs = epochs
 

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from accel_core.base.seeds import derive_seed, loader_seed
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Rows
-from accel_core.loading.index_source import Read, length_of, looked_ahead
-from accel_core.loading.prepared_loader import index_sampler
+from accel_core import Rows, Shard
+from accel_core.api.component import derive_seed, loader_seed
+from accel_core.api.loader import IndexRead, index_sampler, length_of, looked_ahead
 from accel_data.batches import BatchSamplerShard, Lone
 from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.loader_state import EpochOpening, EpochProgress, Epochs, Start, tell_epoch
@@ -24,7 +22,7 @@ from accel_data.seedable import SeedableRandomSampler
 from accel_data.streams import drawn_apart, draws_globally
 
 if TYPE_CHECKING:
-    from accel_core.contract.loader_progress import Feed
+    from accel_core import Feed
     from accel_data.generators import Synchronise
     from accel_data.loader_fingerprint import Identity
 
@@ -184,7 +182,7 @@ class EpochSource:
         extras = restore_between(given_generators(self.sampler), dict(start.extras))
         self.epochs.restore(Start(start.epoch, start.samples, extras))
 
-    def _reads(self, start: Start, feed: Feed, progress: EpochProgress) -> Iterator[Read]:
+    def _reads(self, start: Start, feed: Feed, progress: EpochProgress) -> Iterator[IndexRead]:
         if self._worker_generator is not None:
             # torch's draw is made all the same, so that the stream that it is made from goes on as it would.
             torch.empty((), dtype=torch.int64).random_(generator=self._torch_generator)
@@ -200,7 +198,7 @@ class EpochSource:
         else:
             yield from self._asked(key, start, even, feed.lookahead)
 
-    def _asked(self, key: int, start: Start, even: bool, ahead: int) -> Iterator[Read]:
+    def _asked(self, key: int, start: Start, even: bool, ahead: int) -> Iterator[IndexRead]:
         """What the user's sampler yields, from `start` on."""
         sampler = with_inner(self.sampler, lambda inner: seeded(inner, key, self.identity.seed))
         shard = self.batches(sampler, even)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from accel_core.base.seeds import derive_seed
+from accel_core.api.component import derive_seed
 
 SMALL = 65_536
 ROUNDS = 8

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.utils.data import DataLoader
 
-from accel_core.loading.index_source import Source, source_behind
-from accel_core.loading.prepared_loader import PreparedLoader
+from accel_core.api.loader import IndexSource, PreparedLoader, source_after
 from accel_data.description import LoaderDescription
 from accel_data.loader_fingerprint import extras_of
 from accel_data.loader_state import Start
 
 if TYPE_CHECKING:
-    from accel_core.contract.layout import Shard
+    from accel_core import Shard
     from accel_data.loader_fingerprint import Identity
     from accel_data.loader_state import Epochs
 
@@ -140,11 +139,11 @@ class PositionedLoader(PreparedLoader):
         Raises:
             ValueError: if the number is negative, or no whole number.
         """
-        source = source_behind(self._accel_source, batches)
+        source = source_after(self._accel_source, batches)
         source.restarts = source.restarts or batches > 0
         twin = copy.copy(self)
         indexed = "_accel_indices" in self.__dict__
-        twin.__dict__.update(self._reading_from(cast(Source, source)) if indexed else {}, _accel_source=source)
+        twin.__dict__.update(self._reading_from(cast(IndexSource, source)) if indexed else {}, _accel_source=source)
         return twin
 
     def _position(self) -> Start:

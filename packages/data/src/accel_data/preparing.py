@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.collectives.run_seed import agree_seed
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
-from accel_core.loading.batch_stream import as_data_loader
-from accel_core.loading.prepared_loader import dressed_copy
-from accel_core.processes.world import World
+from accel_core import Feed, Shard, World
+from accel_core.api.component import agree_seed
+from accel_core.api.loader import as_data_loader, overridden_copy
 from accel_data.configuration import DataLoaderConfiguration
 from accel_data.dispatcher import DataLoaderDispatcher, dispatching
 from accel_data.loader import DataLoaderShard, reading_part
@@ -99,7 +96,7 @@ def prepare(loader: DataLoader[Any], request: Request) -> DataLoader[Any]:
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatched = request.options.dispatch_batches
         if (iterable and not request.options.presharded) if dispatched is None else dispatched:
-            return dressed_copy(loader, DataLoaderDispatcher, **dispatching(loader, request))
+            return overridden_copy(loader, DataLoaderDispatcher, **dispatching(loader, request))
         if iterable:
-            return dressed_copy(loader, DataLoaderShard, **sharing_stream(loader, request))
-    return dressed_copy(loader, DataLoaderShard, **reading_part(loader, request))
+            return overridden_copy(loader, DataLoaderShard, **sharing_stream(loader, request))
+    return overridden_copy(loader, DataLoaderShard, **reading_part(loader, request))

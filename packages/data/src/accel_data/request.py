@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from accel_core.collectives.random_sync import synchronize
-from accel_core.collectives.run_seed import agree_seed
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Feed
-from accel_core.loading.index_source import length_of
-from accel_core.loading.prepared_loader import Outlet, index_sampler
-from accel_core.options.resolution import as_rng_types
-from accel_core.processes.world import World
+from accel_core import Feed, Shard, World
+from accel_core.api.component import agree_seed, as_rng_types, synchronize_random_states
+from accel_core.api.loader import Outlet, index_sampler, length_of
 from accel_data.batches import BatchSamplerShard
 from accel_data.configuration import DataLoaderConfiguration
 from accel_data.loader_fingerprint import Identity
@@ -146,4 +141,4 @@ def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard, presharde
 
 def _synchronise(rng_types: tuple[str, ...], generators: list[torch.Generator]) -> None:
     if dist.is_available() and dist.is_initialized():  # reading the environment of a process that is alone takes time
-        synchronize(rng_types, generators, World.current())
+        synchronize_random_states(rng_types, generators, World.current())

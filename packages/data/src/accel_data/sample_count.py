@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from accel_core.loading.prepared_loader import Count, Delivering
+from accel_core.api.loader import BatchCount, CountingIterator
 
 
 class Collated(NamedTuple):
@@ -36,7 +36,7 @@ class CountingCollate:
         return Collated(self.collate_fn(samples), count)
 
 
-class Counting(Delivering):
+class Counting(CountingIterator):
     """torch's iterator over collated batches, for a loader class that may look at the batches: it sees the user's.
 
     Attributes:
@@ -44,7 +44,7 @@ class Counting(Delivering):
     """
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner, Count())
+        super().__init__(inner, BatchCount())
         self.delivered: deque[Collated] = deque()
 
     def __next__(self) -> Any:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_core.contract.loader_progress import Rows
+from accel_core import Rows
 
 if TYPE_CHECKING:
-    from accel_core.loading.index_source import Read
+    from accel_core.api.loader import IndexRead
     from accel_data.order import Order
 
 BLOCK = 4096  # positions that are turned into indices at once: enough to hide the cost of the calls
@@ -65,7 +65,7 @@ class Parts:
         """The parts behind so many steps."""
         return replace(self, start=self.start + steps * self.part * self.count)
 
-    def reads(self, order: Order) -> Iterator[Read]:
+    def reads(self, order: Order) -> Iterator[IndexRead]:
         """The index batches of this rank, each with how many follow, its rows, and how many samples all ranks have read then.
 
         `order.length` is `total`.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from accel_core.contract.hook_specs import hookimpl
-from accel_core.options.resolution import as_rng_types
+from accel_core import hookimpl
+from accel_core.api.component import as_rng_types
 from accel_data.configuration import DataLoaderConfiguration, Uneven, check_options
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.data import DataLoader
 
-    from accel_core.contract.layout import Shard
-    from accel_core.contract.loader_progress import Feed
+    from accel_core import Feed, Shard
 
 
 class Sharded:

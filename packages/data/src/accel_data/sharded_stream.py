@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from accel_core.contract.layout import Shard
-from accel_core.contract.loader_progress import Rows
-from accel_core.contract.sample_ids import Positions
-from accel_core.loading.prepared_loader import Count, Delivering, unmatched
-from accel_core.processes.world import World
+from accel_core import Rows, Shard, World
+from accel_core.api.loader import BatchCount, CountingIterator, Positions, unmatched_message
 from accel_data.iterable_source import Fetched, StreamSource, inside
 from accel_data.shard_arithmetic import piece_of
 from accel_data.uneven_streams import even_ends
@@ -22,7 +19,7 @@ from accel_data.worker_streams import Counted, CountedCollate, ShardedStream, Wo
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_core.contract.loader_progress import Feed
+    from accel_core import Feed
     from accel_data.configuration import Uneven
     from accel_data.iterable_source import Stateful
     from accel_data.loader_state import Start
@@ -45,11 +42,11 @@ def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
     return attributes
 
 
-class Arriving(Delivering):
+class Arriving(CountingIterator):
     """torch's iterator over counted batches, for a loader class that may look at the batches: it sees the user's."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner, Count())
+        super().__init__(inner, BatchCount())
         self.arrived: deque[Counted] = deque()
 
     def __next__(self) -> Any:
@@ -193,7 +190,7 @@ class SharedStreamSource(StreamSource):
             if arrived is None:  # the user's class has made torch's iterator only now
                 arrived = self.arrived
             if not arrived:
-                raise RuntimeError(unmatched("more batches than"))
+                raise RuntimeError(unmatched_message("more batches than"))
             counted = arrived.popleft()
             positions = self._positions(counted, lanes.read)
             if lanes.advance(counted.mark):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel_core.loading.prepared_loader import PreparedLoader, dressed_copy
+from accel_core.api.loader import PreparedLoader, overridden_copy
 from accel_data.loader import DataLoaderShard, reading_part
 from accel_data.request import Request
 
@@ -38,6 +38,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             f"skip_first_batches() was given a {type(dataloader).__name__}, expected a torch.utils.data.DataLoader. Of other "
             f"iterables, itertools.islice(batches, {num_batches!r}, None) leaves out the first."
         )
-    twin = dressed_copy(dataloader, DataLoaderShard, **reading_part(dataloader, Request.alone(None, None)))
+    twin = overridden_copy(dataloader, DataLoaderShard, **reading_part(dataloader, Request.alone(None, None)))
     assert isinstance(twin, DataLoaderShard)
     return twin.behind(num_batches)

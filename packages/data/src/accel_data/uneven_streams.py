@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_core.base.nested import flatten
-from accel_core.collectives.reduce_gather import broadcast_object, gather_objects
-from accel_core.loading.index_source import looked_ahead
-from accel_core.processes.watch.collective_scope import collective
+from accel_core.api.component import broadcast_object, collective, flatten, gather_objects
+from accel_core.api.loader import looked_ahead
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core.processes.channel import Channel
-    from accel_core.processes.world import World
+    from accel_core import World
+    from accel_core.api.component import Channel
     from accel_data.configuration import Uneven
 
 T = TypeVar("T")

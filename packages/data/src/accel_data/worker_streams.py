@@ -22,15 +22,15 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from accel_core.contract.loader_progress import Rows
-from accel_core.loading.index_source import length_of
+from accel_core import Rows
+from accel_core.api.loader import length_of
 from accel_data.iterable import Piece, Steps, asked
 from accel_data.loader_state import tell_epoch
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_core.contract.layout import Shard
+    from accel_core import Shard
 
 _TELLING = frozenset({"id", "num_workers"})
 

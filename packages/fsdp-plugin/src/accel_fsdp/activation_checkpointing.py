@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
 
-from accel_core.base.class_override import Dress, dress
+from accel_core.api.component import ClassOverride, override_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,10 +49,10 @@ def checkpoint_units(units: Sequence[nn.Module | list[nn.Module]]) -> None:
                 f"activation_checkpointing out."
             )
     for module in outermost:
-        dress(module, _Checkpointed)
+        override_class(module, _Checkpointed)
 
 
-class _Checkpointed(Dress):
+class _Checkpointed(ClassOverride):
     """Runs `forward` again in the backward.
 
     It overrides `forward`, and not the call, so that hooks run once: those of `fully_shard`, which have gathered the

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_core.processes.world import World
+    from accel_core import World
 
 MOST_SIZES = 64
 """How many process groups units of unlike sizes gather in, at most."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.assembling import Gathering
-from accel_core.checkpoint.collective_steps import here
-from accel_core.processes.world import World
+from accel_core import World
+from accel_core.api.checkpoint import on_each_rank
+from accel_core.api.weights import WeightGather
 from accel_fsdp.gradient_sync import ShardedModel
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*args, **kwargs)
     world = World.current()
     world.arrive(_CALL)
-    gathering = Gathering(here(world, "for weights to be presented", self.accel_state), world)
+    gathering = WeightGather(on_each_rank(world, "for weights to be presented", self.accel_state), world)
 
     def save_all() -> Any:
         state = gathering.all()

@@ -17,7 +17,7 @@ from torch import nn
 if TYPE_CHECKING:
     import torch
 
-    from accel_core.loop.preparation import PrepareRequest
+    from accel_core import PrepareRequest
     from accel_fsdp.wrapping import Unit
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accel_core.base.class_override import Dress
-from accel_core.base.nested import map_tensors
-from accel_core.contract.tensor_layouts import Elementwise, Partial, pieces_of
+from accel_core.api.component import ClassOverride, map_tensors
+from accel_core.api.layouts import Elementwise, Partial, pieces_of
 from accel_fsdp.engine_internals import (
     clear,
     cut_parameters,
@@ -32,7 +31,7 @@ from accel_fsdp.sharding import DTensorSharding, local_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.api.layouts import GradientState, State
     from accel_fsdp.unsharded_parameters import WholeParameters
 
 _SYNCHRONISATION = "_accel_synchronisation"
@@ -143,7 +142,7 @@ def attach(model: nn.Module, synchronisation: Synchronisation) -> None:
     vars(model)[_SYNCHRONISATION] = synchronisation
 
 
-class ShardedModel(Dress):
+class ShardedModel(ClassOverride):
     """What a sharded model does beyond torch's: its calls say whether gradients travel, and it tells why it is not copied.
 
     `__call__` is overridden, and no hook is registered: hooks would be compiled with the model.
@@ -182,10 +181,10 @@ class ShardedModel(Dress):
 
     def accel_state(self) -> State:
         """The parts on this rank, which `load_checkpoint_in_model` fills."""
-        from accel_core.checkpoint.model_state import capture
+        from accel_core.api.checkpoint import capture_model
 
         vars(self)[_SYNCHRONISATION].reshard()
-        return capture(self, DTensorSharding())  # type: ignore[arg-type]
+        return capture_model(self, DTensorSharding())  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse_copy(self, "copied")

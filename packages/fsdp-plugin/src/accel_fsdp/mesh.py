@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_core.contract.layout import Layout, Shard
+from accel_core import Layout, Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core.processes.world import World
+    from accel_core import World
 
 REPLICATE, SHARD, CONTEXT, TENSOR = range(4)
 

@@ -22,15 +22,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accel_core.checkpoint.collective_steps import here, on_main
-from accel_core.checkpoint.model_state import capture, elementwise
-from accel_core.checkpoint.weights.loading import load_checkpoint_in_model, load_weights
-from accel_core.collectives.reduce_gather import broadcast_object
-from accel_core.processes import random_state
+from accel_core import load_checkpoint_in_model
+from accel_core.api.checkpoint import capture_model, elementwise_entry, on_each_rank, on_main_rank
+from accel_core.api.component import broadcast_object, capture_random_state, restore_random_state
+from accel_core.api.weights import load_weights
 from accel_fsdp.sharding import DTensorSharding, is_sharded, local_of
 
 if TYPE_CHECKING:
-    from accel_core.processes.world import World
+    from accel_core import World
 
 Factory = Callable[[], nn.Module]
 Tensors = Mapping[str, torch.Tensor]
@@ -74,7 +73,7 @@ class Recipes:
         Raises:
             RuntimeError: if the factory fails on parameters without data.
         """
-        before = random_state.capture(None)
+        before = capture_random_state(None)
         try:
             with _without_data():
                 model = factory()
@@ -86,7 +85,7 @@ class Recipes:
                 f"whole model to prepare()."
             ) from error
         finally:
-            random_state.restore(before, None)
+            restore_random_state(before, None)
         if isinstance(model, nn.Module):
             if is_meta(model):
                 path = None if checkpoint is None else checkpoint.absolute()
@@ -144,11 +143,11 @@ class _Filling:
             self._check_saved()
             self._allocate(device)
             self._send({}, small)
-            here(self._world, f"to read {self._recipe.checkpoint}", self._load)
+            on_each_rank(self._world, f"to read {self._recipe.checkpoint}", self._load)
 
     def _load(self) -> None:
         assert self._recipe.checkpoint is not None, "it is asked before"
-        load_weights(capture(self._model, DTensorSharding()), self._recipe.checkpoint, self._recipe.name)
+        load_weights(capture_model(self._model, DTensorSharding()), self._recipe.checkpoint, self._recipe.name)
 
     def _check_saved(self) -> None:
         """Raises for tensors without data that a checkpoint does not hold."""
@@ -170,10 +169,10 @@ class _Filling:
                 kept.append(self._recipe.factory())
             self._compare(_named(kept[0]))
 
-        before = random_state.capture(self._world.device)
-        on_main(self._world, build)
-        moved = broadcast_object((before, random_state.capture(self._world.device)), self._world)
-        random_state.restore(_followed(before, *moved), self._world.device)
+        before = capture_random_state(self._world.device)
+        on_main_rank(self._world, build)
+        moved = broadcast_object((before, capture_random_state(self._world.device)), self._world)
+        restore_random_state(_followed(before, *moved), self._world.device)
         return _named(kept[0]) if kept else {}
 
     def _compare(self, built: Tensors) -> None:
@@ -226,7 +225,7 @@ class _Filling:
         for name in names:
             target = targets[name]
             whole = self._received(target, source.get(name, target))
-            for box, data in elementwise(target, sharding).pieces:
+            for box, data in elementwise_entry(target, sharding).pieces:
                 data.copy_(whole[box.slices])
             del whole  # before the next one comes
 

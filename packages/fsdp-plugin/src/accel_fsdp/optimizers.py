@@ -19,17 +19,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from accel_core.checkpoint.optimizers.known_optimizers import ELEMENTWISE, is_known, layouts_of
-from accel_core.checkpoint.optimizers.parameter_state import has_tensors
-from accel_core.collectives.reduce_gather import gather_objects
-from accel_core.loop.fused_backward import is_fused
-from accel_core.loop.optimizer_gate import gate_of
-from accel_core.processes import random_state
-from accel_core.processes.world import World
+from accel_core import World
+from accel_core.api.checkpoint import ELEMENTWISE, has_tensors, is_known, layouts_of
+from accel_core.api.component import capture_random_state, gather_objects, restore_random_state
+from accel_core.api.strategy import gate_of, is_fused
 from accel_fsdp.sharding import DTensorSharding, is_sharded, local_of
 
 if TYPE_CHECKING:
-    from accel_core.loop.parameter_replacement import Move
+    from accel_core.api.strategy import MoveState
 
 State = dict[str, Any]
 
@@ -44,8 +41,8 @@ RATE = 0.1
 """The learning rate of a trial: that of the user may be 0 at the start of a warm-up."""
 
 
-def carrying(model: nn.Module, optimizers: Sequence[Optimizer], whole: Collection[nn.Parameter] = ()) -> Move:
-    """How the state of optimizers follows the parameters of a model that is about to be cut: `carry` for `Repointing.apply`.
+def carrying(model: nn.Module, optimizers: Sequence[Optimizer], whole: Collection[nn.Parameter] = ()) -> MoveState:
+    """How the state of optimizers follows the parameters of a model that is about to be cut: `carry` for `ParameterReplacement.apply`.
 
     Args:
         model: with its parameters as they were when the optimizers stepped.
@@ -167,7 +164,7 @@ _INSTEAD = (
 
 def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
     """What was wrong in the trial."""
-    before = random_state.capture(device)
+    before = capture_random_state(device)
     errors: dict[str, None] = {}
     try:
         with warnings.catch_warnings(), _no_hooks_of_all_optimizers():
@@ -179,7 +176,7 @@ def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
                     reason = str(error).strip().partition("\n")[0]
                     errors[f"{type(error).__name__}: {reason:.300}"] = None
     finally:
-        random_state.restore(before, device)
+        restore_random_state(before, device)
     return f"it raised {'; and with a closure, '.join(errors)}"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.base.nested import map_tensors
+from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn

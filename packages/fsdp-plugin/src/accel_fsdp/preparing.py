@@ -18,13 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core.base.class_override import dress
-from accel_core.contract.precision_policy import cast_parameters, dress_calls
-from accel_core.loop.compilation import compile_calls
-from accel_core.loop.forward_methods import mark
-from accel_core.loop.fused_backward import is_fused
-from accel_core.loop.parameter_replacement import Repointing
-from accel_core.strategies import check_alike, place_model
+from accel_core import place_model
+from accel_core.api.component import override_class
+from accel_core.api.strategy import (
+    ParameterReplacement,
+    cast_parameters,
+    check_alike,
+    compile_calls,
+    is_fused,
+    mark_forward_method,
+    override_calls,
+)
 from accel_fsdp.activation_checkpointing import checkpoint_units
 from accel_fsdp.engine_internals import gather_apart, gathered_parameters, keep_in_parts
 from accel_fsdp.export import save_whole
@@ -42,9 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from accel_core.contract.precision_policy import PrecisionPolicy
-    from accel_core.loop.preparation import PrepareRequest
-    from accel_core.processes.world import World
+    from accel_core import PrecisionPolicy, PrepareRequest, World
     from accel_fsdp.mesh import Meshes
     from accel_fsdp.meta_init import Recipes
     from accel_fsdp.tensor_parallel import Plan
@@ -163,7 +165,7 @@ def prepare(
     if not any(map(is_fused, optimizers)):  # which hang on hooks, and are refused by name
         check_hooks(model, whole)
     units = find_units(model, options.wrap, options.ignored_modules)
-    repointing, move = Repointing(model, optimizers), carrying(model, optimizers, whole)
+    replacement, move = ParameterReplacement(model, optimizers), carrying(model, optimizers, whole)
     # Not of those that stay: torch cannot give data to an empty parameter that somebody refers to weakly.
     former = {
         name: weakref.ref(parameter)
@@ -184,7 +186,7 @@ def prepare(
         place.recipes.materialise(
             model, place.world, torch.device("cpu") if options.cpu_offload else place.world.device
         )
-    repointing.apply(move)
+    replacement.apply(move)
     follow(model, whole, request.policy, options, place)
     keep_attributes(model, attributes)
     dress_and_compile(model, request)
@@ -193,7 +195,7 @@ def prepare(
 
 def dress_and_compile(model: nn.Module, request: PrepareRequest) -> None:
     """Has calls of a model that is sharded go by a request; its parameters stay as they are."""
-    dress_calls(model, request.policy, request.device_type, request.autocast)
+    override_calls(model, request.policy, request.device_type, request.autocast)
     if request.compile_options is not None:
         compile_calls(model, request.compile_options)
 
@@ -309,13 +311,15 @@ def follow(
     averaged = WholeParameters([each for each in model.parameters() if each in whole], place.meshes.fsdp, policy.reduce)
     attach(model, Synchronisation(model, bool(options.reshard_after_forward), averaged))
     user = next(kind for kind in type(model).__mro__[2:] if kind.__name__ != "FSDPModule")
-    dress(model, ShardedModel)
+    override_class(model, ShardedModel)
     # torch calls its class "FSDP" and the user's name; ours passes for the user's class, as every dress does.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(type(model), attribute, getattr(user, attribute))
     save_whole(model)
     if inspect.ismethod(getattr(model, "generate", None)):
-        mark(model, model, "generate")  # it may call an encoder before the model, which needs what the root gathers
+        mark_forward_method(
+            model, model, "generate"
+        )  # it may call an encoder before the model, which needs what the root gathers
 
 
 def keep_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:

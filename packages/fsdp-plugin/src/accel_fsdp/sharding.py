@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.contract.boxes import Box
-from accel_core.contract.tensor_layouts import Extent
+from accel_core.api.layouts import Box, Extent
 from accel_precision.fp8.gathered import plain
 
 if TYPE_CHECKING:

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.base.vocabulary import DistributedType
-from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.tensor_layouts import Elementwise
-from accel_core.strategies import Strategy
+from accel_core import DistributedType, Strategy, hookimpl
+from accel_core.api.layouts import Elementwise
 from accel_fsdp.clipping import clip
 from accel_fsdp.engine_internals import drop_held, held_gradient, parts_behind
 from accel_fsdp.gradient_sync import NoSync, synchronisation_of, triggered
@@ -46,11 +44,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
-    from accel_core.contract.layout import Layout
-    from accel_core.contract.tensor_layouts import GradientState, State
-    from accel_core.loop.preparation import PrepareRequest
-    from accel_core.processes.world import World
+    from accel_core import Layout, PrepareRequest, World
+    from accel_core.api.checkpoint import OptimizerState, SavedOptimizer
+    from accel_core.api.layouts import GradientState, State
     from accel_fsdp.tensor_parallel import Plan
 
 _NOTHING = contextlib.nullcontext()
@@ -278,12 +274,12 @@ class FSDP(Strategy):
     @hookimpl
     def model_state(self, model: nn.Module) -> State:
         """The parts on this rank."""
-        from accel_core.checkpoint.model_state import capture
+        from accel_core.api.checkpoint import capture_model
 
         own = synchronisation_of(model)
         if own is not None:
             own.reshard()
-        return capture(model, DTensorSharding())
+        return capture_model(model, DTensorSharding())
 
     @hookimpl
     def model_loaded(self, model: nn.Module) -> None:
@@ -295,23 +291,23 @@ class FSDP(Strategy):
     @hookimpl
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """The parts on this rank."""
-        from accel_core.checkpoint.optimizers.optimizer_state import capture
+        from accel_core.api.checkpoint import capture_optimizer
 
-        return capture(optimizer, names, DTensorSharding())
+        return capture_optimizer(optimizer, names, DTensorSharding())
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """See `accel_core.checkpoint.optimizers.optimizer_state.misfits`."""
-        from accel_core.checkpoint.optimizers.optimizer_state import misfits
+        """See `accel_core.checkpoint.optimizers.optimizer_state.list_misfits`."""
+        from accel_core.api.checkpoint import list_misfits
 
-        return misfits(optimizer, names, DTensorSharding(), saved)
+        return list_misfits(optimizer, names, DTensorSharding(), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Each rank reads its parts."""
-        from accel_core.checkpoint.optimizers.optimizer_state import restore
+        from accel_core.api.checkpoint import restore_optimizer
 
-        restore(optimizer, names, DTensorSharding(), saved)
+        restore_optimizer(optimizer, names, DTensorSharding(), saved)
 
     def _stepped(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parts, which have the gradients, in the places of gathered parameters: a model shows these while they are gathered."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core.base.nested import flatten
+from accel_core.api.component import flatten
 from accel_fsdp.engine_internals import current_backward
 
 if TYPE_CHECKING:

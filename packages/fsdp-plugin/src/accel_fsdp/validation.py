@@ -18,7 +18,7 @@ from accel_fsdp.sharding import is_sharded
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.contract.precision_policy import PrecisionPolicy
+    from accel_core import PrecisionPolicy
     from accel_fsdp.preparing import Sharded
     from accel_fsdp.wrapping import Unit
 

@@ -13,9 +13,9 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from accel_core.base.errors import CheckpointError, CollectiveMismatchError, PluginError, WorldError
-from accel_core.base.suggestions import nearest
-from accel_core.plugins import Offer, find, list_offers
+from accel_core import CheckpointError, CollectiveMismatchError, PluginError, WorldError
+from accel_core.api.component import nearest
+from accel_core.api.launcher import Offer, find, list_offers
 from accel_launch.output import BAD, say, table, warn
 
 WRONG, INTERRUPTED, UNREAD = 2, 130, 141

@@ -72,10 +72,10 @@ def mark(style: str) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Prints a table to standard output; one row that says "none" if there is none."""
-    from accel_core.plugins import explain
+    from accel_core.api.launcher import format_table
 
     if is_plain():
-        say("\n".join([*([title] if title else []), explain.table(header, rows)]))
+        say("\n".join([*([title] if title else []), format_table(header, rows)]))
         return
     from rich import box
     from rich.table import Table

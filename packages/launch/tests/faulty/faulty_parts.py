@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_core import DDP, Layout, Strategy, hookimpl, place_model
-from accel_core.contract.tensor_layouts import Elementwise
+from accel_core.api.layouts import Elementwise
 
 
 class Alone(Strategy):

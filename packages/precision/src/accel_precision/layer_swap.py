@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.base.class_override import Dress, dress
+from accel_core.api.component import ClassOverride, override_class
 
 _ADDED = "_accel_added"
 
@@ -31,7 +31,7 @@ def become(layer: nn.Linear, other: nn.Linear, calls: type[FilledRows]) -> None:
     if other.weight is not layer.weight:
         layer.weight = other.weight
     layer.__class__ = type(other)
-    dress(layer, calls)
+    override_class(layer, calls)
 
 
 def revert(layer: nn.Linear) -> None:
@@ -73,7 +73,7 @@ def has_become(layer: nn.Linear) -> bool:
     return _ADDED in vars(layer)
 
 
-class FilledRows(Dress):
+class FilledRows(ClassOverride):
     """Calls of a layer whose kernels want the number of rows (the product of all dims but the last) to be a multiple.
 
     Rows of zeros are appended and cut off again: they change no scale, no gradient and no other row. The input comes in the dtype

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from torch import nn
 
 from accel_core import get_logger
-from accel_core.options.resolution import as_sequence
+from accel_core.api.component import as_sequence
 
 Filter = Callable[[nn.Module, str], bool]
 Misfit = Callable[[nn.Linear], str | None]

@@ -26,16 +26,15 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_core import SKIPPED
-from accel_core.loop.gradients import Gradients
-from accel_core.loop.optimizer_gate import gate_of
-from accel_core.loop.preparation import held_by
+from accel_core.api.precision import Gradients, held_by
+from accel_core.api.strategy import gate_of
 from accel_precision.handlers import GradScalerKwargs
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import World
-    from accel_core.loop.preparation import Prepared
+    from accel_core.api.precision import Prepared
 
 _STATE = {"scale", "growth_tracker"}
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Dress:
+class ClassOverride:
     """Base of the overrides: a mixin that stands before the original class.
 
     Neither it nor its subclasses declare `__slots__`: the layout of an ordinary object, with a `__dict__`, is what lets
@@ -34,14 +34,14 @@ class Dress:
         return (_rebuild, (overrides, make, arguments), *rest)
 
 
-def dress(obj: T, overrides: type[Dress]) -> T:
+def override_class(obj: T, overrides: type[ClassOverride]) -> T:
     """Puts `overrides` before the class of `obj`, in place; an object that wears them already is left alone."""
     if not isinstance(obj, overrides):
-        obj.__class__ = dressed_class(type(obj), overrides)
+        obj.__class__ = overridden_class(type(obj), overrides)
     return obj
 
 
-def undress(obj: T, overrides: type[Dress]) -> T:
+def restore_class(obj: T, overrides: type[ClassOverride]) -> T:
     """Takes `overrides` away from `obj`, in place; other dresses stay on.
 
     Raises:
@@ -52,19 +52,19 @@ def undress(obj: T, overrides: type[Dress]) -> T:
     return obj
 
 
-def _without(dressed: type, overrides: type[Dress]) -> type:
+def _without(dressed: type, overrides: type[ClassOverride]) -> type:
     outer, *inner = dressed.__bases__
     if outer is overrides:
         return inner[0]
-    if not inner or not issubclass(outer, Dress):
+    if not inner or not issubclass(outer, ClassOverride):
         raise TypeError(
             f"{overrides.__name__} was to be taken off an object of the class {dressed.__name__}, which was made around it and cannot "
             f"do without. Undo what made that class first, or leave it as it is."
         )
-    return dressed_class(_without(inner[0], overrides), outer)
+    return overridden_class(_without(inner[0], overrides), outer)
 
 
-def dressed_class(original: type, overrides: type) -> type:
+def overridden_class(original: type, overrides: type) -> type:
     """The subclass of `overrides` and `original` that passes for `original`; made once, as long as it is in use."""
     subclasses: list[type] = type.__subclasses__(original)
     for known in subclasses:
@@ -79,5 +79,5 @@ def dressed_class(original: type, overrides: type) -> type:
     return type(original)(original.__name__, (overrides, original), names)
 
 
-def _rebuild(overrides: type[Dress], make: Any, arguments: tuple[Any, ...]) -> Any:
-    return dress(make(*arguments), overrides)
+def _rebuild(overrides: type[ClassOverride], make: Any, arguments: tuple[Any, ...]) -> Any:
+    return override_class(make(*arguments), overrides)

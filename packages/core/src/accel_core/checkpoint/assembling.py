@@ -45,7 +45,7 @@ class Weights(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         entry = _resolved(self._state, name)
-        return _own(entry) if self._replicated and _is_here(entry) else whole(name, entry, self._world)
+        return _own(entry) if self._replicated and _is_here(entry) else gather_entry(name, entry, self._world)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -54,7 +54,7 @@ class Weights(Mapping[str, Any]):
         return len(self._state)
 
 
-class Gathering:
+class WeightGather:
     """The state of a model, of which the main process reads one value after another, and the others send what they have.
 
     Making one is a collective, which compares what the ranks present. Then all call `together`.
@@ -176,7 +176,7 @@ class Gathering:
             return None
 
 
-def whole(name: str, entry: Entry, world: World) -> Any:
+def gather_entry(name: str, entry: Entry, world: World) -> Any:
     """The value of an entry: live memory where every rank has all of it, else put together on every rank.
 
     A collective for an `Elementwise` entry.

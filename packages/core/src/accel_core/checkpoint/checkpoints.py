@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel_core.checkpoint.background import Background, Mode
-from accel_core.checkpoint.collective_steps import everywhere, on_main
+from accel_core.checkpoint.collective_steps import everywhere, on_main_rank
 from accel_core.checkpoint.files import retention
 from accel_core.checkpoint.loading import LoadHook, LoadRequest, load
 from accel_core.checkpoint.record import whereabouts
@@ -185,7 +185,7 @@ class Checkpoints:
         if self._each_node:
             everywhere(world, "for the next number", next_path)
         else:
-            on_main(world, next_path)
+            on_main_rank(world, next_path)
         return self._root() / retention.name(number)
 
     def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
@@ -203,7 +203,7 @@ class Checkpoints:
                 )
             )
             return self._root() / retention.name(number)  # which is another folder on each node, perhaps
-        return on_main(self._run.world, lambda: retention.newest(self._root()))
+        return on_main_rank(self._run.world, lambda: retention.newest(self._root()))
 
     @property
     def _each_node(self) -> bool:

@@ -72,7 +72,7 @@ def exchange(world: World, step: str, value: T, failure: Exception | None = None
     return [each for _, _, each in found]
 
 
-def here(world: World, step: str, work: Callable[[], T]) -> T:
+def on_each_rank(world: World, step: str, work: Callable[[], T]) -> T:
     """Does some work on every rank and gives each what it returned there, which need not be picklable. A collective.
 
     Raises:
@@ -83,7 +83,7 @@ def here(world: World, step: str, work: Callable[[], T]) -> T:
     return kept[0]
 
 
-def on_main(world: World, work: Callable[[], T]) -> T:
+def on_main_rank(world: World, work: Callable[[], T]) -> T:
     """Does some work on the main process and gives every rank its result. A collective.
 
     Raises:

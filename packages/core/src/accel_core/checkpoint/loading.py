@@ -20,7 +20,7 @@ import torch
 
 from accel_core.base.errors import CheckpointError, CollectiveMismatchError
 from accel_core.base.seeds import derive_seed
-from accel_core.checkpoint.collective_steps import everywhere, here
+from accel_core.checkpoint.collective_steps import everywhere, on_each_rank
 from accel_core.checkpoint.files.disk import read_all
 from accel_core.checkpoint.files.manifest import TRIES, identity
 from accel_core.checkpoint.reading import Checkpoint, Job, SavedState
@@ -93,7 +93,7 @@ def load(run: Run, request: LoadRequest) -> dict[str, Any]:
 def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]:
     """The same, once; `restored` gets the id of the checkpoint when something of it is about to be restored."""
     world = run.world
-    checkpoint = here(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
+    checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
     with checkpoint:
         _check_same(everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id))
         left = _run_hooks(run, request)
@@ -214,15 +214,15 @@ class _Restoring:
         """Restores everything, step by step on all ranks."""
         run = self._run
         # First, for a loader may refuse: of another dataset, say.
-        here(run.world, "for the positions of loaders", self._restore_positions)
-        here(run.world, "for models to be read", self._restore_models)
+        on_each_rank(run.world, "for the positions of loaders", self._restore_positions)
+        on_each_rank(run.world, "for models to be read", self._restore_models)
         for number, record in enumerate(run.models()):
             if number not in self._left:
                 loaded = partial(run.relay.model_loaded, record.original, record.prepared)
-                here(run.world, "for the strategy to take a model over", loaded)
-        here(run.world, "for optimizers to be read", self._restore_optimizers)
-        here(run.world, "for gradients to be read", self._restore_gradients)
-        here(run.world, "for objects to be restored", self._restore_objects)
+                on_each_rank(run.world, "for the strategy to take a model over", loaded)
+        on_each_rank(run.world, "for optimizers to be read", self._restore_optimizers)
+        on_each_rank(run.world, "for gradients to be read", self._restore_gradients)
+        on_each_rank(run.world, "for objects to be restored", self._restore_objects)
         run.prepared.drifted = run.prepared.apart is not None  # all ranks have the same optimizers again
 
     def _misfits_in_number(self) -> Iterator[str]:
@@ -240,7 +240,9 @@ class _Restoring:
                 yield f"there are {here_are} {what} here, and {there} in the checkpoint"
         components = {name for name, component in self._run.components.items() if has_state(component)}
         for name in sorted(components ^ saved.components()):
-            has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
+            has, has_not = (
+                ("on_each_rank", "in the checkpoint") if name in components else ("in the checkpoint", "on_each_rank")
+            )
             yield f"the {name} has a state {has}, and none {has_not}"
         known = (MODEL, OPTIMIZER, GRADIENT)
         unknown = {name.partition("/")[0] for name in saved.index.tensors} - {*components}
@@ -402,12 +404,12 @@ class _Restoring:
     def _restore_streams(self, step: int) -> None:
         rank, saved = self._run.world.rank, self._objects[RANDOM]
         if rank < self._checkpoint.world_size:
-            random_state.restore(saved, self._run.world.device)
+            random_state.restore_random_state(saved, self._run.world.device)
         else:
             seed = self._run.seed()
             if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
                 seed = derive_seed(_RESUMED, *saved[random_state.TORCH][:16].tolist())
-            random_state.begin(seed, rank, step, self._run.world.device)
+            random_state.begin_random_state(seed, rank, step, self._run.world.device)
 
 
 def _refusal(unit: str, each: Any, error: Exception) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _EXTRA_STATE = "_extra_state"
 
 
-def capture(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
+def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
     """The live entries of a model: parameters as the sharding says, buffers as those of the lowest rank.
 
     Names of one tensor are tied: the first has it, the others are aliases. What `state_dict` makes rather than holds (the
@@ -41,7 +41,7 @@ def capture(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Ent
         if isinstance(value, torch.Tensor) and (kept := first.setdefault(id(value), name)) != name:
             entries[name] = Alias(kept)
         elif id(value) in parameters and not _is_opaque(value, layout):
-            entries[name] = elementwise(_ready(name, value), layout)
+            entries[name] = elementwise_entry(_ready(name, value), layout)
         elif id(value) in buffers and not _is_opaque(value, layout):
             entries[name] = Replicated(_ready(name, value).detach())
         else:
@@ -49,7 +49,7 @@ def capture(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Ent
     return entries
 
 
-def elementwise(tensor: torch.Tensor, sharding: Sharding) -> Elementwise:
+def elementwise_entry(tensor: torch.Tensor, sharding: Sharding) -> Elementwise:
     """The entry of a tensor that is laid out like a parameter."""
     extent, local = sharding.extent(tensor), sharding.local(tensor)
     parts = tuple(pieces_of(extent.boxes, local))

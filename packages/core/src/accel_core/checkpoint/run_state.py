@@ -127,7 +127,7 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
     """
     content = Content()
     # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
-    content.objects[RANDOM] = random_state.capture(run.world.device)
+    content.objects[RANDOM] = random_state.capture_random_state(run.world.device)
     for number in range(len(run.models())):
         if number not in leave_out:
             content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))
@@ -287,7 +287,7 @@ def _lie(name: str, why: str) -> CheckpointError:
 def _misfit_of_streams(value: Any, device: torch.device | None) -> str:
     """Why random streams would not take a value; empty if they would."""
     try:
-        random_state.check(value, device)
+        random_state.check_random_state(value, device)
     except CheckpointError:  # what is missing here: the value may be right
         raise
     except Exception as error:  # noqa: BLE001  (whatever values of another kind bring about)

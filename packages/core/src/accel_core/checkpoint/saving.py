@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.assembling import Weights
 from accel_core.checkpoint.background import Job
-from accel_core.checkpoint.collective_steps import everywhere, exchange, here, on_main
+from accel_core.checkpoint.collective_steps import everywhere, exchange, on_each_rank, on_main_rank
 from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.manifest import Manifest
 from accel_core.checkpoint.plan import plan
@@ -202,7 +202,7 @@ def _members(run: Run, each_node: bool) -> list[int]:
 def _begin(run: Run, request: SaveRequest, members: Sequence[int]) -> Draft:
     world = run.world
     if not request.each_node:
-        return on_main(world, lambda: Draft.begin(request.folder))
+        return on_main_rank(world, lambda: Draft.begin(request.folder))
     identity = broadcast_object(secrets.token_hex(8), world)
     draft = Draft(request.folder, identity)
     begins = world.rank == members[0]
@@ -229,7 +229,7 @@ def _begin_here(draft: Draft) -> Draft:
 def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
     """Lets the user's hooks write, and says which models they have taken: those that they took on the main process."""
     numbers = range(len(run.models()))
-    states = here(run.world, "for hooks to be called", lambda: [run.model_state(number) for number in numbers])
+    states = on_each_rank(run.world, "for hooks to be called", lambda: [run.model_state(number) for number in numbers])
     weights: list[Mapping[str, Any]] = [
         Weights(state, run.world, replicated=run.strategy.replicates_parameters) for state in states
     ]
@@ -291,7 +291,7 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
                     mine.add_object(unit, ranks, encodings.get(writer if writer in holders else first, encoded)[unit])
         return mine
 
-    return here(run.world, "to begin writing", work), portraits
+    return on_each_rank(run.world, "to begin writing", work), portraits
 
 
 def _window(run: Run) -> tuple[int, bool]:

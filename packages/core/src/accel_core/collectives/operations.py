@@ -210,4 +210,4 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
             f"to rng_types, or leave the generator out.",
             stacklevel=2,
         )
-    random_sync.synchronize(names, [] if generator is None else [generator], world)
+    random_sync.synchronize_random_states(names, [] if generator is None else [generator], world)

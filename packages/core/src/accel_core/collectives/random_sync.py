@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 States = dict[str, list[torch.Tensor]]
 
 
-def synchronize(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
+def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
     """Sets the streams of this process to the states that they have on rank 0.
 
     One collective of the world for all streams together, and none in a world of one or where there is nothing to send. All

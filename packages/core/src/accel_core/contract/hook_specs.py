@@ -43,6 +43,7 @@ LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_opt
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a method that takes over the hook of the same name."""
 
 Kind = Literal["owner", "listener"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -194,7 +195,7 @@ class HookSpecs:
         Arguments: the user's loader, which must not be changed; the part to read; the feed to which iterators report, and
             which says what the loop asks of them; the device on which batches are put, None to leave them where they are;
             the seed of the run, the same on every rank; how many loaders were prepared before, for each is to have an order
-            of its own (`accel_core.base.seeds.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
+            of its own (`accel_core.api.component.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
             in shard order, None for the whole world; the user's function that cuts a batch into pieces, or None.
         Returns: a loader with the same class, attributes and worker settings. One with `behind(batches)` serves
             `skip_first_batches`; one that resumes has `state_dict()` and `load_state_dict(state)`.
@@ -382,7 +383,7 @@ class HookSpecs:
         Usual owner: the strategy, if it lays out parameters in its own way. No collective. It first brings parameters into
             the form in which optimizers hold them.
         Arguments: the user's model, and what the loop calls.
-        Returns: a mapping from names, those of the user's model's `state_dict()`, to entries of `accel_core.contract.tensor_layouts`.
+        Returns: a mapping from names, those of the user's model's `state_dict()`, to entries of `accel_core.api.layouts`.
             Of a parameter its most precise copy. They are live: `load_state` reads into the memory that they name.
         Default: everything is whole on every rank, and buffers are those of rank 0. It serves strategies that declare
             `replicates_parameters`; under another, saving raises.
@@ -405,7 +406,7 @@ class HookSpecs:
         When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No collective.
         Arguments: the optimizer; the names of the parameters of all prepared models, by the `id` of each: the index of the
             model, a dot, and the name in it.
-        Returns: its groups and values, and entries as for a model. `accel_core.checkpoint.optimizers.optimizer_state.capture` makes it
+        Returns: its groups and values, and entries as for a model. `accel_core.api.checkpoint.capture_optimizer` makes it
             for parameters laid out as a `Sharding` says.
         Default: parameters are whole on every rank.
         """
@@ -419,7 +420,7 @@ class HookSpecs:
         When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of `model_state`. No
             collective.
         Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of ranks.
-        Returns: a line for each thing that does not fit; none if all does. See `accel_core.checkpoint.optimizers.optimizer_state.misfits`.
+        Returns: a line for each thing that does not fit; none if all does. See `accel_core.api.checkpoint.list_misfits`.
         Default: parameters are whole on every rank.
         """
 
@@ -431,5 +432,5 @@ class HookSpecs:
             `model_state`. No collective.
         Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise` entry by the time that
             `load_state` returns, and perhaps not before.
-        Default: parameters are whole on every rank. See `accel_core.checkpoint.optimizers.optimizer_state.restore`.
+        Default: parameters are whole on every rank. See `accel_core.api.checkpoint.restore_optimizer`.
         """

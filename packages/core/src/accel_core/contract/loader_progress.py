@@ -82,7 +82,7 @@ class Passage:
                 not know its length looks `Feed.lookahead` batches ahead and reports at least that; None means unknown.
             rows: the rows of the batch on this rank (make one `Rows` for all full batches: this runs once per batch);
                 None if the batch has no countable rows.
-            drawn: which samples they are: the index batch as the sampler gave it, or `accel_core.contract.sample_ids.Positions`; None if
+            drawn: which samples they are: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`; None if
                 that is not known.
         """
         feed = self._feed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from accel_core.base.class_override import Dress, dress, undress
+from accel_core.base.class_override import ClassOverride, override_class, restore_class
 from accel_core.base.nested import map_tensors
 from accel_core.options.handlers import AutocastKwargs
 
@@ -93,7 +93,7 @@ class FullPrecision(Precision):
 _POLICY = "_accel_policy"
 
 
-class _Precise(Dress):
+class _Precise(ClassOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device_type, policy, autocast = vars(self)[_POLICY]
         if policy.input is not None:
@@ -109,9 +109,9 @@ class _Precise(Dress):
 def apply_policy(
     model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
 ) -> None:
-    """Makes a model honour `param`, `compute`, `output` and `input`, in place: `cast_parameters`, then `dress_calls`."""
+    """Makes a model honour `param`, `compute`, `output` and `input`, in place: `cast_parameters`, then `override_calls`."""
     cast_parameters(model, policy)
-    dress_calls(model, policy, device_type, autocast)
+    override_calls(model, policy, device_type, autocast)
 
 
 def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
@@ -122,7 +122,7 @@ def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
         model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def dress_calls(
+def override_calls(
     model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
 ) -> None:
     """Makes calls of a model honour `compute`, `output` and `input`, in place.
@@ -139,12 +139,12 @@ def dress_calls(
     remove_policy(model)  # that of an earlier Accelerator
     if policy.dresses_calls:
         vars(model)[_POLICY] = (device_type, policy, autocast or AutocastKwargs())
-        dress(model, _Precise)
+        override_class(model, _Precise)
 
 
 def remove_policy(model: nn.Module) -> None:
     """Gives a model its original class back; parameters keep their dtype."""
-    undress(model, _Precise)
+    restore_class(model, _Precise)
     vars(model).pop(_POLICY, None)
 
 

@@ -94,7 +94,10 @@ class Alias:
 
 
 Entry = Elementwise | Replicated | Partial | Opaque | Alias
+"""What a rank presents under one name."""
+
 State = Mapping[str, Entry]
+"""The entries of a model or an optimizer, by name."""
 
 GradientState = Mapping[str, Sequence[Elementwise | Partial]]
 """By parameter, the terms of its gradient: what was sent is `Elementwise`, the rest `Partial`."""

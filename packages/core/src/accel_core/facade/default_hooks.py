@@ -160,9 +160,9 @@ class CoreDefaults:
     @hookimpl
     def model_state(self, model: nn.Module) -> State:
         """All of it, whole."""
-        from accel_core.checkpoint.model_state import capture
+        from accel_core.checkpoint.model_state import capture_model
 
-        return capture(model)
+        return capture_model(model)
 
     @hookimpl
     def model_loaded(self) -> None:
@@ -171,26 +171,26 @@ class CoreDefaults:
     @hookimpl
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Parameters are whole."""
-        from accel_core.checkpoint.optimizers.optimizer_state import capture
+        from accel_core.checkpoint.optimizers.optimizer_state import capture_optimizer
         from accel_core.contract.tensor_layouts import Whole
 
-        return capture(optimizer, names, Whole())
+        return capture_optimizer(optimizer, names, Whole())
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """Parameters are whole."""
-        from accel_core.checkpoint.optimizers.optimizer_state import misfits
+        from accel_core.checkpoint.optimizers.optimizer_state import list_misfits
         from accel_core.contract.tensor_layouts import Whole
 
-        return misfits(optimizer, names, Whole(), saved)
+        return list_misfits(optimizer, names, Whole(), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Parameters are whole."""
-        from accel_core.checkpoint.optimizers.optimizer_state import restore
+        from accel_core.checkpoint.optimizers.optimizer_state import restore_optimizer
         from accel_core.contract.tensor_layouts import Whole
 
-        restore(optimizer, names, Whole(), saved)
+        restore_optimizer(optimizer, names, Whole(), saved)
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)

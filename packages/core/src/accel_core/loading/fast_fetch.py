@@ -18,7 +18,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from accel_core.base.nested import to_device
 
 if TYPE_CHECKING:
-    from accel_core.loading.index_source import Opening
+    from accel_core.loading.index_source import SourceIteration
     from accel_core.loading.prepared_loader import Outlet
 
 
@@ -40,7 +40,7 @@ def draw_base_seed(generator: torch.Generator | None) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
-def plain_batches(dataset: Any, opening: Opening, outlet: Outlet) -> Iterator[Any]:
+def plain_batches(dataset: Any, opening: SourceIteration, outlet: Outlet) -> Iterator[Any]:
     """The batches of one iteration, placed and reported."""
     fetch = fetching(dataset)
     device, non_blocking = outlet.device, outlet.non_blocking

@@ -1,6 +1,6 @@
 """What an iteration of a loader reads: index batches, each with a note of where it stands.
 
-A `Source` gives an `Opening` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
+A `IndexSource` gives an `SourceIteration` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
 world of one.
 """
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from accel_core.contract.loader_progress import Feed
 
 T = TypeVar("T")
-Note = tuple["int | None", "Rows | None", int, Any]
+BatchNote = tuple["int | None", "Rows | None", int, Any]
 """Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), how many samples all
 ranks have read of the epoch once it is yielded, and its index batch."""
 
-Read = tuple[Any, "int | None", "Rows | None", int]
+IndexRead = tuple[Any, "int | None", "Rows | None", int]
 """An index batch (or one index), and what is noted of it."""
 
 _TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class Progress:
+class SourceProgress:
     """How far an iteration has come: what was yielded of its epoch, not what was fetched.
 
     Args:
@@ -46,7 +46,7 @@ class Progress:
         self.finished = False
 
 
-class Opening:
+class SourceIteration:
     """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered.
 
     Attributes:
@@ -56,17 +56,17 @@ class Opening:
 
     __slots__ = ("__weakref__", "before", "notes", "progress", "reads")
 
-    def __init__(self, reads: Iterator[Read], progress: Progress | None = None) -> None:
+    def __init__(self, reads: Iterator[IndexRead], progress: SourceProgress | None = None) -> None:
         self.reads = reads
         self.before: dict[str, Any] = {}
-        self.notes: deque[Note] = deque()
-        self.progress = progress or Progress()
+        self.notes: deque[BatchNote] = deque()
+        self.progress = progress or SourceProgress()
 
     def start(self) -> None:
         """The iterator is advanced for the first time. An iterator that never is has not begun an epoch."""
 
 
-class Source(Protocol):
+class IndexSource(Protocol):
     """What a prepared loader reads.
 
     Attributes:
@@ -75,7 +75,7 @@ class Source(Protocol):
 
     skipped: int
 
-    def open(self, feed: Feed) -> Opening:
+    def open(self, feed: Feed) -> SourceIteration:
         """Begins an iteration. Where the length is not certain, it looks `feed.lookahead` batches ahead."""
 
     def __len__(self) -> int: ...
@@ -96,16 +96,16 @@ class LocalSource:
         self.endless = endless
         self.skipped = 0
 
-    def open(self, feed: Feed) -> Opening:
+    def open(self, feed: Feed) -> SourceIteration:
         """Begins an iteration."""
         reads = local_reads(self.sampler, feed.lookahead, batched=self.batched, endless=self.endless)
-        return Opening(reads if self.endless else islice(reads, self.skipped, None))
+        return SourceIteration(reads if self.endless else islice(reads, self.skipped, None))
 
     def __len__(self) -> int:
         return max(len(self.sampler) - self.skipped, 0)
 
 
-def source_behind(source: T, batches: int) -> T:
+def source_after(source: T, batches: int) -> T:
     """A copy of a source of which every iteration leaves out so many more batches."""
     if type(batches) is not int or batches < 0:
         raise ValueError(
@@ -148,7 +148,7 @@ def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> It
         yield item, len(waiting)
 
 
-def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[Read]:
+def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[IndexRead]:
     """What `sampler` yields, as reads. See `LocalSource`."""
     if endless:
         for index in sampler:

@@ -22,11 +22,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.base.class_override import dressed_class
+from accel_core.base.class_override import overridden_class
 from accel_core.base.nested import to_device
 from accel_core.contract.loader_progress import Feed, Passage
 from accel_core.loading.fast_fetch import draw_base_seed, fetches_plainly, plain_batches
-from accel_core.loading.index_source import LocalSource, Note, Opening, Read, Source, looked_ahead, source_behind
+from accel_core.loading.index_source import (
+    BatchNote,
+    IndexRead,
+    IndexSource,
+    LocalSource,
+    SourceIteration,
+    looked_ahead,
+    source_after,
+)
 from accel_core.processes import random_state
 from accel_core.processes.watch.failure_notices import announce
 
@@ -90,16 +98,16 @@ class IndexBatches:
         bypassed: whether that class has yielded batches without asking torch for any.
     """
 
-    def __init__(self, source: Source, outlet: Outlet, original: Any, strict: bool) -> None:
+    def __init__(self, source: IndexSource, outlet: Outlet, original: Any, strict: bool) -> None:
         self.source = source
         self.outlet = outlet
         self.original = original
         self.strict = strict
-        self.opened: Opening | None = None
-        self.delivered: Count | None = None
+        self.opened: SourceIteration | None = None
+        self.delivered: BatchCount | None = None
         self.bypassed = False
         self._streams: dict[str, Any] | None = None
-        self._undisturbed = random_state.undisturbed
+        self._undisturbed = random_state.restored_after_first
 
     def begin(self) -> None:
         """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them.
@@ -109,17 +117,17 @@ class IndexBatches:
         """
         self.opened = None
         resumes, restarts = getattr(self.source, "resumes", False), getattr(self.source, "restarts_workers", False)
-        self._streams = random_state.capture(self.outlet.device) if resumes or restarts else None
-        self._undisturbed = random_state.undisturbed if resumes else random_state.set_back
+        self._streams = random_state.capture_random_state(self.outlet.device) if resumes or restarts else None
+        self._undisturbed = random_state.restored_after_first if resumes else random_state.restored_before_first
 
-    def open(self) -> Opening:
+    def open(self) -> SourceIteration:
         """Begins an iteration of the source."""
         opening = self.source.open(self.outlet.feed)
         if self._streams is not None:
             opening.reads = self._undisturbed(opening.reads, self._streams, self.outlet.device)
         return opening
 
-    def take(self) -> Opening | None:
+    def take(self) -> SourceIteration | None:
         """The opening that torch asked for since the last call: it asks when its iterator is made."""
         opened, self.opened = self.opened, None
         return opened
@@ -144,7 +152,7 @@ class IndexBatches:
         return {**self.__dict__, "opened": None, "delivered": None, "_streams": None}
 
 
-class Count:
+class BatchCount:
     """A number that is read elsewhere than where it is counted."""
 
     __slots__ = ("value",)
@@ -153,7 +161,7 @@ class Count:
         self.value = 0
 
 
-class Delivering:
+class CountingIterator:
     """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out.
 
     Args:
@@ -161,7 +169,7 @@ class Delivering:
         count: where the count is kept: whoever reads it does not hold on to the iterator, which holds on to all else.
     """
 
-    def __init__(self, inner: Any, count: Count) -> None:
+    def __init__(self, inner: Any, count: BatchCount) -> None:
         self.inner = inner
         self.count = count
 
@@ -224,8 +232,8 @@ class PreparedLoader(_Base):
         inner = super()._get_iterator()
         if not _iterates_by_itself(self):
             return inner
-        self._accel_indices.delivered = count = Count()
-        return Delivering(inner, count)
+        self._accel_indices.delivered = count = BatchCount()
+        return CountingIterator(inner, count)
 
     def behind(self, batches: int) -> PreparedLoader:
         """A copy of which every iteration leaves out so many more batches of this rank.
@@ -233,12 +241,12 @@ class PreparedLoader(_Base):
         Raises:
             ValueError: if the number is negative, or no whole number.
         """
-        source = source_behind(self._accel_indices.source, batches)
+        source = source_after(self._accel_indices.source, batches)
         twin = copy.copy(self)
         twin.__dict__.update(self._reading_from(source))
         return twin
 
-    def _reading_from(self, source: Source) -> dict[str, Any]:
+    def _reading_from(self, source: IndexSource) -> dict[str, Any]:
         """The attributes by which a copy reads from another source."""
         indices = copy.copy(self._accel_indices)
         indices.source = source
@@ -275,7 +283,7 @@ def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.devi
 def prepare_copy(
     loader: DataLoader[Any],
     overrides: type[PreparedLoader],
-    source: Source,
+    source: IndexSource,
     outlet: Outlet,
     strict: bool = False,
     **attributes: Any,
@@ -290,17 +298,19 @@ def prepare_copy(
     Raises:
         ValueError: if the loader is a prepared one.
     """
-    return dressed_copy(loader, overrides, **reading(loader, source, outlet, strict), **attributes)
+    return overridden_copy(loader, overrides, **source_attributes(loader, source, outlet, strict), **attributes)
 
 
-def reading(loader: DataLoader[Any], source: Source, outlet: Outlet, strict: bool = False) -> dict[str, Any]:
+def source_attributes(
+    loader: DataLoader[Any], source: IndexSource, outlet: Outlet, strict: bool = False
+) -> dict[str, Any]:
     """The attributes by which a copy of `loader` reads index batches from `source`. See `prepare_copy`."""
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = IndexBatches(source, outlet, index_sampler(loader), strict)
     return {"_accel_outlet": outlet, "_accel_indices": indices, place: indices}
 
 
-def dressed_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
+def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
     """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes.
 
     Raises:
@@ -323,7 +333,7 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _noted(reads: Iterator[Read], notes: deque[Note]) -> Iterator[Any]:
+def _noted(reads: Iterator[IndexRead], notes: deque[BatchNote]) -> Iterator[Any]:
     for index, remaining, rows, samples in reads:
         notes.append((remaining, rows, samples, index))
         yield index
@@ -335,7 +345,7 @@ def _lonely_outlet(lookahead: int, device: torch.device | None, non_blocking: bo
 
 def _blank(overrides: type, original: type) -> Any:
     """A dressed instance without attributes. (A loader cannot be dressed in place: its class has another layout.)"""
-    made: Any = dressed_class(original, overrides)
+    made: Any = overridden_class(original, overrides)
     return made.__new__(made)
 
 
@@ -345,7 +355,7 @@ def _iterates_by_itself(loader: DataLoader[Any]) -> bool:
 
 
 def _matched_batches(
-    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet, rows_known: bool
+    inner: Iterable[Any], indices: IndexBatches, opening: SourceIteration | None, outlet: Outlet, rows_known: bool
 ) -> Iterator[Any]:
     """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
     remaining: int | None = 0
@@ -355,7 +365,7 @@ def _matched_batches(
             # A user's __iter__ that is a generator has only now asked for torch's iterator.
             opening = opening or _started(indices.take())
             if opening is None or not opening.notes:
-                raise RuntimeError(unmatched("more batches than"))
+                raise RuntimeError(unmatched_message("more batches than"))
             remaining, rows, samples, index = opening.notes.popleft()
             placed = outlet.placed(batch)
             passage.advance(remaining, rows if rows_known else None, index if rows_known else None)
@@ -363,19 +373,19 @@ def _matched_batches(
             yield placed
         opening = opening or _started(indices.take())  # there was no batch
         if remaining or (opening is not None and opening.notes):
-            raise RuntimeError(unmatched("fewer batches than"))
+            raise RuntimeError(unmatched_message("fewer batches than"))
         if opening is not None:
             opening.progress.finished = True
 
 
-def _started(opening: Opening | None) -> Opening | None:
+def _started(opening: SourceIteration | None) -> SourceIteration | None:
     """The opening, which begins its epoch."""
     if opening is not None:
         opening.start()
     return opening
 
 
-def unmatched(how: str) -> str:
+def unmatched_message(how: str) -> str:
     """What to say of a loader class that yields `how` it takes, such as "more batches than", where each may be padded."""
     return (
         f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded "
@@ -385,7 +395,7 @@ def unmatched(how: str) -> str:
 
 
 def _batches_looked_ahead(
-    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None, outlet: Outlet
+    inner: Iterable[Any], indices: IndexBatches, opening: SourceIteration | None, outlet: Outlet
 ) -> Iterator[Any]:
     """Batches of which only the data tell how many there are."""
     with outlet.passage() as passage:
@@ -404,8 +414,8 @@ def _batches_looked_ahead(
 
 
 def _with_samples(
-    inner: Iterable[Any], indices: IndexBatches, opening: Opening | None
-) -> Iterator[tuple[Any, Opening | None, int]]:
+    inner: Iterable[Any], indices: IndexBatches, opening: SourceIteration | None
+) -> Iterator[tuple[Any, SourceIteration | None, int]]:
     """The batches of a loader class that iterates in its own way, each with the samples that torch has delivered for it."""
     taken = samples = 0
     for batch in inner:

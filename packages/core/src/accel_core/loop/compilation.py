@@ -11,7 +11,7 @@ import torch
 
 from accel_core.base.suggestions import nearest
 from accel_core.options.handlers import REGIONAL, TorchDynamoPlugin
-from accel_core.options.option_sources import OPTIONS, told
+from accel_core.options.option_sources import OPTIONS, given_outside
 from accel_core.options.resolution import Option, as_text, resolve
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _kind(module: nn.Module) -> Hashable:
 
 
 def _refuse_beside(plugin: TorchDynamoPlugin, backend: object) -> None:
-    outside = told(VARIABLE)
+    outside = given_outside(VARIABLE)
     if backend is not None or outside is not None:
         other = f"dynamo_backend={backend!r}"
         if backend is None and outside is not None:

@@ -54,7 +54,7 @@ class ForwardMethod:
             restore()
 
 
-def mark(prepared: nn.Module, original: nn.Module, name: str) -> None:
+def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> None:
     """Has a method of the user's model run through calls of the prepared one.
 
     Raises:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-Move = Callable[["torch.Tensor", "torch.Tensor", dict[str, Any]], dict[str, Any]]
+MoveState = Callable[["torch.Tensor", "torch.Tensor", dict[str, Any]], dict[str, Any]]
 """`move(old, new, state)` gives the state of a parameter for its successor."""
 
 
-class Repointing:
+class ParameterReplacement:
     """Remembers which optimizer holds which parameter of a model. Made before they are replaced.
 
     Args:
@@ -31,7 +31,7 @@ class Repointing:
         self._optimizers = optimizers
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
-    def apply(self, move: Move | None = None) -> None:
+    def apply(self, move: MoveState | None = None) -> None:
         """Puts the present parameter of each name where the former one was: into `group["params"]`, and into `state`.
 
         Args:
@@ -50,7 +50,7 @@ class Repointing:
                 _move_state(optimizer, successor.values(), move)
 
 
-def _move_state(optimizer: Optimizer, replaced: Any, move: Move) -> None:
+def _move_state(optimizer: Optimizer, replaced: Any, move: MoveState) -> None:
     state: Any = optimizer.state
     for old, new in replaced:
         if state.get(old):

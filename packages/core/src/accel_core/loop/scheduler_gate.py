@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.class_override import Dress, dress, undress
+from accel_core.base.class_override import ClassOverride, override_class, restore_class
 from accel_core.loop.optimizer_gate import gate_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
     return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
 
 
-class _Gated(Dress):
+class _Gated(ClassOverride):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps as often as the rule says; without a prepared optimizer it steps once."""
         optimizer = self.optimizer  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
             f"of the two out; Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
         )
     vars(scheduler.optimizer)[_RULE] = rule
-    dress(scheduler, _Gated)
+    override_class(scheduler, _Gated)
 
 
 def rule_on(scheduler: object) -> SchedulerRule | None:
@@ -122,7 +122,7 @@ def rule_on(scheduler: object) -> SchedulerRule | None:
 
 def ungate_scheduler(scheduler: Any) -> None:
     """Gives the scheduler its original class back."""
-    undress(scheduler, _Gated)
+    restore_class(scheduler, _Gated)
     vars(scheduler.optimizer).pop(_RULE, None)
 
 

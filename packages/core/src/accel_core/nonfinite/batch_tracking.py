@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.class_override import Dress
+from accel_core.base.class_override import ClassOverride
 from accel_core.contract.loader_progress import Passage
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ Used = list[tuple["Drawn", "Rows | None"]]
 """What the batches were made of that a forward may use, one entry per iteration, outermost first; see `Feed.current_drawn`."""
 
 
-class CountingFeed(Dress):
+class CountingFeed(ClassOverride):
     """A feed that counts, which `dress` makes of one; each call of `current_drawn` is a look."""
 
     newest: Any

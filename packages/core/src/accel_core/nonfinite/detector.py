@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accel_core.base.class_override import dress
+from accel_core.base.class_override import override_class
 from accel_core.collectives.reduce_gather import gather_objects, reduce
 from accel_core.nonfinite.batch_tracking import CountingFeed, Window
 from accel_core.nonfinite.findings import Finding, NonFiniteError
@@ -94,7 +94,7 @@ class NonFiniteDetector:
         self._forward_backward: Callable[..., torch.Tensor] = relay.forward_backward
         relay.scale_loss, relay.backward, relay.optimizer_step = self.scale_loss, self.backward, self.optimizer_step
         relay.forward_backward = self.forward_backward
-        dress(self._feed, CountingFeed)
+        override_class(self._feed, CountingFeed)
 
     def watch(self, model: nn.Module) -> None:
         """Begins to record the forwards of a model that is trained: those in training mode, with gradients enabled.

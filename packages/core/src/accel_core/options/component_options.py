@@ -21,12 +21,12 @@ from accel_core.options.handlers import (
     TorchDynamoPlugin,
     TrackingKwargs,
 )
-from accel_core.options.option_sources import section_name, told_of, told_sections, variable_of
+from accel_core.options.option_sources import given_for, given_sections, section_name, variable_of
 from accel_core.options.resolution import Option
 
 if TYPE_CHECKING:
     from accel_core.options.option_fields import Field
-    from accel_core.options.option_sources import Told
+    from accel_core.options.option_sources import GivenOption
     from accel_core.plugins.offers import Offer
 
 
@@ -55,7 +55,7 @@ class Sections:
     """What was given for components outside of the code, and which of it is in use. One for each Accelerator."""
 
     def __init__(self) -> None:
-        self._sources = told_sections()
+        self._sources = given_sections()
         self._used: set[str] = set()
         self.options: dict[str, Option[Any]] = {}
 
@@ -149,7 +149,7 @@ def read_section(
     name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Option[Any]]:
     """What was given for the options of one component, each with its source. Arguments and errors as `Sections.take`."""
-    told = told_of(name)
+    told = given_for(name)
     if not told:
         return {}  # before anything is looked into
     from accel_core.options.option_fields import fields_of  # one ms, which most runs need not spend
@@ -170,7 +170,7 @@ def read_section(
     return options
 
 
-def _converted(name: str, field: Field, given: Told) -> Any:
+def _converted(name: str, field: Field, given: GivenOption) -> Any:
     from accel_core.base.masking import masked
     from accel_core.options.conversion import expected, from_data
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from accel_core.options.handlers import KwargsHandler
-from accel_core.options.option_sources import LOADER_OPTIONS, told, variable_of
+from accel_core.options.option_sources import LOADER_OPTIONS, given_outside, variable_of
 from accel_core.options.resolution import Option, as_list, as_rng_types, as_seed, flag, resolve
 
 VARIABLES: Mapping[str, str] = {name: variable_of(name) for name in LOADER_OPTIONS}
@@ -98,7 +98,7 @@ def _refuse_beside(config: KwargsHandler, name: str, argument: object) -> None:
             f"{name}={argument!r} and {held} were both given, and the configuration is complete. Leave {name} out, or put "
             f"it into {type(config).__name__}(...) alone."
         )
-    outside = told(VARIABLES.get(name, ""))
+    outside = given_outside(VARIABLES.get(name, ""))
     if outside is not None:
         raise ValueError(
             f"{outside.source}={outside.text!r} is set, and {held} was given: an object built in code is complete, so it would be "

@@ -25,7 +25,11 @@ FALSE = ("0", "false", "no", "off", "n", "f")
 """The usual spellings of truth values in texts."""
 
 CHANNEL = "ACCELERATE_CONFIG"
+"""The variable in which a launcher hands on what its command line and its file said."""
+
 PREFIX = "ACCELERATE_"
+"""What the variables of options begin with."""
+
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "strategy": None,
@@ -66,7 +70,7 @@ _LEVELS = ("command line", "file")
 _SHOWN = 200
 
 
-class Told(NamedTuple):
+class GivenOption(NamedTuple):
     """One value that was given outside of the code.
 
     Args:
@@ -94,25 +98,25 @@ def variable_of(option: str, section: str = "") -> str:
     return f"{PREFIX}{_upper(section)}__{option.upper()}"
 
 
-def told(variable: str) -> Told | None:
+def given_outside(variable: str) -> GivenOption | None:
     """What was given for an option, by the first that says anything: command line, environment, file. None if nobody does."""
     return _first(variable, inherited())
 
 
-def _first(variable: str, launched: Mapping[str, Mapping[str, Told]]) -> Told | None:
+def _first(variable: str, launched: Mapping[str, Mapping[str, GivenOption]]) -> GivenOption | None:
     if variable in launched["command line"]:
         return launched["command line"][variable]
     text = os.environ.get(variable, "").strip()
-    return Told(text, variable) if text else launched["file"].get(variable)
+    return GivenOption(text, variable) if text else launched["file"].get(variable)
 
 
-def told_of(section: str) -> dict[str, Told]:
+def given_for(section: str) -> dict[str, GivenOption]:
     """What was given for the options of one component: option in small letters → value."""
     start = f"{PREFIX}{_upper(section)}__"
     return {name.removeprefix(start).lower(): value for name, value in _of_sections().items() if name.startswith(start)}
 
 
-def told_sections() -> dict[str, str]:
+def given_sections() -> dict[str, str]:
     """The components for which options were given, each in small letters with `_`, and where one of them was said."""
     return {
         name.removeprefix(PREFIX).partition("__")[0].lower(): value.source for name, value in _of_sections().items()
@@ -120,7 +124,7 @@ def told_sections() -> dict[str, str]:
 
 
 def section_name(component: str) -> str:
-    """How `told_sections` spells a component's name."""
+    """How `given_sections` spells a component's name."""
     return _upper(component).lower()
 
 
@@ -128,7 +132,7 @@ def _upper(section: str) -> str:
     return re.sub(r"\W", "_", section).upper()
 
 
-def _of_sections() -> dict[str, Told]:
+def _of_sections() -> dict[str, GivenOption]:
     launched = inherited()
     names = {*launched["command line"], *launched["file"], *os.environ}
     found = {
@@ -147,7 +151,7 @@ def _of_sections() -> dict[str, Told]:
     return given
 
 
-def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, Told]]:
+def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:
     """What launchers around this process were told: "command line" and "file" → variable → value.
 
     Args:
@@ -164,7 +168,7 @@ def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, To
         if content.keys() - {*_LEVELS}:
             raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
         return {
-            level: {name: Told(value, str(source)) for name, (value, source) in content.get(level, {}).items()}
+            level: {name: GivenOption(value, str(source)) for name, (value, source) in content.get(level, {}).items()}
             for level in _LEVELS
         }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import RNGType
-from accel_core.options.option_sources import FALSE, TRUE, told
+from accel_core.options.option_sources import FALSE, TRUE, given_outside
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -40,7 +40,7 @@ def resolve(argument: T | None, variable: str, parse: Callable[[str, str], T], d
     """
     if argument is not None:
         return Option(argument, "argument")
-    found = told(variable)
+    found = given_outside(variable)
     if found is None:
         return Option(default, "default")
     return Option(parse(found.text, found.source), found.source)

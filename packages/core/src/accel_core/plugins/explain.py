@@ -57,7 +57,7 @@ class Inactive(NamedTuple):
     name: str
     distribution: str
     version: str
-    state: str
+    offer_state: str
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class Explanation:
             *((hook, ", ".join(names) or "nobody") for hook, names in self.listeners.items()),
         ]
         blocks = [
-            table(("role", "name", "distribution", "component", "chosen by"), parts),
-            *([table(("role", "name", "about", "what it says"), self.details)] if self.details else []),
-            *([table(("option", "value", "set by"), self.settings)] if self.settings else []),
-            table(("hook", "runs"), hooks),
-            table(("installed, not active", "name", "distribution", "version", "state"), self.inactive),
+            format_table(("role", "name", "distribution", "component", "chosen by"), parts),
+            *([format_table(("role", "name", "about", "what it says"), self.details)] if self.details else []),
+            *([format_table(("option", "value", "set by"), self.settings)] if self.settings else []),
+            format_table(("hook", "runs"), hooks),
+            format_table(("installed, not active", "name", "distribution", "version", "offer_state"), self.inactive),
         ]
         return "\n\n".join(blocks)
 
@@ -136,7 +136,7 @@ def explain(
         owners={hook: _owner(selected) for hook, selected in activation.owners.items()},
         listeners={hook: [_listener(one) for one in listeners] for hook, listeners in activation.listeners.items()},
         inactive=tuple(
-            Inactive(offer.group, offer.name, offer.distribution, offer.version, state(offer, offers))
+            Inactive(offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers))
             for offer in offers
             if offer not in active
         ),
@@ -152,7 +152,7 @@ def explain(
     )
 
 
-def state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
+def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
     """Says "ok", or why an offer cannot simply be chosen by its name.
 
     Args:
@@ -167,7 +167,7 @@ def state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
         except PluginError as error:
             cause = error.__cause__
             return f"broken: {type(cause).__name__}: {cause}"
-        if (why := unusable(offer)) is not None:
+        if (why := why_unusable(offer)) is not None:
             return f"unusable: {why}"
     rivals = [other for other in offers if (other.group, other.name) == (offer.group, offer.name) and other != offer]
     if rivals:
@@ -175,16 +175,16 @@ def state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
     return "ok"
 
 
-def unusable(offer: Offer) -> str | None:
+def why_unusable(offer: Offer) -> str | None:
     """Why a component says that it cannot be used here; None if it can, or does not say. Imports it."""
-    ask = getattr(offer.load(), "unusable", None)
+    ask = getattr(offer.load(), "why_unusable", None)
     try:
         return None if ask is None else ask()
     except Exception as error:  # noqa: BLE001  (whatever a third party's says: it is shown)
         return f"{type(error).__name__}: {error}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns under a header; "none" where there are no rows."""
     lines = [header, *(rows or [("none", *[""] * (len(header) - 1))])]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]

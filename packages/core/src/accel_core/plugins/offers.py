@@ -18,6 +18,7 @@ from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins.versions import admits, canonical, requirement_on
 
 Group = Literal["accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.commands"]
+"""The groups of entry points in which distributions offer names."""
 
 CORE = "accel-core"
 NOUNS: dict[Group, str] = {

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 MEMORY = 4
 """How many earlier needs decide about a capacity."""
 
-GRAIN = 4096
+FRAME_STEP = 4096
 """Capacities are multiples of this many bytes; below it, gloo takes the same time for any size."""
 
 KEPT_FRAMES = 4
@@ -215,7 +215,7 @@ class Channel:
 
     def _capacity(self) -> int:
         needs = self._needs.get(self._previous)
-        return GRAIN if needs is None else _rounded(max(needs))
+        return FRAME_STEP if needs is None else _rounded(max(needs))
 
     def _remember(self, kind: Hashable, need: int) -> None:
         needs = self._needs.get(self._previous, ())
@@ -336,7 +336,7 @@ def _bodies(buffer: torch.Tensor, specs: Sequence[Spec], rows: Sequence[int]) ->
 
 def _rounded(need: int) -> int:
     """The capacity for a need: at most an eighth more, so that needs that vary a little share one buffer."""
-    shift = max(GRAIN.bit_length() - 1, need.bit_length() - 4)
+    shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
     return -(-need >> shift) << shift
 
 

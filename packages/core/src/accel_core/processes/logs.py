@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from accel_core.base.errors import WorldError
-from accel_core.options.option_sources import told
+from accel_core.options.option_sources import given_outside
 from accel_core.processes.launch_environment import Place, read_place
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> ProcessLogger:
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(_level(log_level, "get_logger(log_level=…)"))
-    elif (given := told(LEVEL_VARIABLE)) is not None:
+    elif (given := given_outside(LEVEL_VARIABLE)) is not None:
         logger.setLevel(_level(given.text, given.source))
     return ProcessLogger(logger)
 

@@ -19,7 +19,7 @@ PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
 _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
 
 
-def capture(device: torch.device | None) -> dict[str, Any]:
+def capture_random_state(device: torch.device | None) -> dict[str, Any]:
     """The states of all streams, as tensors and plain data. numpy's only if the process has imported it.
 
     Args:
@@ -38,8 +38,8 @@ def capture(device: torch.device | None) -> dict[str, Any]:
     return states
 
 
-def restore(states: dict[str, Any], device: torch.device | None) -> None:
-    """Sets the streams to states that `capture` gave. Those of devices of another kind are left out.
+def restore_random_state(states: dict[str, Any], device: torch.device | None) -> None:
+    """Sets the streams to states that `capture_random_state` gave. Those of devices of another kind are left out.
 
     Raises:
         CheckpointError: if numpy's stream was saved, and numpy is not installed.
@@ -53,11 +53,11 @@ def restore(states: dict[str, Any], device: torch.device | None) -> None:
         torch.get_device_module(device.type).set_rng_state(states[device.type], device)
 
 
-def check(states: Any, device: torch.device | None) -> None:
-    """Lets streams of nobody take the states, as `restore` would let those of the process; these stay as they are.
+def check_random_state(states: Any, device: torch.device | None) -> None:
+    """Lets streams of nobody take the states, as `restore_random_state` would let those of the process; these stay as they are.
 
     Raises:
-        Exception: of any kind, if they are no states of streams; CheckpointError as `restore`.
+        Exception: of any kind, if they are no states of streams; CheckpointError as `restore_random_state`.
     """
     python = states[PYTHON]
     random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
@@ -72,7 +72,7 @@ def check(states: Any, device: torch.device | None) -> None:
         raise ValueError("a number or a tensor among them is of another kind")
 
 
-def begin(seed: int, rank: int, step: int, device: torch.device) -> None:
+def begin_random_state(seed: int, rank: int, step: int, device: torch.device) -> None:
     """Gives a rank that the saved world did not have streams of its own: a function of seed, rank and step."""
     seeds = [derive_seed(_BEGUN, seed, rank, step, stream) for stream in range(4)]
     random.seed(seeds[0])
@@ -83,19 +83,19 @@ def begin(seed: int, rank: int, step: int, device: torch.device) -> None:
         torch.get_device_module(device.type).manual_seed(seeds[3])
 
 
-def undisturbed(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+def restored_after_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
     """The items, with the streams set to `before` when the first of them has been fetched, or found to be missing."""
     missing = object()
     first = next(items, missing)
-    restore(before, device)
+    restore_random_state(before, device)
     if first is not missing:
         yield first  # type: ignore[misc]
         yield from items
 
 
-def set_back(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+def restored_before_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
     """The items, with the streams set to `before` when the first of them is asked for."""
-    restore(before, device)
+    restore_random_state(before, device)
     yield from items
 
 

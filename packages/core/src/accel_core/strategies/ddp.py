@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_core.base.class_override import Dress, dress
+from accel_core.base.class_override import ClassOverride, override_class
 from accel_core.base.errors import WorldError
 from accel_core.base.vocabulary import SEVERAL_PROCESSES
 from accel_core.contract.hook_specs import hookimpl
@@ -186,7 +186,7 @@ class DDP(Strategy):
         _stop_watching(prepared)
 
     def _watch_gradients(self, wrapper: DistributedDataParallel) -> None:
-        dress(wrapper, _Wrapper)
+        override_class(wrapper, _Wrapper)
         if sync_of(wrapper) is None:
             vars(wrapper)[SYNC] = GradientSync(wrapper)
         if not any(reference() is wrapper for reference in self._wrappers):
@@ -202,7 +202,7 @@ class DDP(Strategy):
             **self._options,
         )
         self._register_comm_hook(wrapper, request.policy)
-        self._world.close_before_end(dress(wrapper, _Wrapper))
+        self._world.close_before_end(override_class(wrapper, _Wrapper))
         return wrapper  # type: ignore[no-any-return]
 
     def _register_comm_hook(self, wrapper: DistributedDataParallel, policy: PrecisionPolicy) -> None:
@@ -220,7 +220,7 @@ class DDP(Strategy):
             wrapper.register_comm_hook(state, hook)
 
 
-class _Wrapper(Dress):
+class _Wrapper(ClassOverride):
     """What torch's wrapper lacks: attributes of the model, names of unused parameters, and an end with its process group."""
 
     def __getattr__(self, name: str) -> Any:

@@ -303,7 +303,7 @@ def _require_distinct(orders: Mapping[str, Sequence[int]], rank: int) -> None:
         require(
             other == name,
             f"{other} and {name} have the same order on rank {rank}: {list(order)}. Derive it from the seed of the loader "
-            f"(accel_core.base.seeds.loader_seed) and the epoch.",
+            f"(accel_core.api.component.loader_seed) and the epoch.",
         )
 
 

@@ -33,7 +33,7 @@ def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterat
 
     The device's is left alone: asking for it would wait for the device, and no service computes there.
     """
-    states = random_state.capture(None)
+    states = random_state.capture_random_state(None)
     deadline = time.monotonic() + rules.start_timeout
     try:
         yield
@@ -41,7 +41,7 @@ def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterat
             if not each.lane.wait(_left(deadline)):
                 each.lane.give_up(f"start() has taken more than {rules.start_timeout:g} s", stuck=True)
     finally:
-        random_state.restore(states, None)
+        random_state.restore_random_state(states, None)
 
 
 def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> None:

@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_core.collectives.operations import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
-)
+from accel_core import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 from accel_launch.checking.steps import CheckError
 
 if TYPE_CHECKING:
-    from accel_core.processes.world import World
+    from accel_core import World
 
 
 class _Card(NamedTuple):

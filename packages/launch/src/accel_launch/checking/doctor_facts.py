@@ -17,7 +17,7 @@ from accel_launch.checking.environment import relevant
 from accel_launch.starting.interfaces import own_addresses
 
 if TYPE_CHECKING:
-    from accel_core.processes.launch_environment import Place
+    from accel_core.api.launcher import Place
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
 _OWN = re.compile(

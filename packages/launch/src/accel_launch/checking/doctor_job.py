@@ -19,8 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_core.processes.launch_environment import Place, read_place
-from accel_core.processes.rendezvous import open_store
+from accel_core.api.launcher import Place, open_store, read_place
 from accel_launch.checking import doctor_doors, doctor_facts, doctor_group
 from accel_launch.checking.doctor_findings import Report, examine
 from accel_launch.checking.doctor_page import as_json, print_page

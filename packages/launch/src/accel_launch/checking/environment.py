@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_core.base.errors import WorldError
-from accel_core.base.masking import masked, masked_words, without_secrets
-from accel_core.processes.launch_environment import read_place
+from accel_core import WorldError
+from accel_core.api.launcher import masked, masked_words, read_place, without_secrets
 from accel_launch.settings import files
 
 _RELEVANT = re.compile(

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 from accel_launch.checking.steps import CheckError
 
 if TYPE_CHECKING:
-    from accel_core import Accelerator
-    from accel_core.contract.layout import Shard
+    from accel_core import Accelerator, Shard
 
 _ROUNDS, _ROWS = 5, 2
 

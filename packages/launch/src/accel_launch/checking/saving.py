@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from accel_core.collectives.operations import broadcast_object_list, gather_object
+from accel_core import broadcast_object_list, gather_object
 from accel_launch.checking.steps import CheckError, Doubt
 from accel_launch.checking.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accel_core import Accelerator
-    from accel_core.contract.layout import Layout, Shard
-    from accel_core.processes.world import World
+    from accel_core import Accelerator, Layout, Shard, World
 
 _AFTER = 3
 _SHARE = "To check a folder that all machines see: accel test --folder FOLDER"

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import Accelerator, ProjectConfiguration, World, hookimpl
-from accel_core.base.errors import PluginError, WorldError
-from accel_core.processes.launch_environment import read_place
+from accel_core import Accelerator, PluginError, ProjectConfiguration, World, WorldError, hookimpl
+from accel_core.api.launcher import read_place
 from accel_launch.checking.communication import check_collectives, check_processes
 from accel_launch.checking.reading import check_order
 from accel_launch.checking.saving import check_checkpoint
@@ -20,7 +19,7 @@ from accel_launch.checking.training import check_training
 from accel_launch.output import BAD, GOOD, mark, say, warn
 
 if TYPE_CHECKING:
-    from accel_core.contract.layout import Layout
+    from accel_core import Layout
 
 WORKS, FAILS = "works", "fails"
 

@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel_core.collectives.operations import gather_object
+from accel_core import gather_object
 from accel_launch.output import BAD, DOUBTFUL, GOOD, mark, say, warn
 
 if TYPE_CHECKING:
-    from accel_core.processes.world import World
+    from accel_core import World
 
 
 class CheckError(Exception):

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core.collectives.operations import broadcast_object_list
+from accel_core import broadcast_object_list
 from accel_launch.checking.steps import CheckError
 
 if TYPE_CHECKING:
-    from accel_core import Accelerator
-    from accel_core.contract.layout import Shard
+    from accel_core import Accelerator, Shard
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_core.base.suggestions import nearest
-from accel_core.options.option_fields import to_data
-from accel_core.options.option_sources import variable_of
+from accel_core.api.component import nearest
+from accel_core.api.launcher import to_data, variable_of
 from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
 from accel_launch.output import GOOD, say, table, warn
 from accel_launch.settings.catalog import Catalog

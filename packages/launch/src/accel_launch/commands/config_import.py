@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_core.base.errors import PluginError
-from accel_core.base.masking import masked
+from accel_core import PluginError
+from accel_core.api.launcher import masked
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.importing.translation import Imported, translate
 from accel_launch.output import DOUBTFUL, say, table

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from accel_core.options.option_sources import CHANNEL
+from accel_core.api.launcher import CHANNEL
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
 from accel_launch.settings.errors import SettingsError
@@ -100,7 +100,7 @@ def _program(command_line: CommandLine) -> Program:
 
 def _show(resolved: Resolved, program: Program | None) -> int:
     """Prints what holds and what would be started."""
-    from accel_core.base.masking import masked_words
+    from accel_core.api.launcher import masked_words
     from accel_launch.output import say, table
     from accel_launch.settings.showing import rows
     from accel_launch.starting.plan import make_plan

@@ -6,11 +6,10 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from accel_core.plugins import list_offers
-from accel_core.plugins.explain import state
+from accel_core.api.launcher import list_offers, offer_state
 from accel_launch.output import say, table
 
-_COLUMNS = ("group", "name", "distribution", "version", "state")
+_COLUMNS = ("group", "name", "distribution", "version", "offer_state")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     offers = list_offers()
     rows = [
-        (offer.group, offer.name, offer.distribution, offer.version, state(offer, offers, load=True))
+        (offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers, load=True))
         for offer in offers
     ]
     if given.json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from accel_core.options.option_fields import expected, from_data, to_data
+from accel_core.api.launcher import expected, from_data, to_data
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NO_NAMES: Mapping[str, Any] = MappingProxyType({})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from accel_core.options.option_fields import from_data
+from accel_core.api.launcher import from_data
 from accel_launch.importing.blocks import backend
 from accel_launch.importing.rules import (
     NOTHING,

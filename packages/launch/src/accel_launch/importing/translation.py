@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accel_core.base.suggestions import nearest
+from accel_core.api.component import nearest
 from accel_launch.importing.blocks import BLOCKS
 from accel_launch.importing.rules import NOTHING, Carry, Leave, Outcome, PeerFile, Rule, plain, says_nothing
 from accel_launch.importing.table import TOP

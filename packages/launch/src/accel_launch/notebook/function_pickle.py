@@ -21,8 +21,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-from accel_core import Accelerator
-from accel_core.processes.world import World
+from accel_core import Accelerator, World
 from accel_launch.starting.errors import LaunchError
 
 _OF_ONE_PROCESS = (Accelerator, World, dist.ProcessGroup, dist.Store)

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_core.options.option_sources import CHANNEL, told, variable_of
-from accel_core.options.resolution import flag
-from accel_core.plugins import find
-from accel_core.processes.launch_environment import read_place
+from accel_core.api.launcher import CHANNEL, find, flag, given_outside, read_place, variable_of
 from accel_launch.options import LaunchOptions
 from accel_launch.starting.checks import check_output
 from accel_launch.starting.devices import VISIBILITY
@@ -263,7 +260,7 @@ def _name(function: object, args: object) -> str:
 
 def _added_to_channel(said: Mapping[str, Any]) -> str:
     """What a launcher around this one has said, and `said`."""
-    told(variable_of("cpu"))  # raises, with advice, if what is there cannot be read
+    given_outside(variable_of("cpu"))  # raises, with advice, if what is there cannot be read
     content = json.loads(os.environ.get(CHANNEL) or "{}")
     return json.dumps({**content, "command line": {**content.get("command line", {}), **said}})
 

@@ -100,7 +100,7 @@ def _of_the_function(error: BaseException) -> TracebackType | None:
 
 def _tell_failure(desk: Connection, error: Exception, text: str) -> None:
     """Tells the notebook what was raised; and torch's agent, in the file and format of its own `ErrorHandler`, when and why."""
-    from accel_core.processes.watch.failure_notices import broken_connection_in
+    from accel_core.api.launcher import broken_connection_in
     from accel_launch.notebook.function_pickle import failure_told
 
     now = time.time()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from accel_core.options.option_fields import from_data, to_data
+from accel_core.api.launcher import from_data, to_data
 from accel_launch.settings.catalog import has_default
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core.options.option_fields import to_data
+from accel_core.api.launcher import to_data
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import BAD, DOUBTFUL, say, table
 from accel_launch.questionnaire import screen

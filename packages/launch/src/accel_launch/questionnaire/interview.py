@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.errors import PluginError
-from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.options.component_options import SECTIONS
-from accel_core.options.option_fields import choices, expected, fields_of, from_text, to_data
+from accel_core import PluginError
+from accel_core.api.launcher import KNOWN_PROVIDERS, SECTIONS, choices, expected, fields_of, from_text, to_data
 from accel_launch.options import LaunchOptions
 from accel_launch.output import DOUBTFUL
 from accel_launch.questionnaire import screen
@@ -21,7 +19,7 @@ from accel_launch.starting.checks import check_values
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from accel_core.plugins import Offer
+    from accel_core.api.launcher import Offer
     from accel_launch.settings.catalog import Option
 
 _YES, _NO = "yes", "no"

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel_core.options.component_options import SECTIONS
-from accel_core.options.option_sources import LOADER_OPTIONS
+from accel_core.api.launcher import LOADER_OPTIONS, SECTIONS
 
 if TYPE_CHECKING:
     from accel_launch.questionnaire.answers import Answers

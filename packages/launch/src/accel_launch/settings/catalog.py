@@ -13,13 +13,26 @@ from functools import cached_property
 from types import MappingProxyType, NoneType
 from typing import Any, Union
 
-from accel_core.base.errors import PluginError
-from accel_core.base.vocabulary import KNOWN_PROVIDERS, LoggerType
-from accel_core.options.component_options import SECTIONS
-from accel_core.options.option_fields import Field, fields_of, from_data, is_optional, members
-from accel_core.options.option_sources import DEFAULT_LOADER, LOADER_OPTIONS, OPTIONS, section_name, variable_of
-from accel_core.plugins import Group, Offer, find, list_offers
-from accel_core.plugins.explain import state
+from accel_core import LoggerType, PluginError
+from accel_core.api.launcher import (
+    DEFAULT_LOADER,
+    KNOWN_PROVIDERS,
+    LOADER_OPTIONS,
+    OPTIONS,
+    SECTIONS,
+    Field,
+    Group,
+    Offer,
+    fields_of,
+    find,
+    from_data,
+    is_optional,
+    list_offers,
+    members,
+    offer_state,
+    section_name,
+    variable_of,
+)
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.documentation import option_help, summary
 
@@ -133,7 +146,7 @@ class Choice:
     @property
     def problem(self) -> str:
         """Why it cannot be chosen by its name: broken, misfit, in conflict, or unusable here; empty if it can. Imports it."""
-        told = "ok" if self.offer is None else state(self.offer, self.offers, load=True)
+        told = "ok" if self.offer is None else offer_state(self.offer, self.offers, load=True)
         return "" if told == "ok" else told
 
 
@@ -163,7 +176,9 @@ class Catalog:
         """Those of `names` that can be chosen by their name, whether or not they can be used on this machine. Imports them all."""
         mine = [offer for offer in self.offers if offer.group == ROLES[role]]
         return [
-            offer.name for offer in mine if state(offer, self.offers, load=True).partition(":")[0] in {"ok", "unusable"}
+            offer.name
+            for offer in mine
+            if offer_state(offer, self.offers, load=True).partition(":")[0] in {"ok", "unusable"}
         ]
 
     def roles(self, name: str) -> list[str]:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
-from accel_core.base.errors import PluginError
-from accel_core.options.option_fields import expected, from_text, members
-from accel_core.options.option_sources import section_name
+from accel_core import PluginError
+from accel_core.api.launcher import expected, from_text, members, section_name
 from accel_launch.settings.catalog import ROLES, SEVERAL, chosen_names
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.unknown import unknown_option

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_core.base.masking import masked
-from accel_core.options.option_sources import variable_of
+from accel_core.api.launcher import masked, variable_of
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.settings.errors import SettingsError
 

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import torch
 
-from accel_core.options.component_options import SECTIONS
-from accel_core.options.option_fields import choices, members, to_data
-from accel_core.options.option_sources import DEFAULT_STRATEGIES, PREFIX
+from accel_core.api.launcher import DEFAULT_STRATEGIES, PREFIX, SECTIONS, choices, members, to_data
 from accel_launch.output import console, is_plain, say
 from accel_launch.settings.catalog import ROLES, SEVERAL, Option, has_default
 from accel_launch.settings.command_line import CHOOSING, Switch, is_flag

@@ -15,12 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_core.base.errors import PluginError
-from accel_core.base.masking import masked
-from accel_core.options.component_options import SECTIONS
-from accel_core.options.option_fields import expected, from_data, to_data
-from accel_core.options.option_sources import DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
-from accel_core.plugins.explain import unusable
+from accel_core import PluginError
+from accel_core.api.launcher import (
+    DEFAULT_STRATEGIES,
+    LOADER_OPTIONS,
+    OPTIONS,
+    SECTIONS,
+    expected,
+    from_data,
+    masked,
+    to_data,
+    variable_of,
+    why_unusable,
+)
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, has_default
 from accel_launch.settings.errors import SettingsError
@@ -207,7 +214,7 @@ class _Resolution:
         except PluginError as error:
             self.problems.append(f"{given.key}={masked(given.key, given.data)!r} was given by {given.told_by}. {error}")
             return False
-        if self._thorough and (why := unusable(offer)):
+        if self._thorough and (why := why_unusable(offer)):
             self._notes.append(f"{given.key} names {name!r} ({given.told_by}), which cannot be used here: {why}")
         return True
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.masking import masked
-from accel_core.options.option_fields import to_data
-from accel_core.options.option_sources import DEFAULT_STRATEGIES
+from accel_core.api.launcher import DEFAULT_STRATEGIES, masked, to_data
 from accel_launch.settings.help_page import shown_value
 
 if TYPE_CHECKING:

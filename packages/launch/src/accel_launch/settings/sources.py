@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel_core.base.errors import PluginError
-from accel_core.base.masking import masked
-from accel_core.base.suggestions import nearest
-from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, PREFIX, inherited, variable_of
+from accel_core import PluginError
+from accel_core.api.component import nearest
+from accel_core.api.launcher import CHANNEL, LOADER_OPTIONS, PREFIX, inherited, masked, variable_of
 from accel_launch.settings.command_line import Given
 from accel_launch.settings.unknown import no_key, what_to_install
 

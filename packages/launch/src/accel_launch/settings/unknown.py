@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from accel_core.base.suggestions import nearest
-from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.options.option_sources import DEFAULT_LOADER, LOADER_OPTIONS
-from accel_core.plugins.offers import NOUNS, how_to_get
+from accel_core.api.component import nearest
+from accel_core.api.launcher import DEFAULT_LOADER, KNOWN_PROVIDERS, LOADER_OPTIONS, NOUNS, how_to_get
 from accel_launch.settings.catalog import ROLES
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.peer_options import advice

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from accel_core.processes.rendezvous import loopback_listener
+from accel_core.api.launcher import loopback_listener
 from accel_launch.starting.meeting_point import HERE
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from accel_core.processes.launch_environment import Place, read_place
+from accel_core.api.launcher import Place, read_place
 from accel_launch.starting import meeting_point, streams, threads
 from accel_launch.starting.checks import check_numa, check_output, check_values, given
 from accel_launch.starting.devices import Accelerators, confined, find_accelerators

@@ -6,10 +6,10 @@ from typing import Any
 
 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-from accel_core.base.class_override import Dress
+from accel_core.api.component import ClassOverride
 
 
-class Gathering(Dress):
+class Gathering(ClassOverride):
     """Before each call of a model, one all-reduce for the scales of all its sharded weights, instead of one per weight.
 
     It runs at every call, and not only after an optimizer's step: weights change in other ways too, by `load_state` for one, and a

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_core.base.class_override import dress
+from accel_core.api.component import override_class
 from accel_precision.fp8.gathered import plain
 from accel_precision.layer_swap import Rows16, become, has_become, revert
 from accel_precision.layers import size_misfit
@@ -42,7 +42,7 @@ def convert(
     if gathered:
         from accel_precision.fp8.gathering import Gathering
 
-        dress(model, Gathering)
+        override_class(model, Gathering)
     return choice
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_core.base.class_override import Dress, dress, undress
+from accel_core.api.component import ClassOverride, override_class, restore_class
 from accel_precision.fp8.capability import FP8_PRODUCTS, MXFP8_PRODUCTS
 from accel_precision.fp8.recipes import changed
 from accel_precision.layers import size_misfit
@@ -42,13 +42,13 @@ def convert(model: nn.Module, recipe: TERecipeKwargs, conversions: Conversions) 
         _replace(model, norm, _norm(norm))
     name, options = scaling(recipe)
     vars(model)[_CALLS] = (_recipe(name, options), recipe.use_autocast_during_eval)
-    dress(model, _Autocast)
+    override_class(model, _Autocast)
     return choice
 
 
 def revert(model: nn.Module) -> None:
     """Has calls of a model that was converted compute in the dtype of its parameters."""
-    undress(model, _Autocast)
+    restore_class(model, _Autocast)
 
 
 def check_device(found: Found, recipe: TERecipeKwargs) -> None:
@@ -73,7 +73,7 @@ def scaling(recipe: TERecipeKwargs) -> tuple[str, dict[str, Any]]:
     return "DelayedScaling", {"amax_compute_algo": recipe.amax_compute_algo, **options}
 
 
-class _Autocast(Dress):
+class _Autocast(ClassOverride):
     """Calls of a model run inside the engine's autocast; in evaluation only if that was asked for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class _Autocast(Dress):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class _Stateless(Dress):
+class _Stateless(ClassOverride):
     """A module of the engine that has in `state_dict()` what the ordinary module has, and not the engine's own state."""
 
     get_extra_state = nn.Module.get_extra_state
@@ -130,7 +130,7 @@ def _sharing(made: nn.Module, layer: nn.Module) -> nn.Module:
     for name, parameter in layer.named_parameters(recurse=False):
         setattr(made, name, parameter)
     made.train(layer.training)
-    return dress(made, _Stateless)
+    return override_class(made, _Stateless)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -21,7 +21,7 @@ from accel_core.checkpoint.files.manifest import Manifest, read_manifest
 from accel_core.checkpoint.files.part_file import PartReader
 from accel_core.checkpoint.inspection.comparison import compare, read_values
 from accel_core.checkpoint.inspection.survey import Contents, size_of
-from accel_core.plugins.explain import table
+from accel_core.plugins.explain import format_table
 
 FINE, AMISS, NO_ANSWER = 0, 1, 2
 """Exit statuses: all is well; something is damaged, or differs; what was asked cannot be answered."""
@@ -112,7 +112,7 @@ def _described(folder: Path) -> _Answer:
         for row in rows
     ]
     reasons = [f"\n{row['reason']}." for row in rows if row["state"] not in {"complete", "unfinished"}]
-    text = "".join([table(("number", "created", "size", "state"), cells), *reasons])
+    text = "".join([format_table(("number", "created", "size", "state"), cells), *reasons])
     return _Answer({"checkpoints": rows}, text, FINE)
 
 
@@ -135,7 +135,7 @@ def _description(content: Mapping[str, Any]) -> str:
         for unit in content["units"]
     ]
     record = json.dumps(content["record"], indent=2, ensure_ascii=False)
-    return "\n".join([*facts, "", table(("unit", "tensors", "size", "holds"), rows), "", f"record {record}"])
+    return "\n".join([*facts, "", format_table(("unit", "tensors", "size", "holds"), rows), "", f"record {record}"])
 
 
 def _is_root(folder: Path) -> bool:

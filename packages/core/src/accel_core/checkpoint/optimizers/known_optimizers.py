@@ -19,7 +19,10 @@ from typing import Any
 
 from accel_core.base.errors import CheckpointError
 
-ELEMENTWISE, REPLICATED, COUNTER, FACTOR = "elementwise", "replicated", "counter", "factor"
+ELEMENTWISE = "elementwise"
+"""What `layouts_of` gives for state that has an element for each of the parameter's."""
+
+REPLICATED, COUNTER, FACTOR = "replicated", "counter", "factor"
 
 _MOMENTS = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": COUNTER}
 _ADAM = {**_MOMENTS, "max_exp_avg_sq": ELEMENTWISE}

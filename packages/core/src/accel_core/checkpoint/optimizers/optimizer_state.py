@@ -39,9 +39,9 @@ __all__ = [
     "OptimizerState",
     "SavedEntry",
     "SavedOptimizer",
-    "capture",
-    "misfits",
-    "restore",
+    "capture_optimizer",
+    "list_misfits",
+    "restore_optimizer",
     "restore_groups",
 ]
 
@@ -98,7 +98,7 @@ class SavedOptimizer(Protocol):
         """Fills the tensors of `entry` in place; for an `Opaque`, returns the value of its part."""
 
 
-def capture(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding) -> OptimizerState:
+def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding) -> OptimizerState:
     """The state that this rank has. Not a collective.
 
     A parameter that was never stepped has no state, and appears in no entry.
@@ -129,8 +129,10 @@ def capture(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding) 
     return captured
 
 
-def misfits(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer) -> list[str]:
-    """Why `restore` would not give back all of the state, one line each; empty if it would. Changes nothing.
+def list_misfits(
+    optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer
+) -> list[str]:
+    """Why `restore_optimizer` would not give back all of the state, one line each; empty if it would. Changes nothing.
 
     Raises:
         CheckpointError: if the optimizer here could not be saved either.
@@ -146,7 +148,7 @@ def misfits(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, 
             f"this {type(engine).__name__} gives its state by a state_dict() of its own, and the checkpoint has none such"
         ]
     found = list(_misfits_groups(optimizer, named, saved))
-    here = capture(optimizer, names, sharding).entries
+    here = capture_optimizer(optimizer, names, sharding).entries
     stored, layouts = _by_parameter(saved.described(), named), Layouts(engine, sharding)
     for _, parameter in _owned(engine):
         kept = layouts.of(named[id(parameter)], parameter)
@@ -157,8 +159,10 @@ def misfits(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, 
     return found
 
 
-def restore(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer) -> None:
-    """Gives an optimizer the state that was saved, where `misfits` finds none. Not a collective.
+def restore_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer
+) -> None:
+    """Gives an optimizer the state that was saved, where `list_misfits` finds none. Not a collective.
 
     Parameters that had no state have none afterwards. The groups get their hyper-parameters back, but for `foreach`, `fused`,
     `capturable` and `differentiable`, which say how this process computes. New tensors take the place of old ones, one

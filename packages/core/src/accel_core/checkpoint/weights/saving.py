@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from accel_core.base.nested import flatten
-from accel_core.checkpoint.assembling import Gathering
+from accel_core.checkpoint.assembling import WeightGather
 from accel_core.checkpoint.weights import tensor_files
 from accel_core.checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
 
@@ -52,7 +52,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?((?:[KMGT]i?)?)B")
 
 
 def save_weights(
-    weights: nn.Module | Tensors | Gathering,
+    weights: nn.Module | Tensors | WeightGather,
     directory: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
@@ -75,7 +75,7 @@ def save_weights(
 
     All are raised on every rank, with the same message.
     """
-    if isinstance(weights, Gathering):
+    if isinstance(weights, WeightGather):
         gathering = weights
         gathering.together(
             "save_model()", lambda: write_weights(gathering, directory, max_shard_size, safe_serialization)
@@ -92,7 +92,7 @@ def save_weights(
 
 
 def write_weights(
-    weights: Tensors | Gathering,
+    weights: Tensors | WeightGather,
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
@@ -116,9 +116,9 @@ def write_weights(
     _publish(folder, files, _split(unique, aliases, limit), read)
 
 
-def _contents(weights: Tensors | Gathering) -> tuple[dict[str, torch.Tensor], dict[str, str], Read]:
+def _contents(weights: Tensors | WeightGather) -> tuple[dict[str, torch.Tensor], dict[str, str], Read]:
     """What is to be written, further names, and how the data is read when its turn comes."""
-    if not isinstance(weights, Gathering):
+    if not isinstance(weights, WeightGather):
         unique, aliases = tensor_files.untie(weights)
         return unique, aliases, unique.__getitem__
     awaited = weights.awaited

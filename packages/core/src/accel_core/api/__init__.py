@@ -1,0 +1,14 @@
+"""The door for plugins: what a package beside the core may import, by what it is for. Version promises are about these names.
+
+    component     what components of every kind may use
+    strategy      one way to distribute
+    layouts       how its state lies on the ranks
+    checkpoint    how that is saved and loaded
+    weights       how it becomes whole weights, and the reverse
+    loader        one way to read data
+    precision     one way to choose dtypes
+    launcher      starting processes, and the options of whatever is installed
+
+Names that scripts use, such as `Strategy`, `Tracker`, `World` and `hookimpl`, are in `accel_core` itself. Other modules of the core move
+and change without notice.
+"""

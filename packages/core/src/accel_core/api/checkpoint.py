@@ -1,0 +1,31 @@
+"""How a strategy presents models and optimizers to checkpoints, and is asked for them."""
+
+from __future__ import annotations
+
+from accel_core.checkpoint.collective_steps import on_each_rank, on_main_rank
+from accel_core.checkpoint.model_state import capture_model, elementwise_entry
+from accel_core.checkpoint.optimizers.known_optimizers import ELEMENTWISE, is_known, layouts_of
+from accel_core.checkpoint.optimizers.optimizer_state import (
+    OptimizerState,
+    SavedOptimizer,
+    capture_optimizer,
+    list_misfits,
+    restore_optimizer,
+)
+from accel_core.checkpoint.optimizers.parameter_state import has_tensors
+
+__all__ = [
+    "ELEMENTWISE",
+    "OptimizerState",
+    "SavedOptimizer",
+    "capture_model",
+    "capture_optimizer",
+    "elementwise_entry",
+    "has_tensors",
+    "is_known",
+    "layouts_of",
+    "list_misfits",
+    "on_each_rank",
+    "on_main_rank",
+    "restore_optimizer",
+]

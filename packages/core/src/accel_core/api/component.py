@@ -1,0 +1,49 @@
+"""What components of every kind may use: classes that change for one object, nested structures, seeds, random state, messages."""
+
+from __future__ import annotations
+
+from accel_core.base.class_override import ClassOverride, overridden_class, override_class, restore_class
+from accel_core.base.nested import Tree, flatten, map_tensors, paths, rebuilt
+from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
+from accel_core.base.suggestions import nearest
+from accel_core.collectives.random_sync import synchronize_random_states
+from accel_core.collectives.reduce_gather import broadcast_object, gather_objects
+from accel_core.collectives.run_seed import agree_seed
+from accel_core.options.resolution import as_rng_types, as_sequence
+from accel_core.processes.channel import FRAME_STEP, Channel
+from accel_core.processes.random_state import (
+    capture_random_state,
+    restore_random_state,
+    restored_after_first,
+    restored_before_first,
+)
+from accel_core.processes.watch.collective_scope import collective
+
+__all__ = [
+    "Channel",
+    "ClassOverride",
+    "FRAME_STEP",
+    "Tree",
+    "agree_seed",
+    "as_rng_types",
+    "as_sequence",
+    "broadcast_object",
+    "capture_random_state",
+    "collective",
+    "derive_seed",
+    "flatten",
+    "gather_objects",
+    "loader_seed",
+    "map_tensors",
+    "nearest",
+    "overridden_class",
+    "override_class",
+    "paths",
+    "rebuilt",
+    "restore_class",
+    "restore_random_state",
+    "restored_after_first",
+    "restored_before_first",
+    "synchronize_random_states",
+    "was_chosen",
+]

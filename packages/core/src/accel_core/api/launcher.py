@@ -1,0 +1,73 @@
+"""What a launcher needs: what is installed, which options there are, how they are handed on, and how ranks meet."""
+
+from __future__ import annotations
+
+from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
+from accel_core.base.vocabulary import KNOWN_PROVIDERS
+from accel_core.options.component_options import SECTIONS, read_section
+from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, members, to_data
+from accel_core.options.option_fields import Field, fields_of
+from accel_core.options.option_sources import (
+    CHANNEL,
+    DEFAULT_LOADER,
+    DEFAULT_STRATEGIES,
+    LOADER_OPTIONS,
+    OPTIONS,
+    PREFIX,
+    GivenOption,
+    given_outside,
+    inherited,
+    section_name,
+    variable_of,
+)
+from accel_core.options.resolution import flag
+from accel_core.plugins.explain import format_table, offer_state, why_unusable
+from accel_core.plugins.offers import NOUNS, Group, Offer, find, how_to_get, list_offers
+from accel_core.processes.launch_environment import Place, read_place
+from accel_core.processes.rendezvous import loopback_listener, open_store
+from accel_core.processes.watch.failure_notices import broken_connection_in
+
+__all__ = [
+    "CHANNEL",
+    "DEFAULT_LOADER",
+    "DEFAULT_STRATEGIES",
+    "Field",
+    "GivenOption",
+    "Group",
+    "HIDDEN",
+    "KNOWN_PROVIDERS",
+    "LOADER_OPTIONS",
+    "NOUNS",
+    "OPTIONS",
+    "Offer",
+    "PREFIX",
+    "Place",
+    "SECTIONS",
+    "broken_connection_in",
+    "choices",
+    "expected",
+    "fields_of",
+    "find",
+    "flag",
+    "format_table",
+    "from_data",
+    "from_text",
+    "given_outside",
+    "how_to_get",
+    "inherited",
+    "is_optional",
+    "list_offers",
+    "loopback_listener",
+    "masked",
+    "masked_words",
+    "members",
+    "offer_state",
+    "open_store",
+    "read_place",
+    "read_section",
+    "section_name",
+    "to_data",
+    "variable_of",
+    "why_unusable",
+    "without_secrets",
+]

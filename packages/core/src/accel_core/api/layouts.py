@@ -1,0 +1,38 @@
+"""How state lies on the ranks: what the hooks `model_state`, `optimizer_state` and `gradient_state` give."""
+
+from __future__ import annotations
+
+from accel_core.contract.boxes import Box, flat_range
+from accel_core.contract.tensor_layouts import (
+    Alias,
+    Elementwise,
+    Entry,
+    Extent,
+    GradientState,
+    Opaque,
+    Partial,
+    Piece,
+    Replicated,
+    Sharding,
+    State,
+    Whole,
+    pieces_of,
+)
+
+__all__ = [
+    "Alias",
+    "Box",
+    "Elementwise",
+    "Entry",
+    "Extent",
+    "GradientState",
+    "Opaque",
+    "Partial",
+    "Piece",
+    "Replicated",
+    "Sharding",
+    "State",
+    "Whole",
+    "flat_range",
+    "pieces_of",
+]

@@ -1,0 +1,51 @@
+"""What a loader needs beside `accel_core.Feed`, `Rows` and `Shard`: copies of loaders that read from a source of its own."""
+
+from __future__ import annotations
+
+from accel_core.contract.sample_ids import Positions, SampleIds, sample_ids
+from accel_core.loading.batch_stream import as_data_loader
+from accel_core.loading.index_source import (
+    IndexRead,
+    IndexSource,
+    SourceIteration,
+    SourceProgress,
+    length_of,
+    looked_ahead,
+    source_after,
+)
+from accel_core.loading.prepared_loader import (
+    BatchCount,
+    CountingIterator,
+    Outlet,
+    PreparedLoader,
+    index_sampler,
+    overridden_copy,
+    prepare_copy,
+    prepare_local_loader,
+    source_attributes,
+    unmatched_message,
+)
+
+__all__ = [
+    "BatchCount",
+    "CountingIterator",
+    "IndexRead",
+    "IndexSource",
+    "Outlet",
+    "Positions",
+    "PreparedLoader",
+    "SampleIds",
+    "SourceIteration",
+    "SourceProgress",
+    "as_data_loader",
+    "index_sampler",
+    "length_of",
+    "looked_ahead",
+    "overridden_copy",
+    "prepare_copy",
+    "prepare_local_loader",
+    "sample_ids",
+    "source_after",
+    "source_attributes",
+    "unmatched_message",
+]

@@ -1,0 +1,12 @@
+"""What a precision needs beside `accel_core.Precision` and `PrecisionPolicy`: the gradients that it unscales."""
+
+from __future__ import annotations
+
+from accel_core.loop.gradients import Gradients
+from accel_core.loop.preparation import Prepared, held_by
+
+__all__ = [
+    "Gradients",
+    "Prepared",
+    "held_by",
+]
