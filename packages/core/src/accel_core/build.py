@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,8 +51,7 @@ class Choice(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
-class Assembly:
+class Assembly(NamedTuple):
     """The parts of one Accelerator."""
 
     world: World
@@ -75,8 +73,7 @@ class Assembly:
     tracking: TrackingKwargs
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """What was given to the constructor; None where nothing was. Nothing is checked yet, hence `object`."""
 
     mixed_precision: object

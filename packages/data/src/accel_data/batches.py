@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, Sampler
@@ -21,6 +20,8 @@ Part = tuple[Indices, Rows, int]
 """An index batch, its rows, and how many samples all processes have read once it is yielded."""
 
 Drawn = Callable[[Iterator[Indices]], Iterator[Indices]]
+
+_AT_ONCE = 1 << 12  # indices that are passed over without a line of Python for each
 
 
 class BatchSamplerShard(Sampler[Indices]):
@@ -244,11 +245,12 @@ def _recorded(items: Iterable[T], first: list[T], limit: int) -> Iterator[T]:
 
 def _rest(indices: Iterator[int], start: int, sampler: object) -> Iterator[int]:
     """The indices behind the first `start`."""
-    counter = count()
-    deque(zip(islice(indices, start), counter, strict=False), maxlen=0)  # without a line of Python for each index
-    read = next(counter)
-    if read < start:
-        raise _too_few(start, read, sampler)
+    read = 0
+    while read < start:
+        taken = len(list(islice(indices, min(start - read, _AT_ONCE))))
+        if not taken:
+            raise _too_few(start, read, sampler)
+        read += taken
     yield from indices
 
 
