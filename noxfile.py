@@ -56,10 +56,9 @@ SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reo
 VERIFIED = ROOT / ".ci" / "verified.json"
 VERIFIED_BY_FULL = {
     "suites": (
-        "packages/core/src/accel_core/testing",
+        "packages/testing/src",
+        "packages/testing/tests",
         "packages/core/src/accel_core/contract/hook_specs.py",
-        "packages/core/tests/wrong_*.py",
-        "packages/core/tests/test_core_*_suite.py",
     ),
     "benchmarks": ("benchmarks",),
     "services": ("packages/trackers/src", "packages/trackers/tests", "packages/trackers/pyproject.toml"),
@@ -111,7 +110,7 @@ def services(session: nox.Session) -> None:
     """Every tracker over its service's own client, all of them together, and their pages in a browser."""
     clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
     with phase("installation of services"):
-        install(session, ["trackers"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
+        install(session, ["trackers", "testing"], *clients, *GROUPS["test"], *GROUPS["browser"], *EXAMPLES)
     with phase("services"):
         arguments = ["-m", "not soak", "packages/trackers/tests", *session.posargs]
         session.run("pytest", *SIDE_BY_SIDE, *arguments, env=required(SERVICES))
@@ -130,7 +129,7 @@ def due(session: nox.Session) -> None:
 @nox.parametrize("package", TESTED)
 def tests_package(session: nox.Session, package: str) -> None:
     """The tests of one package from its wheel, with only its own dependencies installed."""
-    install(session, [package], *GROUPS["test"])
+    install(session, [package, "testing"], *GROUPS["test"])
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 
 
@@ -174,7 +173,7 @@ def hello(session: nox.Session) -> None:
     """
     built_with = {need for folder in THIRD_PARTIES for need in build_requirements(folder)}
     session.install("--prefer-binary", "-c", "constraints.txt", *sorted(built_with))
-    install(session, ["core"], *GROUPS["test"], others=THIRD_PARTIES)
+    install(session, ["core", "testing"], *GROUPS["test"], others=THIRD_PARTIES)
     for folder in THIRD_PARTIES:  # one process each, because a device is there for the whole process that imports it
         session.run("pytest", str(folder / "tests"), *session.posargs)
 

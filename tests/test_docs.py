@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

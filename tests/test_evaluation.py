@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 from evaluation_job import Case, Outcome, batches_of, outcomes, varying
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The prepared .* has no batch on this rank")  # an empty loader is a case
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
 from accel_precision import FP16
+from accel_testing import run_ranks
 
 STEPS, BATCH, WIDTH = 5, 8, 16
 PRECISIONS = {"no": lambda: "no", "bf16": lambda: "bf16", "fp16": lambda: FP16(init_scale=1024.0, growth_interval=2)}

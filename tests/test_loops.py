@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_core import Accelerator, set_seed
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 class Numbers(TensorDataset):

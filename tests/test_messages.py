@@ -23,6 +23,7 @@ import accel_data
 import accel_fsdp
 import accel_launch
 import accel_precision
+import accel_testing
 import accel_trackers
 from accel_core.contract.hook_specs import HookSpecs
 from accel_core.plugins import list_offers
@@ -37,7 +38,7 @@ DOTTED = re.compile(
 )
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
-OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision, accel_trackers)
+OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision, accel_testing, accel_trackers)
 TRACKERS = [offer.load() for offer in list_offers("accel.trackers") if offer.distribution == "accel-trackers"]
 ROOTS = {
     "itertools": itertools,

@@ -16,7 +16,7 @@ from quickstart_job import EVERY, SEQUENCES, STEPS, Life, live
 from test_quickstart import SCRIPT, table
 from test_resume import killed
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 LIVES = (2, 2, 2, 4, 1, 2)
 """The processes of each life; all but the last are killed."""

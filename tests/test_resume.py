@@ -28,8 +28,8 @@ from resume_job import (
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_core import Accelerator
-from accel_core.testing import RanksFailed, run_ranks
-from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
+from accel_testing import RanksFailed, run_ranks
+from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 
 BATCH = 2
 EVERYTHING = list(range(SAMPLES))

@@ -26,7 +26,7 @@ from resume_parts_job import (
 from resume_state_job import first_life, read, second_life
 from test_resume import DISPATCHED, killed, pairwise, possible
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 BATCH = 2
 SAMPLED = 40

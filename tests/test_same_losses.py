@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from losses_job import STEPS, train_all
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 WORLDS = {1: ["single", "fsdp"], 2: ["ddp", "fsdp"], 4: ["fsdp", "hybrid", "tensor"]}
 CASES = [

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from accel_core import Accelerator
-from accel_core.testing import CheckpointSuite, StrategySuite, run_ranks
-from accel_core.testing.precision_suite import PrecisionSuite
 from accel_hello import Hello, HelloRounding
 from accel_hello.greeting import main as greet
+from accel_testing import CheckpointSuite, StrategySuite, run_ranks
+from accel_testing.precision_suite import PrecisionSuite
 
 
 def dividing_first():

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from accel_core import Accelerator
-from accel_core.testing import LoaderSuite
 from accel_nearby import Nearby
+from accel_testing import LoaderSuite
 
 SAMPLES = list(range(40))
 

@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 
 from accel_core import Accelerator, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
 from accel_sqlite import SQLite
+from accel_testing import Recorded, TrackerSuite, Written
 
 
 def rows(directory, query):

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
 from accel_stopwatch import Stopwatch
+from accel_testing import run_ranks
 
 
 def run(path):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_toydevice  # noqa: F401  (gives torch the device, here and on every rank that imports this file)
 from accel_core import DDP, Accelerator, Histogram, Single, Tracker, WorldError, set_seed
-from accel_core.testing import StrategySuite, run_ranks
+from accel_testing import StrategySuite, run_ranks
 
 
 def single():

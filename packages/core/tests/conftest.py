@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel_core.testing import no_leaks
+from accel_testing import no_leaks
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Strategies that are right, and do one thing in a way of their own that the core has to know of.
 
-They build on the plain data parallelism of `wrong_strategies`, and work in a world of one too.
+They build on the plain data parallelism of `plain_strategies`, and work in a world of one too.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+from plain_strategies import PlainStrategy, Wrapper
 from torch import nn
-from wrong_strategies import Right, Wrapper
 
 from accel_core.checkpoint.model_state import capture_model
 from accel_core.checkpoint.optimizers.optimizer_state import capture_optimizer, list_misfits, restore_optimizer
@@ -20,7 +20,7 @@ from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.tensor_layouts import Elementwise, Extent, Partial, pieces_of
 
 
-class Plain(Right):
+class Plain(PlainStrategy):
     """Data parallelism, in a world of one too."""
 
     def share(self, model):

@@ -22,7 +22,7 @@ from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint import background
 from accel_core.checkpoint.background import Background, Staging
 from accel_core.processes import random_state
-from accel_core.testing import RanksFailed, assert_dies, live_objects, run_ranks
+from accel_testing import RanksFailed, assert_dies, live_objects, run_ranks
 
 MODES = ("eager", "lazy")
 

@@ -18,7 +18,7 @@ from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.lock import NAME, holder
 from accel_core.checkpoint.files.manifest import identity, is_complete, unreplaced
 from accel_core.checkpoint.files.retention import enforce
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 def load_what_is_replaced(folder):

@@ -14,7 +14,7 @@ from checkpoint_jobs import Training, error_of, names_in
 from torch import nn
 
 from accel_core import load_checkpoint_in_model
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 STEPS = 2
 

@@ -26,7 +26,7 @@ from checkpoint_jobs import (
     value_of,
 )
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 # A kill at every operation on the disk, in a world of one
 

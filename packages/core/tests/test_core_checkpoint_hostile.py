@@ -19,7 +19,7 @@ from accel_core import load_checkpoint_in_model
 from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.inspection.command import list_checkpoints
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 GIB = 1 << 30
 SECONDS = 20

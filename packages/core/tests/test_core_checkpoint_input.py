@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from xxhash import xxh3_128_hexdigest
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 STEPS = 2
 SECONDS = 15.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded_strategies import Rows
+from sharded_strategies import BeginsEveryPartAtTheFirstRow, Rows
 from torch import nn
-from wrong_checkpoints import BeginsEveryPartAtTheFirstRow
 
 from accel_core import Accelerator
 from accel_core.base.errors import CheckpointError
-from accel_core.testing import models, run_ranks
+from accel_testing import models, run_ranks
 
 
 class Scaled(nn.Module):

@@ -9,8 +9,8 @@ from torch import nn
 
 from accel_core import Accelerator, hookimpl
 from accel_core.strategies import DDP
-from accel_core.testing import run_ranks
-from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
+from accel_testing import run_ranks
+from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 
 WIDTH, LAYERS = 2048, 6
 WEIGHT = 4 * WIDTH * WIDTH  # bytes

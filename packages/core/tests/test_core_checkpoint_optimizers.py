@@ -14,7 +14,7 @@ from accel_core import Accelerator
 from accel_core.base.errors import CheckpointError
 from accel_core.processes.world import World
 from accel_core.strategies import DDP
-from accel_core.testing import models, run_ranks
+from accel_testing import models, run_ranks
 
 WIDTH = 96  # 8-bit optimizers keep small parameters in full precision
 BEFORE, AFTER = range(3), range(3, 6)

@@ -17,7 +17,7 @@ from accel_core.checkpoint.files.folder import Draft
 from accel_core.checkpoint.files.index import Index
 from accel_core.checkpoint.files.manifest import read_manifest
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 class Stubborn:

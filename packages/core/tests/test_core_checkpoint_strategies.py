@@ -18,7 +18,7 @@ from accel_core.checkpoint.assembling import gather_entry
 from accel_core.collectives.reduce_gather import gather_objects
 from accel_core.processes.world import World
 from accel_core.strategies import DDP, Single
-from accel_core.testing import models, run_ranks
+from accel_testing import models, run_ranks
 
 WORLDS = (1, 2, 4)
 STRATEGIES = {"single": Single, "ddp": DDP, "rows": Rows, "uneven": Uneven, "flat": Flat}

@@ -13,8 +13,8 @@ from accel_core import Accelerator
 from accel_core.base.errors import CheckpointError
 from accel_core.processes.world import World
 from accel_core.strategies import DDP, Single
-from accel_core.testing import models, run_ranks
-from accel_core.testing.strategy_jobs import fed
+from accel_testing import models, run_ranks
+from accel_testing.strategy_jobs import fed
 
 WORLDS = (1, 2, 4)
 BATCHES, STEPS, SAVED = 9, 3, 4  # SAVED: the number of the last batch before the checkpoint, the second one of a window

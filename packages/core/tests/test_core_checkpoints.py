@@ -15,7 +15,7 @@ from accel_core import Accelerator, LocalSGD, ProjectConfiguration, load_checkpo
 from accel_core.base.errors import CheckpointError
 from accel_core.processes import random_state
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

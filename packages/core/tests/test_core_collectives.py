@@ -21,7 +21,7 @@ from accel_core.processes import channel as channel_module
 from accel_core.processes.channel import Channel, Letter, from_bytes, to_bytes
 from accel_core.processes.mismatch_report import describe, mismatch
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 ON_TWO = Together(2)
 

@@ -12,7 +12,7 @@ import torch
 
 from accel_core.collectives import operations
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 CASES = 80
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)

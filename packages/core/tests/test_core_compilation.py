@@ -17,7 +17,7 @@ from torch import nn
 from accel_core import Accelerator, Precision, PrecisionPolicy, TorchDynamoPlugin
 from accel_core.base.vocabulary import DynamoBackend
 from accel_core.loop.compilation import compile_calls, forget_compiled
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 # The compiler asks inputs for `grad`, and hides what torch says of those that are no leaves only where warnings are shown.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from accel_core import DDP, Accelerator, WorldError
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [2.0, 2.0]])
 

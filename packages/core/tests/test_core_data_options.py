@@ -16,7 +16,7 @@ from accel_core.collectives.run_seed import agree_seed
 from accel_core.options.loader_options import VARIABLES, in_force, resolve_options
 from accel_core.options.resolution import Option
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 @dataclass

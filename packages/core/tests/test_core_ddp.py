@@ -30,7 +30,7 @@ from accel_core import (
     hookimpl,
     place_model,
 )
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 ON_TWO = Together(2)
 

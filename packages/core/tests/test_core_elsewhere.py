@@ -25,8 +25,8 @@ from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
 from accel_core.processes.world import groups_beside
-from accel_core.testing import RanksFailed, run_ranks
-from accel_core.testing.ranks import RankReport
+from accel_testing import RanksFailed, run_ranks
+from accel_testing.ranks import RankReport
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the launches of all
 
@@ -112,7 +112,7 @@ def run(calls: Callable[[Accelerator, Path], None], folder: Path) -> None:
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("elsewhere")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel_core.testing.ranks.GRACE", 15.0)
+        patch.setattr("accel_testing.ranks.GRACE", 15.0)
         return side_by_side({calls: partial(run_ranks, run, 2, calls, folder, timeout=60) for calls in WHERE})
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from accel_core import Accelerator
 from accel_core.processes.world import World
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 SOAK = bool(os.environ.get("ACCEL_SOAK"))
 PAIRS = 100 if SOAK else 2

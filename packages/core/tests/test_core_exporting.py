@@ -16,8 +16,8 @@ from accel_core.checkpoint.inspection.command import main as checkpoint_command
 from accel_core.checkpoint.weights.exporting import export_weights
 from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
 from accel_core.checkpoint.weights.saving import read_weights, write_weights
-from accel_core.testing import run_ranks
-from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
+from accel_testing import run_ranks
+from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 
 
 class Tied(nn.Module):

@@ -19,7 +19,7 @@ from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files import lock
 from accel_core.checkpoint.files.folder import Draft, is_leftover, remove_checkpoint
 from accel_core.checkpoint.files.manifest import FileRecord, Manifest, is_complete, read_manifest
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 OLD, NEW = "0" * 16, "f" * 16
 MINE = ("notes.txt", "model.safetensors", "data-mine", "manifest.json.mine.tmp", "manifest.json.bak")

@@ -23,7 +23,7 @@ from sharded_strategies import Flat, Rows
 from torch import nn
 
 from accel_core import Accelerator, set_seed
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/checkpoint-format.md").read_text(encoding="utf-8")
 

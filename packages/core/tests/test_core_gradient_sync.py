@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_core import DDP, Accelerator, DistributedDataParallelKwargs, LocalSGD
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 ON_TWO = Together(2)
 

@@ -10,7 +10,7 @@ from torch import nn
 from accel_core import Accelerator, NonFiniteError, hookimpl
 from accel_core.base.errors import CheckpointError
 from accel_core.contract.tensor_layouts import Elementwise
-from accel_core.testing import CheckpointSuite, StrategySuite
+from accel_testing import CheckpointSuite, StrategySuite
 
 
 class TestRunsWindows(StrategySuite):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator
 from accel_core.contract.loader_progress import Feed
 from accel_core.loop.uneven_inputs import evenness
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 LENGTHS = (5, 3, 0)
 Values = dict[str, Any]

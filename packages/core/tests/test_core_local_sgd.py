@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_core import DDP, Accelerator, CollectiveMismatchError
 from accel_core.loop.local_sgd import LocalSGD
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 WORLD = 3
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accel_core.base.errors import WorldError
 from accel_core.processes.logs import get_logger
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

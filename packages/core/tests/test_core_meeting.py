@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accel_core.base.errors import WorldError
 from accel_core.processes.launch_environment import Place, read_place
 from accel_core.processes.rendezvous import assemble, claim, claim_device, identity, open_store, round_of
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)

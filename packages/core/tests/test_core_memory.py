@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from accel_core import Accelerator, CollectiveMismatchError, World
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
 from accel_core.loop.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory, release_memory
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 NO_ROOM = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 17 bytes."
 

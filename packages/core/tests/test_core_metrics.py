@@ -13,7 +13,7 @@ from accel_core.base.errors import CollectiveMismatchError
 from accel_core.collectives.metrics import gather_for_metrics
 from accel_core.contract.loader_progress import Feed, Rows
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 PER_RANK = 3
 ON_TWO = Together(2)

@@ -37,7 +37,7 @@ NOTEBOOKS = "a function of a notebook and what comes of it travel between the me
 ALLOWED = {
     ("accel_core.collectives.pickling", "pickle.loads"): BETWEEN_RANKS,
     ("accel_data.batch_codec", "pickle.loads"): BETWEEN_RANKS,
-    ("accel_core.testing.precision_jobs", "pickle.loads"): "a model is pickled and unpickled by the test that made it",
+    ("accel_testing.precision_jobs", "pickle.loads"): "a model is pickled and unpickled by the test that made it",
     (
         "accel_core.plugins.relay",
         "eval",
@@ -45,11 +45,11 @@ ALLOWED = {
     ("accel_core.options.option_fields", "eval"): "the annotations of a component's constructor, which runs anyway",
     ("accel_launch.notebook.desk", "pickle.loads"): NOTEBOOKS,
     ("accel_launch.notebook.function_pickle", "pickle.loads"): NOTEBOOKS,
-    ("accel_core.testing.shared_launch", "pickle.loads"): A_TEST_S,
-    ("accel_core.testing.ranks", "pickle.loads"): A_TEST_S,
-    ("accel_core.testing.loader_jobs", "pickle.loads"): "a loader is copied by pickling it",
+    ("accel_testing.shared_launch", "pickle.loads"): A_TEST_S,
+    ("accel_testing.ranks", "pickle.loads"): A_TEST_S,
+    ("accel_testing.loader_jobs", "pickle.loads"): "a loader is copied by pickling it",
     (
-        "accel_core.testing.tracker_jobs",
+        "accel_testing.tracker_jobs",
         "builtins.__import__",
     ): "it is compared with what it was before, and not called",
 }

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, Precision, hookimpl
 from accel_core.nonfinite import NonFiniteDetector
 from accel_core.nonfinite.findings import Finding, NonFiniteError
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 ROWS = 16
 

@@ -21,7 +21,7 @@ from accel_core import Accelerator, LocalSGD, Precision, PrecisionPolicy, TorchD
 from accel_core.nonfinite import NonFiniteDetector
 from accel_core.nonfinite.findings import Finding, NonFiniteError
 from accel_core.strategies.ddp import DDP
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 BAD = 6
 """The sample of which a logarithm is infinite."""

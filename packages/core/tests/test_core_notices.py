@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from accel_core import Accelerator
 from accel_core.processes.watch.collective_scope import explain
 from accel_core.processes.watch.failure_notices import Notices, announce, broken_connection_in, is_broken_connection
-from accel_core.testing import RanksFailed, run_ranks
-from accel_core.testing.ranks import RankReport
+from accel_testing import RanksFailed, run_ranks
+from accel_testing.ranks import RankReport
 
 BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7069."
 

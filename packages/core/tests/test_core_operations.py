@@ -12,7 +12,7 @@ import torch
 from accel_core.accelerator import Accelerator
 from accel_core.collectives import operations
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 def use_each(size):

@@ -21,7 +21,7 @@ from accel_core.checkpoint.optimizers.optimizer_state import (
 from accel_core.contract.boxes import Box, flat_range
 from accel_core.contract.tensor_layouts import Elementwise, Extent, Opaque, Replicated, Whole
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 def cloned(value):

@@ -24,7 +24,7 @@ from accel_core.checkpoint.files.part_file import BLOCK, PartReader, StoredFile,
 from accel_core.checkpoint.files.stored import DTYPES
 from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.contract.boxes import Box
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 NAME = "rank-00000.safetensors"
 PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

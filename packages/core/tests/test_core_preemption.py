@@ -19,7 +19,7 @@ import torch
 from accel_core.collectives.reduce_gather import broadcast_object, gather
 from accel_core.collectives.stop_signals import Preemption
 from accel_core.processes.world import World
-from accel_core.testing import assert_dies, run_ranks
+from accel_testing import assert_dies, run_ranks
 
 LIMIT = 90
 

@@ -25,7 +25,7 @@ from accel_core.collectives.splitting import split_between_processes
 from accel_core.processes.launch_environment import Place
 from accel_core.processes.world import World
 from accel_core.state import PartialState
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 Pair = namedtuple("Pair", ["left", "right"])
 

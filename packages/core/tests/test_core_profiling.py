@@ -13,7 +13,7 @@ import torch
 
 from accel_core import Accelerator, ProfileKwargs, World
 from accel_core.loop.profiling import profile
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 CYCLES = {"wait": 1, "warmup": 1, "active": 1}
 

@@ -12,7 +12,7 @@ from test_core_folder import MINE, add_files_of_the_user, kill_everywhere, names
 from accel_core.base.errors import CheckpointError
 from accel_core.checkpoint.files.manifest import is_complete
 from accel_core.checkpoint.files.retention import complete, enforce, name, newest, next_path, numbers
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 RUBBISH = "data-00000000000000ab"
 

@@ -15,7 +15,7 @@ from torch import nn
 from accel_core import Accelerator
 from accel_core.base.errors import CheckpointError, CollectiveMismatchError
 from accel_core.processes import random_state
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

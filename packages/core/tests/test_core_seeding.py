@@ -14,7 +14,7 @@ import torch
 from accel_core.base.seeds import derive_seed
 from accel_core.collectives.run_seed import agree_seed, set_seed
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

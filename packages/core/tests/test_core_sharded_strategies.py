@@ -22,7 +22,7 @@ from accel_core.collectives.reduce_gather import gather_objects
 from accel_core.contract.boxes import Box, uncovered
 from accel_core.contract.tensor_layouts import Alias, Elementwise, Replicated, Whole
 from accel_core.processes.world import World
-from accel_core.testing import StrategySuite, models, run_ranks
+from accel_testing import StrategySuite, models, run_ranks
 
 STRATEGIES = (Rows, Uneven, Flat)
 WORLDS = (1, 2, 4)

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from accel_core.testing import RankReport, RanksFailed, run_ranks
+from accel_testing import RankReport, RanksFailed, run_ranks
 
 Environment = dict[str, str]
 LIMIT = 100.0  # seconds; a process that runs longer is killed

@@ -20,7 +20,7 @@ from accel_core.base.vocabulary import DistributedType
 from accel_core.processes.launch_environment import Place
 from accel_core.processes.world import World
 from accel_core.state import AcceleratorState, PartialState
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 SECONDS = timedelta(seconds=77)
 

@@ -21,7 +21,7 @@ from accel_core import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 def where_it_runs(accelerator: Accelerator) -> dict[str, bool]:

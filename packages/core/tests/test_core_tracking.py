@@ -45,7 +45,7 @@ from accel_core import (
     TrackerError,
     TrackingKwargs,
 )
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 QUICK = TrackingKwargs(start_timeout=1.0, stall_timeout=0.3, finish_timeout=1.0)
 

@@ -22,9 +22,9 @@ from torch import nn
 from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end
 
 from accel_core import Accelerator, Histogram, TrackerError, TrackingKwargs
-from accel_core.testing import run_ranks
 from accel_core.tracking.snapshot import Snapshot
 from accel_core.tracking.tracker_thread import Lane
+from accel_testing import run_ranks
 
 
 @pytest.fixture

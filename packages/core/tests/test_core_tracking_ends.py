@@ -17,7 +17,7 @@ import pytest
 from trackers_for_tests import Listing, Older, Wrong  # noqa: F401  (the scripts import everything of this module)
 
 from accel_core import Accelerator, TrackingKwargs
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 TESTS = str(Path(__file__).parent)
 

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.tracking.config_json import DEEPEST, readable
+from accel_core.tracking.config_json import DEEPEST, readable_config
 
 
 class Colour(Enum):
@@ -74,7 +74,7 @@ class Narrow(Plain):
 
 def inside(value: Any) -> Any:
     """What a value becomes inside of a configuration, which JSON has to know."""
-    data = readable({"value": value})
+    data = readable_config({"value": value})
     assert json.loads(json.dumps(data)).keys() == {"value"}
     return data["value"]
 
@@ -109,27 +109,27 @@ def inside(value: Any) -> Any:
     ids=lambda each: type(each).__name__,
 )
 def test_a_configuration_may_be_of_any_kind(config: object, expected: dict[str, Any]) -> None:
-    assert readable(config) == expected
+    assert readable_config(config) == expected
 
 
 def test_slots_are_attributes_and_those_without_a_value_say_so() -> None:
     config = Narrow()
-    assert readable(config) == {
+    assert readable_config(config) == {
         "depth": 2, "kind": "int", "width": 4, "height": "<cannot be read: AttributeError: 'Narrow' object has no attribute 'height'>",
     }  # fmt: skip
     config.height = 1
-    assert readable(config)["height"] == 1
+    assert readable_config(config)["height"] == 1
 
 
 def test_models_of_pydantic_and_attrs_are_read_as_they_say() -> None:
     pydantic, attrs = pytest.importorskip("pydantic"), pytest.importorskip("attrs")
     model = pydantic.create_model("Model", lr=(float, 0.1), key=(str, pydantic.Field("secret", exclude=True)))
     classed = attrs.make_class("Classed", {"model": attrs.field(default=model())}, slots=True)
-    assert readable(model()) == {"lr": 0.1}
-    assert readable(classed()) == {"model": {"lr": 0.1}}
+    assert readable_config(model()) == {"lr": 0.1}
+    assert readable_config(classed()) == {"model": {"lr": 0.1}}
     odd = model()
     odd.lr = "none"  # which it warns of when it is read
-    assert readable(odd) == {"lr": "none"}
+    assert readable_config(odd) == {"lr": "none"}
 
 
 class Keyed:
@@ -143,7 +143,7 @@ class Keyed:
 
 
 def test_what_has_keys_is_a_dict() -> None:
-    assert readable(Keyed()) == inside(Keyed()) == {"a": "aa", "b": "bb"}
+    assert readable_config(Keyed()) == inside(Keyed()) == {"a": "aa", "b": "bb"}
 
 
 # Inside
@@ -273,7 +273,7 @@ def test_a_sequence_that_computes_its_items_and_an_iterator_are_not_read() -> No
 
 
 def test_keys_become_texts_and_none_gets_lost() -> None:
-    found = readable(
+    found = readable_config(
         {
             1: "a",
             "1": "b",
@@ -288,7 +288,7 @@ def test_keys_become_texts_and_none_gets_lost() -> None:
     assert found == {
         "1 (3)": "a", "1": "b", "1.5": "c", "None": "d", "red": "e", "(1, 2)": "f", "float16": "h", "1 (2)": "i",
     }  # fmt: skip
-    assert readable({Path("b"): 1, b"b": 2}) == {"b": 1, "b (2)": 2}
+    assert readable_config({Path("b"): 1, b"b": 2}) == {"b": 1, "b (2)": 2}
 
 
 def test_what_contains_itself_is_cut() -> None:
@@ -297,22 +297,22 @@ def test_what_contains_itself_is_cut() -> None:
     several: list[Any] = [1]
     several.append((several, config))
     config["list"] = several
-    assert readable(config) == {"a": 1, "self": "…", "list": [1, ["…", "…"]]}
+    assert readable_config(config) == {"a": 1, "self": "…", "list": [1, ["…", "…"]]}
     holder = Optimizer()
     holder.extra["me"] = holder
-    assert readable(holder)["extra"] == {"me": "…"}
+    assert readable_config(holder)["extra"] == {"me": "…"}
 
 
 def test_the_same_object_twice_is_no_circle() -> None:
     inner = [1]
-    assert readable({"a": inner, "b": [inner, inner]}) == {"a": [1], "b": [[1], [1]]}
+    assert readable_config({"a": inner, "b": [inner, inner]}) == {"a": [1], "b": [[1], [1]]}
 
 
 def test_what_is_nested_very_deeply_is_cut() -> None:
     config: Any = "bottom"
     for _ in range(10_000):
         config = {"below": config}
-    found, depth = readable(config), 0
+    found, depth = readable_config(config), 0
     while isinstance(found, dict):
         found, depth = found["below"], depth + 1
     assert (found, depth) == ("…", DEEPEST)
@@ -358,15 +358,15 @@ class Masked:
     ids=["mute", "locked", "closed", "masked"],
 )
 def test_what_raises_is_said_in_its_place(value: object, expected: object) -> None:
-    assert readable({"value": value, "other": 1}) == {"value": expected, "other": 1}
-    whole = readable(value)
+    assert readable_config({"value": value, "other": 1}) == {"value": expected, "other": 1}
+    whole = readable_config(value)
     assert whole == (expected if isinstance(expected, dict) else {"config": expected})
 
 
 def test_a_dataclass_whose_field_raises_keeps_the_others() -> None:
     config = Optimizer()
     del config.extra
-    assert readable(config) == {
+    assert readable_config(config) == {
         "lr": 0.1, "betas": [0.9, 0.99], "extra": "<cannot be read: AttributeError: 'Optimizer' object has no attribute 'extra'>",
     }  # fmt: skip
 
@@ -403,22 +403,22 @@ Anything = st.recursive(
 
 @given(st.dictionaries(st.text(), Data, max_size=4))
 def test_data_of_json_is_not_changed(config: dict[str, Any]) -> None:
-    assert json.dumps(readable(config)) == json.dumps(config)
+    assert json.dumps(readable_config(config)) == json.dumps(config)
 
 
 @given(Anything)
 def test_whatever_is_configured_is_data_of_json_in_the_end(config: object) -> None:
     for each in (config, {"inside": config}):
-        text = json.dumps(readable(each))
-        assert json.dumps(readable(json.loads(text))) == text
+        text = json.dumps(readable_config(each))
+        assert json.dumps(readable_config(json.loads(text))) == text
 
 
 @given(st.dictionaries(KEYS, SCALARS, max_size=6))
 def test_no_entry_gets_lost(config: dict[Any, Any]) -> None:
-    assert sorted(map(repr, readable(config).values())) == sorted(map(repr, config.values()))
+    assert sorted(map(repr, readable_config(config).values())) == sorted(map(repr, config.values()))
 
 
 def test_texts_that_no_file_can_hold_are_spelled_out() -> None:
-    config = readable({"path": Path(os.fsdecode(b"data/\xff")), "\udcfe": "\udcfd", "fine": "ü"})
+    config = readable_config({"path": Path(os.fsdecode(b"data/\xff")), "\udcfe": "\udcfd", "fine": "ü"})
     assert config == {"path": "data/\\udcff", "\\udcfe": "\\udcfd", "fine": "ü"}
     json.dumps(config, ensure_ascii=False).encode()

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core.tracking import device_copy, snapshot
-from accel_core.tracking.scalars import LeftOut, UnreadableError, plain
+from accel_core.tracking.scalars import LeftOut, UnreadableError, plain_value
 from accel_core.tracking.snapshot import Snapshot
 from accel_core.tracking.values import Bins, Flat, Histogram, Table, as_table, describe, flatten
 
@@ -567,7 +567,7 @@ def test_a_class_is_described_with_its_module() -> None:
 
 def test_plain_leaves_alone_what_it_does_not_know() -> None:
     for value in (None, [1], Figure(), np.zeros(2), 1j):
-        assert plain(value) is value
+        assert plain_value(value) is value
 
 
 # Histograms

@@ -12,7 +12,7 @@ from together import Together
 from accel_core.collectives.reduce_gather import gather
 from accel_core.collectives.triggers import Trigger
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 ON_TWO = Together(2)
 

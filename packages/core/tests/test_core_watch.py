@@ -25,8 +25,8 @@ from side_by_side import side_by_side
 
 from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, World, WorldError
 from accel_core.processes.watch.watch import Watch
-from accel_core.testing import RanksFailed, live_objects, run_ranks
-from accel_core.testing.ranks import RankReport
+from accel_testing import RanksFailed, live_objects, run_ranks
+from accel_testing.ranks import RankReport
 
 WITHIN = 15.0
 
@@ -107,7 +107,7 @@ def launches(request: pytest.FixtureRequest, folder: Path) -> Launches:
     wanted = {(params["leave"], params["culprit"]) for params in calls if "leave" in params}
     run = partial(partial, run_ranks, timeout=90)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel_core.testing.ranks.GRACE", WITHIN)
+        patch.setattr("accel_testing.ranks.GRACE", WITHIN)
         return side_by_side(
             {
                 **{

@@ -26,7 +26,7 @@ from accel_core.processes.watch.rank_status import Entry, Presence
 from accel_core.processes.watch.stack_location import Process
 from accel_core.processes.watch.status_store import Board
 from accel_core.processes.watch.watch import Watch
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 LONG = 6.0  # seconds: the Watch sees within five that ranks do not come together
 

@@ -28,7 +28,7 @@ from accel_core.checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core.contract.boxes import Box, flat_range
 from accel_core.contract.tensor_layouts import Alias, Elementwise, Opaque, Piece, Replicated
 from accel_core.processes.world import World
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 KB = 1000
 

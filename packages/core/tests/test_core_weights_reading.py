@@ -20,7 +20,7 @@ from accel_core.base.errors import CheckpointError, NotInstalledError
 from accel_core.checkpoint.reading import Checkpoint
 from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
 from accel_core.checkpoint.weights.saving import write_weights
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 EVERY_FORM = {
     "one file": {},

@@ -20,7 +20,7 @@ from accel_core.contract.precision_policy import Precision, PrecisionPolicy
 from accel_core.processes import random_state
 from accel_core.processes.world import World
 from accel_core.strategies import Single
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

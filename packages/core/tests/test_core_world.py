@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accel_core.base.errors import WorldError
 from accel_core.processes import world as world_module
 from accel_core.processes.world import World
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 SECONDS = timedelta(seconds=77)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from accel_core.testing.ranks import RanksFailed
-from accel_core.testing.shared_launch import Raised, Subject, observe
+from accel_testing.ranks import RanksFailed
+from accel_testing.shared_launch import Raised, Subject, observe
 
 _SUBJECT = Subject("ddp", patience=timedelta(seconds=60))
 

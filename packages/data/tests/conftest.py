@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel_core.testing import preload
+from accel_testing import preload
 
 preload("accel_data.preparing")

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Feed, Shard, World
-from accel_core.testing.ranks import run_ranks
 from accel_data import Sharded
+from accel_testing.ranks import run_ranks
 
 
 class Generating(DataLoader):

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accel_core import Accelerator, set_seed
-from accel_core.testing.ranks import RanksFailed, run_ranks
 from accel_data import DataLoaderConfiguration, DataLoaderDispatcher, DataLoaderShard
+from accel_testing.ranks import RanksFailed, run_ranks
 
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
 
@@ -335,7 +335,7 @@ def reading_with_workers(dataset, options):
     (StreamBreaksOn(0), {"dispatch_batches": False}, 0),
 ])  # fmt: skip
 def test_a_dataset_that_raises_in_a_worker_of_one_rank_ends_all_ranks(dataset, options, broken, monkeypatch):
-    monkeypatch.setattr("accel_core.testing.ranks.GRACE", 20.0)  # workers end slowly where others keep the cores busy
+    monkeypatch.setattr("accel_testing.ranks.GRACE", 20.0)  # workers end slowly where others keep the cores busy
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
         run_ranks(reading_with_workers, 3, dataset, options)

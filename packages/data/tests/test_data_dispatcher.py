@@ -14,9 +14,9 @@ from dispatched_loaders import Items, Measured, Opaque, Sizes, Stream, dispatche
 from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator, Feed, World
-from accel_core.testing import assert_dies
-from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderDispatcher, slice_tensors
+from accel_testing import assert_dies
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

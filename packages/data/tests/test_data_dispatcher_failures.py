@@ -10,7 +10,7 @@ from dispatched_loaders import Items, Opaque, dispatched, in_order, real, taken
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_core import Feed, World
-from accel_core.testing.ranks import run_ranks
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

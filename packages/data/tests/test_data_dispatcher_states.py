@@ -8,7 +8,7 @@ from dispatched_loaders import Sizes, StatefulStream, Stream, dispatched, in_ord
 from torch.utils.data import DataLoader
 
 from accel_core import Feed, World
-from accel_core.testing.ranks import run_ranks
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator, CheckpointError, set_seed
-from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderConfiguration
+from accel_testing.ranks import run_ranks
 
 LENGTH, BATCH = 10, 4
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accel_core.testing import LoaderSuite
 from accel_data import Sharded
+from accel_testing import LoaderSuite
 
 
 def dispatching():

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from accel_core import World
-from accel_core.testing.ranks import run_ranks
 from accel_data.batch_codec import KEPT_STRUCTURES
 from accel_data.batch_scatter import MEMORY, Mailbox
+from accel_testing.ranks import run_ranks
 
 
 class Unreadable:

@@ -11,8 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accel_core import World
 from accel_core.api.loader import PreparedLoader
-from accel_core.testing import assert_dies
-from accel_core.testing.ranks import run_ranks
 from accel_data import (
     BatchSamplerShard,
     DataLoaderDispatcher,
@@ -21,6 +19,8 @@ from accel_data import (
     prepare_data_loader,
     skip_first_batches,
 )
+from accel_testing import assert_dies
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 META = torch.device("meta")

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from accel_core import Accelerator, Feed, Shard, World
-from accel_core.testing.ranks import run_ranks
 from accel_data import Sharded
+from accel_testing.ranks import run_ranks
 
 
 def epochs_with_generators_that_differ(workers):

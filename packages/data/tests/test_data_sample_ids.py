@@ -8,8 +8,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from accel_core import Feed, Rows, Shard
 from accel_core.api.loader import Positions, SampleIds, sample_ids
-from accel_core.testing import run_ranks
 from accel_data import DataLoaderConfiguration, Sharded
+from accel_testing import run_ranks
 
 N = 11
 

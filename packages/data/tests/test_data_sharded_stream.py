@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel_core import Accelerator, Feed, Rows, Shard
-from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderConfiguration, DataLoaderShard, Sharded
+from accel_testing.ranks import run_ranks
 
 N = 23
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_core import Accelerator, Feed, Shard
 from accel_core.api.loader import prepare_local_loader
-from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderDispatcher, DataLoaderShard, Sharded, skip_first_batches
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 from accel_core import Accelerator, Feed, Shard, gather_object
-from accel_core.testing.ranks import run_ranks
 from accel_data import DataLoaderDispatcher, DataLoaderShard, Sharded, skip_first_batches
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 

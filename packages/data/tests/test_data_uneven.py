@@ -6,8 +6,8 @@ import pytest
 
 from accel_core import World
 from accel_core.api.component import gather_objects
-from accel_core.testing.ranks import run_ranks
 from accel_data.uneven_streams import even_ends
+from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

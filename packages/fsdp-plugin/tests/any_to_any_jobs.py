@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from accel_core import DDP, Accelerator, CheckpointError, World
 from accel_core.api.component import gather_objects
 from accel_core.api.weights import gather_entry
-from accel_core.testing import models
-from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory, leave_no_gaps
 from accel_fsdp import FSDP
 from accel_precision import FP16
+from accel_testing import models
+from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory, leave_no_gaps
 
 WORDS, LENGTH, WIDTH, HEADS = 6, 5, 6, 2
 """Five rows are cut into 3 and 2, or into 2, 2, 1 and none; six by tensor parallelism into twice 3, and these into 2 and 1."""

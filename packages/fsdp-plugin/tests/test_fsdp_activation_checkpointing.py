@@ -9,8 +9,8 @@ from torch import nn
 
 from accel_core import World
 from accel_core.api.strategy import compile_calls
-from accel_core.testing import run_ranks
 from accel_fsdp.activation_checkpointing import checkpoint_units
+from accel_testing import run_ranks
 
 
 class Block(nn.Module):

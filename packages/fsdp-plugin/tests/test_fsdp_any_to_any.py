@@ -26,7 +26,7 @@ from any_to_any_jobs import (
 )
 
 from accel_core import load_checkpoint_in_model
-from accel_core.testing import RanksFailed, run_ranks
+from accel_testing import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.timeout(7200)  # every launch has a limit of its own
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
-from accel_core.testing.models import built
 from accel_fsdp import FSDP
+from accel_testing import run_ranks
+from accel_testing.models import built
 
 WIDTH = 6
 

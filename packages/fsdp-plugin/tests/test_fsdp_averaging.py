@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 

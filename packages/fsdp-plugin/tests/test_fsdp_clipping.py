@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_core import World
-from accel_core.testing import run_ranks
 from accel_fsdp.clipping import clip, total_norm
+from accel_testing import run_ranks
 
 NORMS = (1.0, 2.0, 3.5, math.inf)
 LAYOUTS = ("shards", "replicas of shards", "replicas", "columns", "fewer rows than ranks", "plain")

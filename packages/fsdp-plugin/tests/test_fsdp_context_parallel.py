@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from accel_core import Accelerator, World
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
 from accel_fsdp.context_parallel import split_sequence
+from accel_testing import run_ranks
 
 STEPS, ROWS, PEERS = 3, 4, 4
 MIXED = {"causal": (True, False)}

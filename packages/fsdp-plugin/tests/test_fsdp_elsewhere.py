@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from accel_core import Accelerator, broadcast_object_list
-from accel_core.testing import RanksFailed, run_ranks
-from accel_core.testing.ranks import RankReport
+from accel_testing import RanksFailed, run_ranks
+from accel_testing.ranks import RankReport
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the launches of all
 
@@ -73,7 +73,7 @@ CASES = [gather_beside_a_forward, clip_beside_a_forward, reduce_in_a_backward, o
 @pytest.fixture(scope="module")
 def launches() -> Launches:
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(CASES)) as pool:
-        patch.setattr("accel_core.testing.ranks.GRACE", 15.0)
+        patch.setattr("accel_testing.ranks.GRACE", 15.0)
         return {calls: pool.submit(run_ranks, calls, 2, timeout=60) for calls in CASES}
 
 
@@ -132,7 +132,7 @@ def each_in_its_call(strategy: str, pair: tuple[str, str], folder: Path) -> None
 def test_any_call_of_the_library_against_any_other_ends_all_ranks(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_core.testing.ranks.GRACE", 15.0)
+    monkeypatch.setattr("accel_testing.ranks.GRACE", 15.0)
     with ThreadPoolExecutor(6) as pool:
         launches = {
             pair: pool.submit(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 
 class Saves(nn.Module):

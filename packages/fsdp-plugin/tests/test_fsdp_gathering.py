@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
+from accel_testing import run_ranks
 
 WIDTH, BLOCKS = 32, 4
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
+from accel_testing import run_ranks
 
 
 class Net(nn.Module):

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from accel_core import Accelerator, CheckpointError, World
 from accel_core.api.weights import write_weights
-from accel_core.testing import run_ranks
-from accel_core.testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 from accel_fsdp import FSDP
 from accel_fsdp.meta_init import Recipes, is_meta
+from accel_testing import run_ranks
+from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
 
 WIDTH, WORDS = 6, 11
 

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from accel_core import World
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
 from accel_fsdp.mesh import Meshes, Sizes
+from accel_testing import run_ranks
 
 TIMEOUT = timedelta(seconds=77)
 

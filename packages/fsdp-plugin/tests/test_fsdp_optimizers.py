@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
 from accel_fsdp.optimizers import carry, carrying, check
+from accel_testing import run_ranks
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.api.strategy import chosen_strategy
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP, FullyShardedDataParallelPlugin
+from accel_testing import run_ranks
 
 
 def options_of(strategy):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.testing import PrecisionSuite, run_ranks
 from accel_fsdp import FSDP
 from accel_precision import FP16
+from accel_testing import PrecisionSuite, run_ranks
 
 PICKLED = {
     "test_a_model_without_the_casts_can_be_pickled": "a sharded model refuses to be copied, and says what to copy instead"

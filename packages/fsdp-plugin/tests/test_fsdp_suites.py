@@ -1,7 +1,7 @@
 """FSDP passes the suites that define what a strategy is."""
 
-from accel_core.testing import CheckpointSuite, StrategySuite
 from accel_fsdp import FSDP
+from accel_testing import CheckpointSuite, StrategySuite
 
 
 def hybrid():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, World
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
+from accel_testing import run_ranks
 
 STEPS, ROWS = 3, 4  # rows of a global batch
 

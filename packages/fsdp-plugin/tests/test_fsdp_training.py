@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, Precision, PrecisionPolicy
-from accel_core.testing import run_ranks
-from accel_core.testing.models import FrozenBackbone, Net, NormNet, built
 from accel_fsdp import FSDP
+from accel_testing import run_ranks
+from accel_testing.models import FrozenBackbone, Net, NormNet, built
 
 WIDTH, WORDS, LENGTH = 6, 11, 5
 

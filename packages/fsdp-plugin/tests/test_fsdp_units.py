@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from accel_core import World
-from accel_core.testing import run_ranks
 from accel_fsdp.wrapping import check_wrap, describe_units, find_units, ignored_parameters
+from accel_testing import run_ranks
 
 
 class Block(nn.Module):

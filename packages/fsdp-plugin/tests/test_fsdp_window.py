@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel_core import Accelerator, GradientAccumulationPlugin
-from accel_core.testing import run_ranks
 from accel_fsdp import FSDP
+from accel_testing import run_ranks
 
 ROWS = {0: [3, 1, 2], 1: [2]}  # rows of the micro-batches of each rank
 

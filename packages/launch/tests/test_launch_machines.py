@@ -15,7 +15,7 @@ import pytest
 from namespaces import Machine, two_machines, why_not
 from safetensors.torch import load_file
 
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 
 pytestmark = pytest.mark.timeout(240)  # seconds; it takes a tenth of them where nothing else runs
 PORT = 29511

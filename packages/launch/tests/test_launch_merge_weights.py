@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, load_checkpoint_in_model
-from accel_core.testing import run_ranks
 from accel_launch.main import main
+from accel_testing import run_ranks
 
 
 class Tied(nn.Module):

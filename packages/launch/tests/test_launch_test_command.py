@@ -16,12 +16,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from accel_core.testing import run_ranks
 from accel_launch.checking import communication
 from accel_launch.checking.setup_job import Check
 from accel_launch.checking.steps import CheckError
 from accel_launch.commands import examination
 from accel_launch.commands.test import main
+from accel_testing import run_ranks
 
 FAULTY = Path(__file__).parent / "faulty"
 LAUNCH = re.compile(

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from accel_core import Accelerator, AutocastKwargs, CheckpointError
-from accel_core.testing import run_ranks
-from accel_core.testing.models import FEATURES, Net, ProbeNet, built, sgd
 from accel_precision import BF16, FP16, BF16True, FP16True, GradScalerKwargs
+from accel_testing import run_ranks
+from accel_testing.models import FEATURES, Net, ProbeNet, built, sgd
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16, "fp16-true": torch.float16}
 

@@ -5,8 +5,8 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.api.component import ClassOverride, override_class
-from accel_core.testing.models import built
 from accel_precision import FP8
+from accel_testing.models import built
 
 
 class Counting(ClassOverride):

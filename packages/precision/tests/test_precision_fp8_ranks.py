@@ -12,9 +12,9 @@ from accel_core import Accelerator, Layout, Strategy, hookimpl
 from accel_core.api.checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
 from accel_core.api.layouts import Box, Extent
 from accel_core.api.strategy import ParameterReplacement, override_calls
-from accel_core.testing import run_ranks
 from accel_precision import FP8
 from accel_precision.fp8 import plain
+from accel_testing import run_ranks
 
 STEPS = 4
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from accel_core import SKIPPED, Accelerator, World
-from accel_core.testing import run_ranks
 from accel_precision import FP16, FP16True, GradScalerKwargs
 from accel_precision.scaling import LossScaling
+from accel_testing import run_ranks
 
 OVERFLOW = 1e38
 """A factor of the loss that makes its gradients overflow once it is scaled too."""

@@ -1,6 +1,6 @@
 """Every precision of the package passes the suite that defines what a precision is."""
 
-from accel_core.testing import PrecisionSuite
+from accel_testing import PrecisionSuite
 
 
 class TestBF16(PrecisionSuite):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, LocalSGD
-from accel_core.testing import run_ranks
 from accel_precision import FP16
+from accel_testing import run_ranks
 
 BIG = 1e30  # a loss that overflows
 

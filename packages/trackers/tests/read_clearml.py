@@ -12,7 +12,7 @@ from typing import Any
 from reading import Lists, flat, pixels
 
 from accel_core import Bins, Table
-from accel_core.testing import Recorded
+from accel_testing import Recorded
 
 TEXT = re.compile(r'^(.*) at step (\d+): (".*")$', re.MULTILINE)
 CONTENT = ("metrics.jsonl", "task.json", "log.jsonl")

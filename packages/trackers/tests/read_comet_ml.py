@@ -14,7 +14,7 @@ from zipfile import ZipFile
 from services import flat, pixels
 
 from accel_core import Table
-from accel_core.testing import Recorded
+from accel_testing import Recorded
 
 KINDS = {"metric_msg": "metric", "parameter_msg": "param", "log_other": "other", "file_upload": "file"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accel_core import Table
-from accel_core.testing import Recorded
+from accel_testing import Recorded
 
 LARGEST = 1.7976931348623157e308  # which stands for infinity in MLflow's databases
 ENDS = {"FINISHED": "finished", "FAILED": "failed"}

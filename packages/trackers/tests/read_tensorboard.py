@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel_core import Bins, Table
-from accel_core.testing import Recorded
+from accel_testing import Recorded
 
 CONFIG = "config/text_summary"
 

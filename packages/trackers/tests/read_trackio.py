@@ -7,7 +7,7 @@ from typing import Any
 from services import flat, pixels
 
 from accel_core import Bins, Table
-from accel_core.testing import Recorded
+from accel_testing import Recorded
 
 OWN = ("timestamp", "step")
 

@@ -13,7 +13,7 @@ from typing import Any
 from services import flat, pixels
 
 from accel_core import Bins, Table
-from accel_core.testing import Recorded
+from accel_testing import Recorded
 
 AXIS = "trainer/global_step"
 OWN = ("_step", "_runtime", "_timestamp", AXIS)

@@ -7,7 +7,7 @@ from read_aim import make_repository, read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.aim import Aim
 
 pytestmark = [

@@ -15,7 +15,7 @@ from read_clearml import events, read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.clearml import ClearML
 
 pytestmark = [

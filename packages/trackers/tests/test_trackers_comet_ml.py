@@ -14,7 +14,7 @@ from read_comet_ml import archives, recorded
 from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, TrackedRun
-from accel_core.testing import TrackerSuite
+from accel_testing import TrackerSuite
 from accel_trackers.comet_ml import CometML, experiment_key
 from accel_trackers.jsonl import read
 

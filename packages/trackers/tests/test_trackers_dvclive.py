@@ -14,7 +14,7 @@ from read_dvclive import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, Table, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.dvclive import DVCLive
 
 pytestmark = [needs("dvclive")]

@@ -16,7 +16,7 @@ from read_mlflow import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Accelerator, ProjectConfiguration, Table, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.mlflow import MLflow
 
 pytestmark = [

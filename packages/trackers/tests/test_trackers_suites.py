@@ -9,7 +9,7 @@ import sys
 import pytest
 from pngs import decoded
 
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.jsonl import CONFIG, read
 
 

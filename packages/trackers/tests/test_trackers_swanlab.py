@@ -10,7 +10,7 @@ from read_swanlab import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import RecordRefusedError, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.swanlab import SwanLab
 
 pytestmark = [needs("swanlab")]

@@ -12,7 +12,7 @@ from read_tensorboard import read_events
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Accelerator, Bins, ProjectConfiguration, TrackedRun
-from accel_core.testing import Recorded, TrackerSuite, Written
+from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.tensorboard import TensorBoard
 
 pytestmark = needs("tensorboard")

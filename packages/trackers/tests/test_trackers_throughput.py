@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
-from accel_core.testing import run_ranks
+from accel_testing import run_ranks
 from accel_trackers import Throughput, jsonl, peak_flops, throughput
 
 

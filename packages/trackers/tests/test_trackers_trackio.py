@@ -11,7 +11,7 @@ from read_trackio import configuration, recorded, rows, runs
 from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
-from accel_core.testing import TrackerSuite
+from accel_testing import TrackerSuite
 from accel_trackers.trackio import Trackio
 
 pytestmark = needs("trackio")

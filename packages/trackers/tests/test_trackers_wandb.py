@@ -16,7 +16,7 @@ from read_wandb import read_runs, recorded
 from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
-from accel_core.testing import TrackerSuite
+from accel_testing import TrackerSuite
 from accel_trackers.wandb import WandB
 
 pytestmark = needs("wandb")

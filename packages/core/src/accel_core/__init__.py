@@ -2,7 +2,7 @@
 
     from accel_core import Accelerator
 
-See `Accelerator` for the loop, `accel_core.contract.hook_specs` for what a plugin can take over, and `accel_core.testing` for what
+See `Accelerator` for the loop, `accel_core.contract.hook_specs` for what a plugin can take over, and `accel_testing` for what
 defines a strategy.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_core.base.class_override import ClassOverride, overridden_class, override_class, restore_class
-from accel_core.base.nested import Tree, flatten, map_tensors, paths, rebuilt
+from accel_core.base.nested import Tree, flatten, map_tensors, paths, rebuilt, to_device
 from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
 from accel_core.base.suggestions import nearest
 from accel_core.collectives.random_sync import synchronize_random_states
@@ -45,5 +45,6 @@ __all__ = [
     "restored_after_first",
     "restored_before_first",
     "synchronize_random_states",
+    "to_device",
     "was_chosen",
 ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(ABC):
-    """A way to distribute training. See `accel_core.contract.hook_specs` for the hooks, and `accel_core.testing` for the suite.
+    """A way to distribute training. See `accel_core.contract.hook_specs` for the hooks, and `accel_testing` for the suite.
 
     Class attributes that a strategy may declare:
 

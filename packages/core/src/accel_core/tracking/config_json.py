@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.scalars import as_array, clean, fits, is_array, plain, said, written
+from accel_core.tracking.scalars import as_array, clean, fits, is_array, plain_value, said, written
 
 DEEPEST = 50
 """How many containers may stand in each other; what lies deeper is "…"."""
@@ -40,7 +40,7 @@ _Pairs = Collection[tuple[Any, Callable[[], Any]]]
 """Names and what reads their values, which may raise."""
 
 
-def readable(config: object) -> dict[str, Any]:
+def readable_config(config: object) -> dict[str, Any]:
     """A configuration as JSON has it: None, booleans, numbers (also nan and inf), texts, lists, and dicts with texts as keys.
 
     It may be a dict or another mapping, None, a dataclass, a namespace, a namedtuple, a model of pydantic or attrs, a class, or an object
@@ -102,7 +102,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, Integral):
         number = int(value)
         return number if fits(number) else written(number)
-    return plain(value)
+    return plain_value(value)
 
 
 def _fields(value: Any) -> _Pairs | None:
@@ -211,7 +211,7 @@ def _single(value: Any) -> Any:
         return repr(value)
     if isinstance(value, (Number, os.PathLike, date, time, timedelta)):
         try:
-            return _scalar(value if isinstance(value, Integral) else plain(value))
+            return _scalar(value if isinstance(value, Integral) else plain_value(value))
         except (OverflowError, ValueError):  # a fraction beyond all floats
             return _cut(repr(value))
     return _OPAQUE

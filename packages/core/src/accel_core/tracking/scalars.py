@@ -41,7 +41,7 @@ class UnreadableError(ValueError):
     """What is raised for a value that cannot be read; the message follows "which is"."""
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """The number or text that a value is, or the value itself if it is neither.
 
     Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element; texts are also paths, and dates in ISO 8601. A
@@ -55,7 +55,7 @@ def plain(value: Any) -> Any:
     if kind is float or kind is bool or (kind is int and fits(value)):
         return value
     if isinstance(value, Enum):
-        return plain(value.value)
+        return plain_value(value.value)
     if isinstance(value, str):
         return clean(str.__str__(value))
     if isinstance(value, float):
@@ -72,7 +72,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if is_array(value) and getattr(value, "size", None) == 1 and hasattr(value, "item"):
-        return plain(value.item())
+        return plain_value(value.item())
     return value
 
 

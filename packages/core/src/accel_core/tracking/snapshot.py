@@ -16,7 +16,7 @@ from accel_core.tracking.scalars import (
     describe,
     is_array,
     local,
-    plain,
+    plain_value,
     readable_here,
     said,
     written,
@@ -55,7 +55,7 @@ class Snapshot:
     def take(cls, values: Mapping[str, Any], *, objects: bool = True) -> Snapshot:
         """Takes the values of nested dicts. For the training's thread.
 
-        Numbers and texts become plain (see `plain`), tensors of one element too, and a `Histogram` is copied. Small tensors and arrays are
+        Numbers and texts become plain (see `plain_value`), tensors of one element too, and a `Histogram` is copied. Small tensors and arrays are
         copied, and so are lists and tuples, with what is in them, as lists. Objects of other types are kept as they are. What cannot be read
         without a collective, or at all, or lies more than 20 dicts deep, becomes a `LeftOut`.
 
@@ -144,7 +144,7 @@ class _Taking:
                 copy = value.copied()
                 self.elements += copy.elements
                 return copy
-            found = plain(value)
+            found = plain_value(value)
             if isinstance(found, (str, int, float)):
                 self.elements += len(found) if isinstance(found, str) else 0
                 return found
@@ -158,7 +158,7 @@ class _Taking:
         if value.numel() == 1:
             here = value if type(value) is torch.Tensor else local(value)
             if here.is_cpu:
-                return plain(here.item())
+                return plain_value(here.item())
             self._numbers.setdefault((here.device, here.dtype), []).append((place, here))
             return None
         if value.numel() > MOST:
@@ -235,7 +235,7 @@ def _items(values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 
 def _name(key: Any) -> str:
     try:
-        return written(key) if type(key) is int else clean(str(plain(key)))
+        return written(key) if type(key) is int else clean(str(plain_value(key)))
     except Exception as error:
         raise UnreadableError(
             f"a dict with {describe(key)} as a key, which no text can be made of: {said(error)}"
@@ -274,7 +274,7 @@ def _resolved(value: Any) -> Any:
         return value
     number = value.host[value.index]
     try:
-        return plain(number.item())
+        return plain_value(number.item())
     except Exception as error:  # noqa: BLE001  (a dtype that has no numbers)
         return _unread(number, error)
 

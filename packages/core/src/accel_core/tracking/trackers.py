@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import TrackerError
 from accel_core.tracking.arguments import as_step, check_mapping, unknown_tracker
-from accel_core.tracking.config_json import readable
+from accel_core.tracking.config_json import readable_config
 from accel_core.tracking.handle import TrackerHandle
 from accel_core.tracking.images import as_images
 from accel_core.tracking.logged import Values
@@ -111,7 +111,7 @@ class Trackers:
             raise TypeError(f"init_trackers({project_name!r}): expected the name of the project, such as 'my-project'.")
         plan = Plan(
             project_name,
-            readable(config) if self._components else {},
+            readable_config(config) if self._components else {},
             self._options("init_trackers(init_kwargs=...)", init_kwargs),
             resume,
         )

@@ -13,7 +13,16 @@ import torch
 
 from accel_core.tracking.countable import as_tensor
 from accel_core.tracking.device_copy import Mark, copied_to_host, fetched, mark
-from accel_core.tracking.scalars import PLAIN, UnreadableError, clean, describe, plain, readable_here, said, written
+from accel_core.tracking.scalars import (
+    PLAIN,
+    UnreadableError,
+    clean,
+    describe,
+    plain_value,
+    readable_here,
+    said,
+    written,
+)
 
 __all__ = ["Bins", "Flat", "Histogram", "Table", "as_table", "describe", "flatten"]
 
@@ -177,7 +186,7 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
         columns, data = _content(dataframe)
     assert columns is not None
     assert data is not None
-    names = [str(plain(each)) for each in _listed(columns, "columns", "a list of names, such as ['a', 'b']")]
+    names = [str(plain_value(each)) for each in _listed(columns, "columns", "a list of names, such as ['a', 'b']")]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"log_table() was given two columns of the name {', '.join(map(repr, twice))}. Rename one.")
@@ -225,7 +234,7 @@ def _cell(value: Any, column: str, row: int) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = readable_here(value).item()
         try:
-            found = plain(value)
+            found = plain_value(value)
         except OverflowError:  # of a number that no float can hold
             found = written(value) if isinstance(value, int) else str(value)
         return found if type(found) in PLAIN else clean(str(found))

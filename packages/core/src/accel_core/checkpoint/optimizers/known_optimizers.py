@@ -22,7 +22,13 @@ from accel_core.base.errors import CheckpointError
 ELEMENTWISE = "elementwise"
 """What `layouts_of` gives for state that has an element for each of the parameter's."""
 
-REPLICATED, COUNTER, FACTOR = "replicated", "counter", "factor"
+REPLICATED = "replicated"
+"""What it gives for state that is the same on every rank."""
+
+COUNTER = "counter"
+"""What it gives for a number of steps."""
+
+FACTOR = "factor"
 
 _MOMENTS = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": COUNTER}
 _ADAM = {**_MOMENTS, "max_exp_avg_sq": ELEMENTWISE}

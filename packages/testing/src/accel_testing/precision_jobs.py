@@ -1,0 +1,474 @@
+"""What the conformance suite of precisions does on the ranks: each job trains a little and returns what it saw.
+
+Jobs judge nothing; the suite compares their facts with a reference in the test's own process. They use the public loop, and
+read off the Accelerator only what no user asks for: its shard, who owns which hook, and the factor by which a loss is scaled.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from accel_core import AutocastKwargs, KwargsHandler, Precision, PrecisionPolicy, load_checkpoint_in_model
+from accel_core.api.checkpoint import has_state
+from accel_testing import models, precision_models
+from accel_testing.precision_models import Pupil
+from accel_testing.precision_observations import (
+    Clipped,
+    Description,
+    Explained,
+    Moment,
+    Named,
+    Observed,
+    Overflow,
+    Refused,
+    SideBySide,
+    Trained,
+    Unscaled,
+)
+from accel_testing.shared_launch import Raised, Subject
+from accel_testing.strategy_jobs import fed, gradients_of, state_of
+
+if TYPE_CHECKING:
+    from accel_core import Accelerator
+    from accel_testing.models import Gradients, State
+
+STEPS = 6
+WINDOWS, SIZE = 3, 2
+"""Of accumulation: how many, and of how many micro-batches."""
+
+MAX_NORM = 0.01
+SCALING = ("scale_loss", "optimizer_step")
+
+
+@dataclass(frozen=True)
+class PrecisionSubject(Subject):
+    """A precision, the strategy under which it is examined, and a folder for checkpoints."""
+
+    precision: str | Callable[[], Precision] = "no"
+    folder: str = ""
+
+    def accelerator(self, mixed_precision: str | Precision | None = None, **options: Any) -> Accelerator:
+        """An Accelerator with a strategy and, unless one is given, a precision of its own."""
+        if mixed_precision is None:
+            mixed_precision = self.precision if isinstance(self.precision, str) else self.precision()
+        return super().accelerator(mixed_precision, **options)
+
+    def path(self, name: str) -> str:
+        """The folder of one checkpoint."""
+        return f"{self.folder}/{name}"
+
+
+PrecisionJob = Callable[[PrecisionSubject], Any]
+
+
+class Run:
+    """A prepared model with its optimizer and scheduler, and the steps of a training loop.
+
+    Args:
+        subject: the precision and the strategy.
+        mixed_precision: another precision than the subject's.
+        steps: micro-batches in a window of accumulation.
+        seed: of the weights.
+    """
+
+    def __init__(
+        self,
+        subject: PrecisionSubject,
+        mixed_precision: str | None = None,
+        steps: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.accelerator = subject.accelerator(mixed_precision, gradient_accumulation_steps=steps)
+        self.shard = self.accelerator._layout.shard
+        self.user_model: Any = models.built(Pupil, seed)
+        optimizer = precision_models.sgd(self.user_model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - 0.01 * step)
+        self.model, self.optimizer = self.accelerator.prepare(self.user_model, optimizer)
+        self.scheduler = self.accelerator.prepare(scheduler)
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The five dtypes."""
+        return self.accelerator._parts.precision.policy
+
+    @property
+    def scales(self) -> bool:
+        """Whether somebody scales losses, or may leave steps out."""
+        return any(self.accelerator._parts.activation.owners[hook] is not None for hook in SCALING)
+
+    @property
+    def scale(self) -> float:
+        """By what a loss is multiplied."""
+        one = torch.ones((), device=self.accelerator.device)
+        return float(self.accelerator._relay.scale_loss(one))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def part(self, micro_batch: int) -> models.Batch:
+        """This shard's part of a global micro-batch, on the device."""
+        x, y = precision_models.part(micro_batch, self.shard)
+        return x.to(self.accelerator.device), y.to(self.accelerator.device)
+
+    def backward(self, micro_batch: int, overflows: bool = False) -> float:
+        """Forward and backward; returns the loss. If it is to overflow, that is one number's gradient, on the last shard."""
+        x, y = self.part(micro_batch)
+        output = self.model(x)
+        loss = F.mse_loss(output["logits"].float(), y)
+        if overflows:
+            last = self.shard.index == self.shard.count - 1
+            loss = loss + output["shift"].float().sum() * (float("inf") if last else 0.0)
+        self.accelerator.backward(loss)
+        return float(loss.detach())
+
+    def step(self, micro_batch: int, overflows: bool = False) -> float:
+        """One step of training; returns the loss."""
+        loss = self.backward(micro_batch, overflows)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def gradients(self) -> Gradients:
+        """See `gradients_of`."""
+        return gradients_of(self.accelerator, self.model)
+
+    def state(self) -> State:
+        """See `state_of`."""
+        return state_of(self.accelerator, self.model)
+
+
+def described(subject: PrecisionSubject) -> Description:
+    """The precision by itself."""
+    first, second = (subject.accelerator()._parts.precision for _ in range(2))
+    try:
+        copied = pickle.loads(pickle.dumps(first)).policy
+    except Exception as error:  # noqa: BLE001  (what it says is the fact)
+        copied = Raised.by(error)
+    return Description(first.policy, second.policy, copied)
+
+
+def observed(subject: PrecisionSubject) -> Observed | Refused:
+    """What a trained model meets, or how its strategy refused the policy."""
+    try:
+        run = Run(subject)
+    except ValueError as error:
+        return Refused(str(error), Raised.by(error).text)
+    return _observe(run.accelerator, run.model, run.part(0)[0], trains=True)
+
+
+def observed_evaluating(subject: PrecisionSubject) -> Observed:
+    """What a model meets that was prepared for evaluation only."""
+    accelerator = subject.accelerator()
+    model = accelerator.prepare_model(models.built(Pupil).eval(), evaluation_mode=True)
+    x, _ = precision_models.part(0, accelerator._layout.shard)
+    with torch.no_grad():
+        return _observe(accelerator, model, x.to(accelerator.device), trains=False)
+
+
+def _observe(accelerator: Accelerator, model: nn.Module, x: torch.Tensor, trains: bool) -> Observed:
+    marks = precision_models.marks_for(x)
+    output = model(x, marks=marks)
+    pupil: Any = accelerator.unwrap_model(model)
+    gradients: Gradients = {}
+    if trains:
+        accelerator.backward(output["logits"].float().pow(2).mean())
+        gradients = gradients_of(accelerator, model)
+    return Observed(
+        policy=accelerator._parts.precision.policy,
+        count=accelerator._layout.shard.count,
+        given={"x": x.dtype, **{name: mark.dtype for name, mark in marks.items()}},
+        seen=dict(pupil.seen),
+        made=dict(pupil.made),
+        returned=precision_models.dtypes_of(output),
+        parameters={parameter.dtype for parameter in pupil.parameters()},
+        gradients={gradient.dtype for gradient in gradients.values()},
+        travelled={dtype for dtype in NARROW if all(_fits(gradient, dtype) for gradient in gradients.values())},
+    )
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def trained(subject: PrecisionSubject) -> Trained:
+    """A run of plain steps."""
+    run = Run(subject)
+    losses, skipped = [], []
+    for micro_batch in range(STEPS):
+        losses.append(run.step(micro_batch))
+        skipped.append(run.accelerator.optimizer_step_was_skipped)
+    return Trained(run.shard.index, run.shard.count, losses, skipped, run.state())
+
+
+def accumulated(subject: PrecisionSubject) -> Trained:
+    """A run of windows, with a clipping that unscales and changes nothing else."""
+    run = Run(subject, steps=SIZE)
+    losses, skipped = [], []
+    for micro_batch in fed(run.accelerator, WINDOWS * SIZE):
+        with run.accelerator.accumulate(run.model):
+            losses.append(run.backward(micro_batch))
+            run.accelerator.clip_grad_norm_(run.model.parameters(), float("inf"))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            if run.accelerator.sync_gradients:
+                skipped.append(run.accelerator.optimizer_step_was_skipped)
+    means = [sum(losses[first : first + SIZE]) / SIZE for first in range(0, len(losses), SIZE)]
+    return Trained(run.shard.index, run.shard.count, means, skipped, run.state())
+
+
+def overflowed(subject: PrecisionSubject) -> Overflow:
+    """A good step, one that overflows on one rank alone, and another good one."""
+    run = Run(subject)
+    states, rates, skipped = [], [], []
+    for step in range(3):
+        run.step(step, overflows=step == 1)
+        run.scheduler.step()
+        states.append(run.state())
+        rates.append(run.rate)
+        skipped.append(run.accelerator.optimizer_step_was_skipped)
+    return Overflow(run.scales, states, rates, skipped)
+
+
+def clipped(subject: PrecisionSubject) -> Clipped:
+    """Clips without a word about unscaling."""
+    run = Run(subject)
+    run.backward(0)
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), MAX_NORM)
+    return Clipped(run.shard.count, _number(norm), run.gradients())
+
+
+def unscaled(subject: PrecisionSubject) -> Unscaled:
+    """Unscales once, twice, in an open window and at its end."""
+    run = Run(subject)
+    run.backward(0)
+    run.accelerator.unscale_gradients()
+    once = run.gradients()
+    run.accelerator.unscale_gradients(run.optimizer)
+    run.accelerator.clip_grad_norm_(run.model.parameters(), float("inf"))
+    twice = run.gradients()
+    count, run = run.shard.count, Run(subject, steps=SIZE)
+    kept = []
+    for micro_batch in fed(run.accelerator, SIZE):
+        with run.accelerator.accumulate(run.model):
+            run.backward(micro_batch)
+            kept.append(run.gradients())
+            run.accelerator.unscale_gradients()
+            kept.append(run.gradients())
+    return Unscaled(count, once, twice, pending=kept[0], untouched=kept[1], closed=kept[3])
+
+
+def resumed(subject: PrecisionSubject) -> tuple[Moment, Moment, Moment, Moment]:
+    """A run as it was saved, and at its end; the same in a fresh Accelerator that has loaded it."""
+    run = Run(subject)
+    run.step(0)
+    if run.scales:
+        run.step(1, overflows=True)  # so that a dynamic scale is not what it began with
+    run.step(2)
+    run.accelerator.save_state(subject.path("a run"))
+    at = _moment(run)
+    after = _gone_on(run)
+    loaded = Run(subject, seed=1)
+    loaded.accelerator.load_state(subject.path("a run"))
+    return at, after, _moment(loaded), _gone_on(loaded)
+
+
+def _gone_on(run: Run) -> Moment:
+    run.step(3)
+    run.step(4)
+    return _moment(run)
+
+
+def _moment(run: Run) -> Moment:
+    precision: Any = run.accelerator._parts.precision
+    return Moment(run.state(), run.scale, precision.state_dict() if has_state(precision) else None)
+
+
+def read_in_full(subject: PrecisionSubject) -> tuple[State, State, float]:
+    """What was saved, what a plain model read of it, and the loss of that model's next step in full precision."""
+    run = Run(subject)
+    run.step(0)
+    run.accelerator.save_state(subject.path("weights"))
+    accelerator = subject.accelerator("no")
+    model: Any = models.built(Pupil, 1)
+    load_checkpoint_in_model(model, subject.path("weights"))
+    read = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model, optimizer = accelerator.prepare(model, precision_models.sgd(model.parameters()))
+    x, y = run.part(1)
+    loss = F.mse_loss(model(x)["logits"], y)
+    accelerator.backward(loss)
+    optimizer.step()
+    return run.state(), read, float(loss.detach())
+
+
+ORDERS = ("together with its model", "before its model", "built from the prepared model")
+
+
+def named(subject: PrecisionSubject) -> Named:
+    """Names, who trains, and a copy of the model without the casts."""
+    still = {order: _still(subject, order) for order in ORDERS}
+    run = Run(subject)
+    run.step(0)
+    state = list(run.state())
+    inner = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+    parameters = [name for name, _ in inner.named_parameters()]
+    try:
+        copy = pickle.loads(pickle.dumps(inner))
+    except Exception as error:  # noqa: BLE001  (what it says is the fact)
+        return Named(parameters, state, still, Raised.by(error))
+    return Named(parameters, state, still, (type(copy).__name__, list(copy.state_dict())))
+
+
+def _still(subject: PrecisionSubject, order: str) -> list[str]:
+    accelerator = subject.accelerator()
+    model: Any = models.built(Pupil)
+    if order == ORDERS[2]:
+        model = accelerator.prepare(model)
+    optimizer = precision_models.sgd(model.parameters())
+    if order == ORDERS[0]:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    elif order == ORDERS[1]:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+    before = state_of(accelerator, model)
+    for step in range(2):
+        x, y = (tensor.to(accelerator.device) for tensor in precision_models.part(step, accelerator._layout.shard))
+        accelerator.backward(F.mse_loss(model(x)["logits"].float(), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    after = state_of(accelerator, model)
+    parameters = (name for name, _ in accelerator.unwrap_model(model).named_parameters() if name in after)
+    return [name for name in parameters if torch.equal(after[name], before[name])]
+
+
+def autocast(subject: PrecisionSubject) -> tuple[torch.dtype | None, dict[str, torch.dtype]]:
+    """The declared compute dtype, and that of a product inside and around `autocast`."""
+    accelerator = subject.accelerator()
+    compute = accelerator._parts.precision.policy.compute
+    off = AutocastKwargs(enabled=False)
+    found = {"before it": _product(accelerator)}
+    with accelerator.autocast():
+        found["inside"] = _product(accelerator)
+        with accelerator.autocast(autocast_handler=off):
+            found["switched off inside"] = _product(accelerator)
+        found["inside again"] = _product(accelerator)
+    found["after it"] = _product(accelerator)
+    with accelerator.autocast(autocast_handler=off):
+        found["switched off"] = _product(accelerator)
+    if compute is not None:  # elsewhere the option has no effect, and says so
+        found["switched off for the whole run"] = _product_of_a_run(subject, [off])
+    return compute, found
+
+
+def _product_of_a_run(subject: PrecisionSubject, handlers: Sequence[KwargsHandler]) -> torch.dtype:
+    accelerator = subject.accelerator(kwargs_handlers=handlers)
+    with accelerator.autocast():
+        return _product(accelerator)
+
+
+def _product(accelerator: Accelerator) -> torch.dtype:
+    matrix = torch.ones(2, 2, device=accelerator.device)
+    return (matrix @ matrix).dtype
+
+
+def evaluated(subject: PrecisionSubject) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the forward of training made of a batch, and what evaluations made of it."""
+    run = Run(subject)
+    x, _ = run.part(0)
+    expected = run.model(x)["logits"].detach()
+    run.model.eval()
+    apart = models.built(Pupil).eval()
+    apart = run.accelerator.prepare_model(apart, evaluation_mode=True)
+    with torch.no_grad():
+        found = {"a trained model in eval()": run.model(x)["logits"], "evaluation_mode=True": apart(x)["logits"]}
+    return _plain(expected), {name: _plain(output) for name, output in found.items()}
+
+
+def explained(subject: PrecisionSubject) -> Explained:
+    """What is said after a step."""
+    run = Run(subject)
+    run.step(0)
+    precision = run.accelerator._parts.precision
+    owners = run.accelerator._parts.activation.owners.values()
+    owns = any(owner is not None and owner.component is precision for owner in owners)
+    return Explained(
+        run.policy == PrecisionPolicy() and not owns, dict(precision.details()), str(run.accelerator.explain())
+    )
+
+
+def side_by_side(subject: PrecisionSubject) -> SideBySide:
+    """Full precision and this one take steps by turns."""
+    single = Run(subject)
+    alone = [single.step(step) for step in range(3)]
+    full, mine = Run(subject, "no"), Run(subject)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for step in range(3):
+        for run, found in zip((full, mine), losses, strict=True):
+            found.append(run.step(step))
+    return SideBySide(single.shard.index, single.shard.count, losses[0], alone, losses[1])
+
+
+def released(subject: PrecisionSubject) -> list[str]:
+    """What is still alive after a run has ended and its last reference is gone."""
+    watched = _ended_run(subject)
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
+def _ended_run(subject: PrecisionSubject) -> Mapping[str, weakref.ref[Any]]:
+    run = Run(subject)
+    run.step(0)
+    run.accelerator.end_training()
+    objects = {
+        "the Accelerator": run.accelerator,
+        "the precision": run.accelerator._parts.precision,
+        "the user's model": run.user_model,
+        "the prepared model": run.model,
+        "a parameter": next(iter(run.user_model.parameters())),
+        "the optimizer": run.optimizer,
+    }
+    return {name: weakref.ref(value) for name, value in objects.items()}
+
+
+def _number(norm: Any) -> float:
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _plain(output: torch.Tensor) -> torch.Tensor:
+    return output.detach().to("cpu", copy=True)
+
+
+JOBS: tuple[PrecisionJob, ...] = (
+    observed,  # first, for a strategy may refuse
+    described,
+    observed_evaluating,
+    trained,
+    accumulated,
+    overflowed,
+    clipped,
+    unscaled,
+    resumed,
+    read_in_full,
+    named,
+    autocast,
+    evaluated,
+    explained,
+    side_by_side,
+    released,
+)
+"""The jobs that share a launch: each begins with an Accelerator of its own."""

@@ -1,0 +1,16 @@
+"""What pytest finds by itself where this package is installed: a fixture, and assertions of the suites that show their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def leak_check() -> Iterator[None]:
+    """Fails a test that leaves its process otherwise than it found it: see `accel_testing.no_leaks`."""
+    from accel_testing.leaks import no_leaks  # every run of pytest in this environment imports this module
+
+    with no_leaks():
+        yield

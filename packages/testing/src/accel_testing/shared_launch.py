@@ -1,0 +1,156 @@
+"""Several jobs in one launch of ranks, because fresh ranks are what a test costs.
+
+A job is a function of a `Subject` that returns what it saw. The facts travel through a store that the test hosts, so that
+those of the jobs before are there when one breaks the launch: then it alone has failed, and the jobs after it get another.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from accel_core import Accelerator, World
+from accel_testing.ranks import RanksFailed, run_ranks
+
+if TYPE_CHECKING:
+    from accel_core import Precision, Strategy
+
+Factory = Callable[[], "Strategy"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is examined: a strategy; a subclass has more.
+
+    Args:
+        strategy: a name, or what makes one; it is pickled by its name.
+        cpu: whether it trains on the CPU although there is an accelerator.
+        patience: how long a collective may take, and how long ranks wait for each other after a job.
+    """
+
+    strategy: str | Factory
+    cpu: bool = True
+    patience: timedelta = timedelta(seconds=15)
+
+    def accelerator(self, mixed_precision: str | Precision = "no", **options: Any) -> Accelerator:
+        """An Accelerator with a strategy of its own."""
+        strategy = self.strategy if isinstance(self.strategy, str) else self.strategy()
+        return Accelerator(mixed_precision=mixed_precision, strategy=strategy, cpu=self.cpu, **options)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A job, or one case of it, ended with an exception.
+
+    Args:
+        kind: name of its class.
+        message: what it says.
+        text: the whole traceback.
+    """
+
+    kind: str
+    message: str
+    text: str
+
+    @classmethod
+    def by(cls, error: Exception) -> Raised:
+        """Takes note of an exception."""
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+S = TypeVar("S", bound=Subject)
+Job = Callable[[Subject], Any]
+
+
+def observe(
+    subject: S, jobs: Sequence[Callable[[S], Any]], world: int, timeout: float
+) -> dict[str, list[Any] | RanksFailed]:
+    """Runs jobs on `world` ranks, with as few launches as they allow.
+
+    Args:
+        subject: what every job is called with.
+        jobs: functions at the level of a module.
+        world: the number of ranks.
+        timeout: seconds after which the ranks of one launch are killed.
+
+    Returns:
+        For the name of each job what it returned, or `Raised`, in rank order; or how it broke its launch.
+    """
+    found: dict[str, list[Any] | RanksFailed] = {}
+    waiting = list(jobs)
+    while waiting:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=subject.patience)
+        failure, asked = None, len(waiting)
+        try:
+            run_ranks(_observe_on_rank, world, subject, waiting, store.port, timeout=timeout)
+        except RanksFailed as error:
+            failure = error
+        while waiting and store.check(keys := [_key(waiting[0], rank) for rank in range(world)]):
+            found[waiting.pop(0).__name__] = [pickle.loads(store.get(key)) for key in keys]
+        # A failure after the last job is one of exiting, which has a test of its own.
+        if failure is not None and waiting:
+            if store.check([_begun(waiting[0])]):
+                found[waiting.pop(0).__name__] = failure
+            elif len(waiting) == asked:  # not even the first has begun
+                return {job.__name__: failure for job in waiting} | found
+    return found
+
+
+def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) -> None:
+    """Runs jobs one after the other on this rank, and puts the facts of each, or `Raised`, into the store on `port`.
+
+    That store, which the test hosts, is not the process group's: through it the ranks agree after each job that all have come
+    to its end. One that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came
+    next would tell nothing. Then this raises; the facts of the jobs before are in the store.
+    """
+    world = World.current(cpu=subject.cpu, timeout=subject.patience)
+    stay = _Stay()
+    world.enter(stay)  # the jobs' Accelerators end their training, but not the process group
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=subject.patience)
+    for job in jobs:
+        store.set(_begun(job), "")
+        try:
+            fact = job(subject)
+        except Exception as error:  # noqa: BLE001  (whatever a job raises is the fact)
+            fact = Raised.by(error)
+        gc.collect()
+        store.set(_key(job, world.rank), pickle.dumps(fact))  # type: ignore[arg-type]  # torch's stub knows str only
+        _agree(store, job, world, fact, subject.patience)
+
+
+def _begun(job: Callable[[S], Any]) -> str:
+    """What stands in the store once a rank has begun a job."""
+    return f"{job.__name__}/begun"
+
+
+def _key(job: Callable[[S], Any], rank: int) -> str:
+    """Where the store holds what a rank saw in a job."""
+    return f"{job.__name__}/{rank}"
+
+
+def _agree(store: dist.Store, job: Callable[[S], Any], world: World, fact: object, patience: timedelta) -> None:
+    story = f"\nThis rank raised:\n{fact.text}" if isinstance(fact, Raised) else ""
+    name, keys = job.__name__, [_key(job, rank) for rank in range(world.size)]
+    try:
+        store.wait(keys, patience)
+    except dist.DistError as error:
+        raise RuntimeError(f"{name}: {patience.total_seconds():g} s later, not all ranks were done.{story}") from error
+    raised = {isinstance(pickle.loads(store.get(one)), Raised) for one in keys}
+    if len(raised) > 1:
+        raise RuntimeError(f"{name} raised on some ranks only.{story}")
+    if raised == {True}:
+        # These fail where a collective was left unfinished: one of ours, or one of torch, which has a group of its own.
+        world.barrier()
+        if world.size > 1:
+            dist.barrier(group=world.group)
+
+
+class _Stay:
+    """Somebody who needs the world."""
