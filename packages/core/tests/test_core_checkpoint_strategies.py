@@ -187,9 +187,9 @@ class Case(NamedTuple):
     source: Source
 
 
-def cases_of(gather_entry):
+def cases_of(whole):
     """Every checkpoint by every strategy and world; or one for each pair of strategies, and at every place its own."""
-    if gather_entry:
+    if whole:
         return [Case(*to, Source(*by, optimizer)) for to in PLACES for by in PLACES for optimizer in OPTIMIZERS]
     optimizers, strategies = list(OPTIMIZERS), list(enumerate(STRATEGIES))
     cases = [Case(*place, Source(*place, optimizers[i % 3])) for i, place in enumerate(PLACES)]
@@ -213,9 +213,9 @@ class Load(NamedTuple):
 
 
 @cache
-def loads(gather_entry):
+def loads(whole):
     """Launches every world once to save, and once to load."""
-    cases, saved, found = cases_of(gather_entry), {}, []
+    cases, saved, found = cases_of(whole), {}, []
     with tempfile.TemporaryDirectory() as folder:
         for world in WORLDS:
             sources = list(dict.fromkeys(case.source for case in cases if case.source.world == world))
@@ -258,37 +258,37 @@ def of_all_ranks(state):
 
 
 amounts = pytest.mark.parametrize(
-    "gather_entry",
+    "whole",
     [
         pytest.param(False, id="sampled", marks=pytest.mark.full),
-        pytest.param(True, id="gather_entry", marks=pytest.mark.soak),
+        pytest.param(True, id="whole", marks=pytest.mark.soak),
     ],
 )
 
 
 @amounts
 @pytest.mark.timeout(900)
-def test_what_one_strategy_saves_every_other_loads_to_the_bit(gather_entry):
-    for load in loads(gather_entry):
+def test_what_one_strategy_saves_every_other_loads_to_the_bit(whole):
+    for load in loads(whole):
         assert_close(of_all_ranks(load.loaded), of_all_ranks(load.saved), load.where)
 
 
 @amounts
-def test_ties_survive(gather_entry):
-    assert all(load.tied for load in loads(gather_entry))
+def test_ties_survive(whole):
+    assert all(load.tied for load in loads(whole))
 
 
 @amounts
-def test_random_streams_go_on_where_as_many_ranks_load(gather_entry):
-    for load in loads(gather_entry):
+def test_random_streams_go_on_where_as_many_ranks_load(whole):
+    for load in loads(whole):
         if load.same_world:
             assert_close(load.loaded["random"], load.saved["random"], load.where)
 
 
 @amounts
-def test_a_run_goes_on_as_if_it_had_not_stopped(gather_entry):
+def test_a_run_goes_on_as_if_it_had_not_stopped(whole):
     """To the bit where it was saved; elsewhere up to the order in which sums are taken."""
-    for load in loads(gather_entry):
+    for load in loads(whole):
         tolerance = 0.0 if load.same_place else 1e-6
         assert_close(of_all_ranks(load.resumed), of_all_ranks(load.uninterrupted), load.where, tolerance)
 

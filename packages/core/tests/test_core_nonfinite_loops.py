@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -324,7 +324,7 @@ class Sharding(DDP):
 
 def test_strategies_whose_ranks_do_not_hold_the_model_are_refused() -> None:
     accelerator = Accelerator()
-    parts = replace(accelerator._parts, strategy=Sharding())
+    parts = accelerator._parts._replace(strategy=Sharding())
     with pytest.raises(ValueError, match="does not say that every rank holds the whole model.*replicates_parameters"):
         NonFiniteDetector.of(parts, accelerator._feed, accelerator._prepared)
 

@@ -38,7 +38,7 @@ def _plugins() -> str:
         (offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers, load=True))
         for offer in offers
     ]
-    return format_table(("group", "name", "distribution", "version", "offer_state"), rows)
+    return format_table(("group", "name", "distribution", "version", "state"), rows)
 
 
 if __name__ == "__main__":

@@ -240,9 +240,7 @@ class _Restoring:
                 yield f"there are {here_are} {what} here, and {there} in the checkpoint"
         components = {name for name, component in self._run.components.items() if has_state(component)}
         for name in sorted(components ^ saved.components()):
-            has, has_not = (
-                ("on_each_rank", "in the checkpoint") if name in components else ("in the checkpoint", "on_each_rank")
-            )
+            has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
             yield f"the {name} has a state {has}, and none {has_not}"
         known = (MODEL, OPTIMIZER, GRADIENT)
         unknown = {name.partition("/")[0] for name in saved.index.tensors} - {*components}

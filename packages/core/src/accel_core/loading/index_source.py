@@ -1,6 +1,6 @@
 """What an iteration of a loader reads: index batches, each with a note of where it stands.
 
-A `IndexSource` gives an `SourceIteration` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
+An `IndexSource` gives a `SourceIteration` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
 world of one.
 """
 

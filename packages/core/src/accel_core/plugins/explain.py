@@ -57,7 +57,7 @@ class Inactive(NamedTuple):
     name: str
     distribution: str
     version: str
-    offer_state: str
+    state: str
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Explanation:
             *([format_table(("role", "name", "about", "what it says"), self.details)] if self.details else []),
             *([format_table(("option", "value", "set by"), self.settings)] if self.settings else []),
             format_table(("hook", "runs"), hooks),
-            format_table(("installed, not active", "name", "distribution", "version", "offer_state"), self.inactive),
+            format_table(("installed, not active", "name", "distribution", "version", "state"), self.inactive),
         ]
         return "\n\n".join(blocks)
 
@@ -177,7 +177,7 @@ def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) ->
 
 def why_unusable(offer: Offer) -> str | None:
     """Why a component says that it cannot be used here; None if it can, or does not say. Imports it."""
-    ask = getattr(offer.load(), "why_unusable", None)
+    ask = getattr(offer.load(), "unusable", None)
     try:
         return None if ask is None else ask()
     except Exception as error:  # noqa: BLE001  (whatever a third party's says: it is shown)

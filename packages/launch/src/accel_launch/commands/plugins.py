@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from accel_core.api.launcher import list_offers, offer_state
 from accel_launch.output import say, table
 
-_COLUMNS = ("group", "name", "distribution", "version", "offer_state")
+_COLUMNS = ("group", "name", "distribution", "version", "state")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
