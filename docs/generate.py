@@ -72,11 +72,13 @@ capitals, `ACCELERATE_COMPONENT__OPTION`. [How to configure and start](../how-to
 """
 
 DOORS_HEAD = """\
-<!-- Written by docs/generate.py from accel_core/__init__.py and accel_core/api: change them there, then run `nox -s docs`. -->
+<!-- Written by docs/generate.py from the `__init__.py` of each package and from accel_core/api: change them there, then run
+`nox -s docs`. -->
 # Doors
 
-The names of accel-core that others may import: scripts from `accel_core`, plugins from `accel_core` and `accel_core.api`. Version
-promises are about these names. Every other module moves and changes without notice.
+The names that others may import: scripts from `accel_core`, plugins from `accel_core` and `accel_core.api`; of every other package what
+it offers by its own name. Version promises are about these names. Every other module moves and changes without notice; but of
+`accel_testing` each module is a tool.
 """
 
 GROUPS = {
@@ -308,9 +310,11 @@ def doors_page() -> str:
     """The whole of docs/reference/doors.md."""
     modules = [importlib.import_module(f"{api.__name__}.{each.name}") for each in pkgutil.iter_modules(api.__path__)]
     parts = [DOORS_HEAD, names_table("## accel_core", described_names(accel_core.__name__, accel_core.__all__))]
-    for module in modules:
+    packages = [importlib.import_module(f"accel_{name}") for name in sorted(OURS - {"all", "core"})]
+    for module in (*modules, *packages):
         rows = described_names(module.__name__, module.__all__)
-        parts.append(names_table(f"## {module.__name__}\n\n{inspect.getdoc(module)}", rows))
+        about = (inspect.getdoc(module) or "").partition("\n")[0]
+        parts.append(names_table(f"## {module.__name__}\n\n{about}", rows))
     return "\n".join(parts)
 
 
@@ -318,9 +322,13 @@ def described_names(module: str, names: Iterable[str]) -> Iterator[tuple[str, st
     """Each name, and the first sentence of what stands below its definition. Raises `ValueError` where nothing does."""
     found = definitions(importlib.import_module(module))
     for name in sorted(names, key=str.casefold):
-        if name not in found:
+        value = getattr(importlib.import_module(module), name)
+        text = found.get(name) or (
+            inspect.getdoc(value) if inspect.isclass(value) or inspect.isroutine(value) else None
+        )
+        if not text:
             raise ValueError(f"{module}.{name} has no docstring: say below its definition what it is.")
-        yield f"`{name}`", re.split(r"(?<=[.:]) |\n", found[name], maxsplit=1)[0].rstrip(":").replace("|", "\\|")
+        yield f"`{name}`", re.split(r"(?<=[.:]) |\n", text, maxsplit=1)[0].rstrip(":").replace("|", "\\|")
 
 
 def definitions(door: ModuleType) -> dict[str, str]:
@@ -328,7 +336,7 @@ def definitions(door: ModuleType) -> dict[str, str]:
     found = {}
     tree = ast.parse(inspect.getsource(door))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("accel_core."):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("accel_"):
             there = documented(importlib.import_module(node.module))
             found.update({alias.name: there[alias.name] for alias in node.names if alias.name in there})
             if any(alias.name not in there for alias in node.names):  # a package that only hands on

@@ -3,7 +3,7 @@
 `nox -s matrix` runs it from wheels in worlds of one and two: with the default strategy and with every other one that is
 installed, in full precision and in every precision for which autocast alone is needed. Without a loader plugin a larger world
 must refuse to prepare a loader, and trains with a sampler of its own. Where the tracker of plain files is installed, each run is
-recorded.
+recorded; where accel-checkpoint is, it is saved and loaded, and elsewhere it must say what to install.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from accel_core import Accelerator
-from accel_core.base.errors import NotInstalledError
+import accel_core
+from accel_core import Accelerator, NotInstalledError
 
 BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
@@ -57,6 +57,30 @@ def prepared_loader(accelerator, loader_plugins):
     return DataLoader(dataset(), batch_size=BATCH, sampler=sampler)
 
 
+def saved_and_loaded(accelerator, model, folder):
+    """What training goes on with: the model of a checkpoint, if one can be saved."""
+    if not offered("accel.checkpoints"):
+        try:
+            accelerator.save_state(folder)
+        except NotInstalledError as error:
+            assert "pip install accel-checkpoint" in str(error), error
+        else:
+            raise AssertionError("without accel-checkpoint, save_state() returned")
+        return "not saved, for accel-checkpoint is not installed"
+    accelerator.save_state(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder)
+    return "saved and loaded"
+
+
+def shared(folder):
+    """The folder of rank 0, for all."""
+    (found,) = accel_core.broadcast_object_list([str(folder / "checkpoint")])
+    return found
+
+
 def offered(group):
     return sorted({point.name for point in metadata.entry_points(group=group)})
 
@@ -69,6 +93,7 @@ def compared(strategy, precision, folder):
     loader = prepared_loader(accelerator, offered("accel.loaders"))
     model, optimizer = accelerator.prepare(*model_and_optimizer())
     train(model, optimizer, loader, accelerator.backward, accelerator.device)
+    checkpoint = saved_and_loaded(accelerator, model, shared(folder))
     trained = accelerator.get_state_dict(model)
 
     reference, its_optimizer = model_and_optimizer()
@@ -76,7 +101,7 @@ def compared(strategy, precision, folder):
     train(reference, its_optimizer, whole, torch.Tensor.backward, "cpu")
     for name, parameter in reference.state_dict().items() if accelerator.is_main_process else ():
         torch.testing.assert_close(trained[name].detach().cpu(), parameter, atol=TOLERANCES[precision], rtol=1e-5)
-    told = f"world of {accelerator.num_processes}, {accelerator.distributed_type}, {precision}: trained as plain torch does"
+    told = f"world of {accelerator.num_processes}, {accelerator.distributed_type}, {precision}: trained as plain torch does, {checkpoint}"
     accelerator.log({"told": told})
     for name in trackers:
         recorded = accelerator.get_tracker(name, unwrap=True)

@@ -59,6 +59,9 @@ def module_name(path: Path) -> str:
 
 
 NAMES = {module_name(path): path for path in MODULES}
+PACKAGES_OF = {
+    module_name(path.parent / "__init__.py"): path.parents[2] for path in ROOT.glob("packages/*/src/*/py.typed")
+}
 
 
 def for_type_checkers(node: ast.AST) -> bool:
@@ -167,7 +170,6 @@ ROOMS = (
     "strategies",
     "nonfinite",
     "tracking",
-    "checkpoint",
     "facade",
     "accel_core",  # the modules of the root
     "api",
@@ -202,30 +204,22 @@ def test_the_root_of_the_core_has_the_accelerator_and_what_it_is_built_of():
     assert folders == set(ROOMS) - {"accel_core"}
 
 
-OPEN = {"accel_core", "api"}
-"""Of the core, what others import: its names, and those of `accel_core.api`."""
+def is_door(module: str) -> bool:
+    """The root of a package, of the core the modules of `api`, of the testing tools every module: what others import."""
+    package, _, rest = module.partition(".")
+    return not rest or package == "accel_testing" or (package == "accel_core" and rest.startswith("api."))
 
 
-CLOSED = {"accel_core.accelerator", "accel_core.build", "accel_core.state"}
-
-
-def modules_outside_of_the_core() -> list[Path]:
-    """Sources and tests of the other packages, and what third parties and users write."""
-    found = [
-        path
-        for pattern in ("packages/*/**/*.py", "examples/**/*.py", "benchmarks/*.py", "tests/strategies/*.py")
-        for path in ROOT.glob(pattern)
-    ]
-    return sorted(path for path in found if PACKAGES["core"] not in path.parents)
-
-
-def test_the_core_is_imported_through_its_doors():
+def test_packages_are_imported_through_their_doors():
+    """By sources and tests of the other packages, and by what third parties and users write. Benchmarks measure inner parts too."""
+    patterns = ("packages/*/**/*.py", "examples/**/*.py", "tests/strategies/*.py")
     inner = {
         f"{relative(path)}:{node.lineno} imports {name}"
-        for path in modules_outside_of_the_core()
+        for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern))
         for node in imports(tree(path), running=False)
         for name in imported(node)
-        if name.startswith("accel_core") and (room_of(name) not in OPEN or as_module(name) in CLOSED)
+        if name.startswith("accel_") and as_module(name) in NAMES and not is_door(as_module(name))
+        if PACKAGES_OF[name.partition(".")[0]] not in path.parents
     }
     assert not inner
 

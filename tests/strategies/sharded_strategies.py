@@ -25,13 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core import CheckpointError, Layout, Strategy, hookimpl, place_model
-from accel_core.api.checkpoint import (
+from accel_checkpoint import (
     COUNTER,
     ELEMENTWISE,
     OF_THIS_PROCESS,
     REPLICATED,
-    OptimizerState,
     capture_model,
     capture_optimizer,
     kind_of,
@@ -39,6 +37,8 @@ from accel_core.api.checkpoint import (
     list_misfits,
     restore_optimizer,
 )
+from accel_core import CheckpointError, Layout, Strategy, hookimpl, place_model
+from accel_core.api.checkpoint import OptimizerState
 from accel_core.api.layouts import Box, Elementwise, Extent, Piece, Replicated, flat_range, pieces_of
 from accel_core.api.strategy import gate_of
 

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from plain_strategies import PlainStrategy, Wrapper
 from torch import nn
 
-from accel_core.checkpoint.model_state import capture_model
-from accel_core.checkpoint.optimizers.optimizer_state import capture_optimizer, list_misfits, restore_optimizer
-from accel_core.contract.boxes import Box, flat_range
-from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.tensor_layouts import Elementwise, Extent, Partial, pieces_of
+from accel_checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
+from accel_core import hookimpl
+from accel_core.api.layouts import Box, Elementwise, Extent, Partial, flat_range, pieces_of
 
 
 class Plain(PlainStrategy):

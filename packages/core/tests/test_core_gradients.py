@@ -207,7 +207,7 @@ def stepped(strategy, dtype=torch.bfloat16):
 
 def test_masters_are_saved_in_their_own_dtype_and_what_changes_unseen_is_copied_at_once():
     accelerator, _ = stepped(Engine())
-    run = accelerator._checkpoints._run
+    run = accelerator._run
     entries = [run.model_state(0)["weight"], run.optimizer_states()[0].entries["0.weight/exp_avg"]]
     assert [(entry.dtype, entry.versioned) for entry in entries] == [(torch.float32, False)] * 2
     assert entries[0].pieces[0].data.dtype is torch.float32

@@ -121,7 +121,7 @@ def test_every_exception_is_needed():
 
 def test_weights_are_the_one_thing_that_torch_loads():
     callers = {module_of(path) for path in SOURCES if re.search(r"torch\.load\(", code_of(path))}
-    assert callers == {"accel_core.checkpoint.weights.sources"}
+    assert callers == {"accel_checkpoint.weights.sources"}
 
 
 def code_of(path: Path) -> str:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from accel_checkpoint import gather_entry
 from accel_core import DDP, Accelerator, CheckpointError, World
 from accel_core.api.component import gather_objects
-from accel_core.api.weights import gather_entry
 from accel_fsdp import FSDP
 from accel_precision import FP16
 from accel_testing import models

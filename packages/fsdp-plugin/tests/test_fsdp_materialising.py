@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accel_checkpoint import write_weights
 from accel_core import Accelerator, CheckpointError, World
-from accel_core.api.weights import write_weights
 from accel_fsdp import FSDP
 from accel_fsdp.meta_init import Recipes, is_meta
 from accel_testing import run_ranks

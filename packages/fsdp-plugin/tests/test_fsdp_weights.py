@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accel_checkpoint import write_weights
 from accel_core import Accelerator, CheckpointError, World, load_checkpoint_in_model
-from accel_core.api.weights import write_weights
 from accel_fsdp import FSDP
 from accel_testing import run_ranks
 from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory

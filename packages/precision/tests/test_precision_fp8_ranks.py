@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from accel_checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
 from accel_core import Accelerator, Layout, Strategy, hookimpl
-from accel_core.api.checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
 from accel_core.api.layouts import Box, Extent
 from accel_core.api.strategy import ParameterReplacement, override_calls
 from accel_precision import FP8
-from accel_precision.fp8 import plain
+from accel_precision.fp8 import plain_weight
 from accel_testing import run_ranks
 
 STEPS = 4
@@ -30,7 +30,7 @@ class RowsOfDTensors:
         return Extent(shape, (box,) if box.numel else ())
 
     def local(self, value):
-        return plain(value.to_local().detach())
+        return plain_weight(value.to_local().detach())
 
     def like(self, parameter, local):
         from torch.distributed.tensor import DTensor

@@ -9,8 +9,8 @@ import wrong_strategies
 from sharded_strategies import Rows
 from torch import nn
 
+from accel_checkpoint import capture_model
 from accel_core import hookimpl
-from accel_core.api.checkpoint import capture_model
 from accel_core.api.layouts import Opaque, Replicated
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from read_trackio import configuration, recorded, rows, runs
@@ -19,7 +20,9 @@ pytestmark = needs("trackio")
 
 @pytest.fixture(scope="module")
 def databases(tmp_path_factory):
-    """One folder for the whole program: Trackio decides when it is imported."""
+    """One folder for the whole program: Trackio decides when it is imported, perhaps by a test of another module."""
+    if "trackio" in sys.modules:
+        return Path(sys.modules["trackio"].utils.TRACKIO_DIR)
     return tmp_path_factory.mktemp("databases")
 
 

@@ -8,6 +8,7 @@ defines a strategy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,6 @@ from accel_core.state import AcceleratorState, PartialState
 from accel_core.strategies import DDP, DistributedDataParallelKwargs, Single, Strategy, place_model
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.weights.exporting import export_weights
-    from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
     from accel_core.collectives.operations import (
         broadcast,
         broadcast_object_list,
@@ -66,6 +65,9 @@ if TYPE_CHECKING:
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
     from accel_core.tracking.values import Bins, Histogram, Table
+
+    export_weights: Callable[..., Any]
+    load_checkpoint_in_model: Callable[..., None]
 
 __all__ = [
     "DDP",
@@ -158,11 +160,9 @@ _MODULES = {
     "broadcast": "collectives.operations",
     "broadcast_object_list": "collectives.operations",
     "clear_device_cache": "loop.memory",
-    "export_weights": "checkpoint.weights.exporting",
     "find_executable_batch_size": "loop.memory",
     "gather": "collectives.operations",
     "gather_object": "collectives.operations",
-    "load_checkpoint_in_model": "checkpoint.weights.loading",
     "pad_across_processes": "collectives.operations",
     "pad_input_tensors": "collectives.operations",
     "reduce": "collectives.operations",
@@ -172,6 +172,9 @@ _MODULES = {
     "wait_for_everyone": "collectives.operations",
 }
 
+_OF_CHECKPOINTS = ("export_weights", "load_checkpoint_in_model")
+"""Functions of the component that serves checkpoints."""
+
 
 def __getattr__(name: str) -> Any:
     if name in ELSEWHERE:
@@ -180,6 +183,8 @@ def __getattr__(name: str) -> Any:
             f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Type `pip install {distribution}`, and "
             f"`from {distribution.replace('-', '_')} import {name}`."
         )
+    if name in _OF_CHECKPOINTS:
+        return getattr(import_module(f"{__name__}.facade.default_hooks").CoreDefaults().checkpoints(f"{name}()"), name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from accel_core.checkpoint.inspection import command as inspection
 from accel_core.plugins.explain import format_table, offer_state
-from accel_core.plugins.offers import list_offers
+from accel_core.plugins.offers import find_default, list_offers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. A command that does not exist exits with status 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["checkpoint"]:
+        status: int = find_default("accel.commands", "checkpoint", "python -m accel_core checkpoint").load()(given[1:])
+        return status
     parser = argparse.ArgumentParser(
         prog="python -m accel_core", description="Looks into an installation of accel-core, and into checkpoints."
     )
     commands = parser.add_subparsers(dest="command", title="commands")
     help_text = "list every installed plugin, importing each to see whether it works"
     commands.add_parser("plugins", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    help_text = "show, verify or compare what save_state() wrote"
-    inspection.add_arguments(
-        commands.add_parser("checkpoint", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    )
-    given = parser.parse_args(arguments)
-    if given.command == "checkpoint":
-        return inspection.run(given)
-    if given.command is None:
+    commands.add_parser("checkpoint", help="show, verify or compare what save_state() wrote")
+    if parser.parse_args(given).command is None:
         parser.print_help()
     else:
         print(_plugins())  # noqa: T201

@@ -68,19 +68,16 @@ if TYPE_CHECKING:
 
     from accel_core.base.vocabulary import DistributedType, OlderArguments
     from accel_core.build import Assembly
-    from accel_core.checkpoint.assembling import WeightGather
-    from accel_core.checkpoint.checkpoints import Asynchronous, Checkpoints
-    from accel_core.checkpoint.loading import LoadHook
-    from accel_core.checkpoint.run_state import Run
-    from accel_core.checkpoint.saving import SaveHook
     from accel_core.collectives.reduce_gather import Reduction
     from accel_core.collectives.stop_signals import Preemption
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
     from accel_core.contract.strategy import Strategy
+    from accel_core.contract.tensor_layouts import State
     from accel_core.facade.older_arguments import ChosenStrategy
     from accel_core.loop.forward_backward import Inputs, LossFn
     from accel_core.loop.profiling import ProfileKwargs
+    from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook
     from accel_core.nonfinite import NonFiniteDetector
     from accel_core.options.handlers import AutocastKwargs, KwargsHandler, TorchDynamoPlugin
     from accel_core.options.project import ProjectConfiguration
@@ -285,7 +282,7 @@ class Accelerator(ProcessControl):
         )
         self._trigger = Trigger(self._world)
         self._preemption: Preemption | None = None
-        self._checkpoints_made: Checkpoints | None = None
+        self._run_made: Run | None = None
         self._detector: NonFiniteDetector | None = None
         self._seed: int | None = None
         self._ended = False
@@ -679,8 +676,9 @@ class Accelerator(ProcessControl):
         """
         self._world.arrive("get_state_dict()")
         if unwrap and self._is_laid_out(model):
-            gathering = self._gathering(model)
-            return gathering.together("get_state_dict()", gathering.all) or {}
+            present, prefix = self._presenting(model)
+            checkpoints = self._parts.defaults.checkpoints("get_state_dict()")
+            return checkpoints.gather_state_dict(present, self._world, prefix)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     def build_model(
@@ -1092,12 +1090,12 @@ class Accelerator(ProcessControl):
             max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes, "10GiB" 10 * 2^30).
             safe_serialization: safetensors; False: torch's format.
         """
-        from accel_core.checkpoint.weights.saving import save_weights
-
         require("save_model()", model, nn.Module, "a torch.nn.Module")
+        checkpoints = self._parts.defaults.checkpoints("save_model()")
         self._world.arrive("save_model()")
-        weights = self._gathering(model) if self._is_laid_out(model) else self.unwrap_model(model)
-        save_weights(weights, save_directory, max_shard_size, safe_serialization, self._world)
+        laid_out = self._is_laid_out(model)
+        weights, prefix = self._presenting(model) if laid_out else (self.unwrap_model(model), "")
+        checkpoints.save_weights(weights, save_directory, max_shard_size, safe_serialization, self._world, prefix)
 
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
@@ -1109,10 +1107,8 @@ class Accelerator(ProcessControl):
             f: the file.
             safe_serialization: safetensors instead of torch's format.
         """
-        from accel_core.checkpoint.weights.saving import save
-
         each_node = self._project.save_on_each_node
-        save(obj, f, safe_serialization, world=self._world, save_on_each_node=each_node)
+        self._parts.defaults.checkpoints("save()").save_object(obj, f, safe_serialization, self._world, each_node)
 
     def save_state(
         self,
@@ -1152,7 +1148,7 @@ class Accelerator(ProcessControl):
                 "save_model(safe_serialization=False) writes weights in torch's format."
             )
         refuse_keywords("save_state()", save_model_func_kwargs)
-        return self._checkpoints.save(output_dir, asynchronous)
+        return self._relay.save_checkpoint(self._run, output_dir, asynchronous)
 
     def load_state(
         self,
@@ -1178,7 +1174,7 @@ class Accelerator(ProcessControl):
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
         refuse_keywords("load_state()", given)
-        self._checkpoints.load(input_dir)
+        self._relay.load_checkpoint(self._run, input_dir)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when the asynchronous save that is under way is complete on every rank. Collective, if there is one.
@@ -1186,8 +1182,8 @@ class Accelerator(ProcessControl):
         Raises:
             CheckpointError, OSError: on every rank, if it failed. What was saved before is untouched.
         """
-        if self._checkpoints_made is not None:
-            self._checkpoints_made.wait()
+        if self._run_made is not None:
+            self._relay.wait_for_checkpoint(self._run_made)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Has objects of the user's saved by `save_state` and restored by `load_state`, in the order of registration.
@@ -1198,7 +1194,7 @@ class Accelerator(ProcessControl):
         Raises:
             ValueError: naming those without, by their position.
         """
-        self._checkpoints.register(objects)
+        self._run.register(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Has `hook(models, weights, output_dir)` called by `save_state`, on every rank, before anything else is written.
@@ -1209,7 +1205,7 @@ class Accelerator(ProcessControl):
         Returns:
             A handle; its `remove()` takes the hook away again.
         """
-        return self._checkpoints.on_save(hook)
+        return self._run.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Has `hook(models, input_dir)` called by `load_state`, on every rank, before anything is loaded.
@@ -1219,7 +1215,7 @@ class Accelerator(ProcessControl):
         Returns:
             A handle; its `remove()` takes the hook away again.
         """
-        return self._checkpoints.on_load(hook)
+        return self._run.on_load(hook)
 
     def init_trackers(
         self,
@@ -1390,34 +1386,28 @@ class Accelerator(ProcessControl):
         )
 
     @property
-    def _checkpoints(self) -> Checkpoints:
-        if self._checkpoints_made is None:
-            from accel_core.checkpoint.checkpoints import Checkpoints
-            from accel_core.checkpoint.record import set_up
-
-            self._checkpoints_made = Checkpoints(
-                self._run(), self._project, set_up(self._world, self.explain()), self._trackers
-            )
-        return self._checkpoints_made
-
     def _run(self) -> Run:
-        from accel_core.checkpoint.run_state import Run
+        if self._run_made is None:
+            from accel_core.loop.run import Run
 
-        parts = self._parts
-        plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
-        components = {"precision": parts.precision, "strategy": parts.strategy}
-        components |= {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
-        return Run(
-            world=self._world,
-            relay=self._relay,
-            prepared=self._prepared,
-            accumulation=self._accumulation,
-            strategy=parts.strategy,
-            components=components,
-            registered=[],
-            declares_layout=self._declares_layout,
-            seed=partial(_seed_of, weakref.ref(self)),
-        )
+            parts, this = self._parts, weakref.ref(self)
+            plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
+            components = {"precision": parts.precision, "strategy": parts.strategy}
+            components |= {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
+            self._run_made = Run(
+                world=self._world,
+                relay=self._relay,
+                prepared=self._prepared,
+                accumulation=self._accumulation,
+                strategy=parts.strategy,
+                components=components,
+                project=self._project,
+                recorder=self._trackers,
+                declares_layout=self._declares_layout,
+                seed=partial(_seed_of, this),
+                explain=partial(_explanation_of, this),
+            )
+        return self._run_made
 
     @property
     def _declares_layout(self) -> bool:
@@ -1426,7 +1416,7 @@ class Accelerator(ProcessControl):
 
     def _scales(self) -> list[Any]:
         """What changes with the steps of this rank, and has to be the same on all: the precision, if it has a state."""
-        from accel_core.checkpoint.run_state import has_state
+        from accel_core.loop.run import has_state
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
 
@@ -1452,15 +1442,12 @@ class Accelerator(ProcessControl):
         """Whether this is a prepared model, or a part of one, that the strategy has laid out in its own way."""
         return self._declares_layout and self._prepared.find_part(model) is not None
 
-    def _gathering(self, model: nn.Module) -> WeightGather:
-        from accel_core.checkpoint.assembling import WeightGather
-        from accel_core.checkpoint.collective_steps import on_each_rank
-
+    def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str]:
+        """What presents the state of a model that is laid out; and the prefix of the names in it, if it is a part of one."""
         found = self._prepared.find_part(model)
         assert found is not None, "a prepared model, or a part of one"
         record, prefix = found
-        present = partial(self._relay.model_state, record.original, record.prepared)
-        return WeightGather(on_each_rank(self._world, "for weights to be presented", present), self._world, prefix)
+        return partial(self._relay.model_state, record.original, record.prepared), prefix
 
     def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
         if kind == "model":
@@ -1585,6 +1572,12 @@ def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: S
 def _seed_of(reference: weakref.ref[Accelerator]) -> int | None:
     accelerator = reference()
     return None if accelerator is None else accelerator._seed
+
+
+def _explanation_of(reference: weakref.ref[Accelerator]) -> Explanation:
+    accelerator = reference()
+    assert accelerator is not None, "a call of its own asks for it"
+    return accelerator.explain()
 
 
 def _state_of(parts: Assembly, chosen: ChosenStrategy) -> AcceleratorState:

@@ -117,7 +117,7 @@ def assemble(given: Arguments) -> Assembly:
     recorded = ", ".join(trackers.names) if trackers is not None else ""
     sections.finish(offers, f"{_in_words(strategy, precision, world)}, trackers: {recorded or 'none'}")
     choices = (strategy, precision, *loader, *plugins)
-    defaults = CoreDefaults()
+    defaults = CoreDefaults(offers)
     activation = activate([choice.selected for choice in choices], defaults)
     recording = [] if trackers is None else [Choice("tracker", each, trackers.source) for each in trackers.selected]
     layout = activation.relay.layout(world)

@@ -181,7 +181,7 @@ class ShardedModel(ClassOverride):
 
     def accel_state(self) -> State:
         """The parts on this rank, which `load_checkpoint_in_model` fills."""
-        from accel_core.api.checkpoint import capture_model
+        from accel_checkpoint import capture_model
 
         vars(self)[_SYNCHRONISATION].reshard()
         return capture_model(self, DTensorSharding())  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from accel_checkpoint import ELEMENTWISE, has_tensors, is_known, layouts_of
 from accel_core import World
-from accel_core.api.checkpoint import ELEMENTWISE, has_tensors, is_known, layouts_of
 from accel_core.api.component import capture_random_state, gather_objects, restore_random_state
 from accel_core.api.strategy import gate_of, is_fused
 from accel_fsdp.sharding import DTensorSharding, is_sharded, local_of

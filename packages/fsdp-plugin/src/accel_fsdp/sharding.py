@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.api.layouts import Box, Extent
-from accel_precision.fp8.gathered import plain
+from accel_precision import plain_weight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ class DTensorSharding:
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
         """The local tensor of `value`, which is live, without its gradient history."""
-        return plain(local_of(value).detach())
+        return plain_weight(local_of(value).detach())
 
     def like(self, parameter: Any, local: torch.Tensor) -> torch.Tensor:
         """`local` as a tensor that lies as `parameter` does."""

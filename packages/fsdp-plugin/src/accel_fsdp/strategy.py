@@ -274,7 +274,7 @@ class FSDP(Strategy):
     @hookimpl
     def model_state(self, model: nn.Module) -> State:
         """The parts on this rank."""
-        from accel_core.api.checkpoint import capture_model
+        from accel_checkpoint import capture_model
 
         own = synchronisation_of(model)
         if own is not None:
@@ -291,21 +291,21 @@ class FSDP(Strategy):
     @hookimpl
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """The parts on this rank."""
-        from accel_core.api.checkpoint import capture_optimizer
+        from accel_checkpoint import capture_optimizer
 
         return capture_optimizer(optimizer, names, DTensorSharding())
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """See `accel_core.checkpoint.optimizers.optimizer_state.list_misfits`."""
-        from accel_core.api.checkpoint import list_misfits
+        """See `accel_checkpoint.optimizers.optimizer_state.list_misfits`."""
+        from accel_checkpoint import list_misfits
 
         return list_misfits(optimizer, names, DTensorSharding(), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Each rank reads its parts."""
-        from accel_core.api.checkpoint import restore_optimizer
+        from accel_checkpoint import restore_optimizer
 
         restore_optimizer(optimizer, names, DTensorSharding(), saved)
 

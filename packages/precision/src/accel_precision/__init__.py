@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accel_precision.amp import BF16, FP16, BF16True, FP16True
     from accel_precision.fp8.component import FP8
+    from accel_precision.fp8.gathered import plain_weight
     from accel_precision.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
     from accel_precision.handlers import GradScalerKwargs
     from accel_precision.mx import MXFP8
@@ -33,6 +34,7 @@ __all__ = [
     "FP16True",
     "GradScalerKwargs",
     "TERecipeKwargs",
+    "plain_weight",
 ]
 
 __version__ = "0.1.0"
@@ -49,6 +51,7 @@ _MODULES = {
     "GradScalerKwargs": "handlers",
     "MXFP8": "mx",
     "TERecipeKwargs": "fp8.recipes",
+    "plain_weight": "fp8.gathered",
 }
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from accel_checkpoint import OF_THIS_PROCESS
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import OF_THIS_PROCESS, names_of
+from accel_core.api.checkpoint import names_of
 from accel_testing import models
 from accel_testing.models import FEATURES, LEARNING_RATE, State
 from accel_testing.shared_launch import Subject

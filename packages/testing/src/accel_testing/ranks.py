@@ -46,9 +46,9 @@ _preloaded = [
     "torch.utils.data",
     "torch._dynamo",  # which the first optimizer of a process imports: 0.9 s
     "accel_core.accelerator",
-    "accel_core.checkpoint.checkpoints",
-    "accel_core.checkpoint.loading",
-    "accel_core.checkpoint.saving",
+    "accel_checkpoint.checkpoints",
+    "accel_checkpoint.loading",
+    "accel_checkpoint.saving",
     "accel_testing",  # all of it, for this module is in it: 0.1 s
 ]
 # What the server imports before the first fork.

@@ -3,8 +3,7 @@
     component     what components of every kind may use
     strategy      one way to distribute
     layouts       how its state lies on the ranks
-    checkpoint    how that is saved and loaded
-    weights       how it becomes whole weights, and the reverse
+    checkpoint    one format in which a run is saved and loaded
     loader        one way to read data
     precision     one way to choose dtypes
     tracker       one service that records

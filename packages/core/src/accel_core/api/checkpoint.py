@@ -1,46 +1,49 @@
-"""How a strategy presents models and optimizers to checkpoints, and is asked for them."""
+"""What a format of checkpoints needs: the run that is saved, its parts, and steps that all ranks take together."""
 
 from __future__ import annotations
 
-from accel_core.checkpoint.collective_steps import on_each_rank, on_main_rank
-from accel_core.checkpoint.model_state import capture_model, elementwise_entry, names_of
-from accel_core.checkpoint.optimizers.known_optimizers import (
-    COUNTER,
-    ELEMENTWISE,
-    OF_THIS_PROCESS,
-    REPLICATED,
-    is_known,
-    kind_of,
-    layouts_of,
-)
-from accel_core.checkpoint.optimizers.optimizer_state import (
-    OptimizerState,
-    SavedOptimizer,
-    capture_optimizer,
-    list_misfits,
-    restore_optimizer,
-)
-from accel_core.checkpoint.optimizers.parameter_state import has_tensors
-from accel_core.checkpoint.run_state import has_state
+from accel_core.collectives.collective_steps import everywhere, exchange, located, on_each_rank, on_main_rank, portable
+from accel_core.contract.boxes import uncovered, uncovered_part
+from accel_core.contract.checkpoint_component import CheckpointComponent
+from accel_core.contract.hook_specs import LAYOUT_HOOKS
+from accel_core.contract.optimizer_state import OptimizerState, SavedEntry, SavedOptimizer
+from accel_core.contract.tensor_layouts import WHOLE, memory_of
+from accel_core.loop.accumulation import Accumulation, is_state
+from accel_core.loop.preparation import Prepared, PreparedModel, held_by
+from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook, has_state, names_of
+from accel_core.plugins.explain import Explanation, format_table
+from accel_core.processes.random_state import TORCH_STREAM, begin_random_state, check_random_state
 
 __all__ = [
-    "COUNTER",
-    "ELEMENTWISE",
-    "OF_THIS_PROCESS",
+    "Accumulation",
+    "Asynchronous",
+    "CheckpointComponent",
+    "Explanation",
+    "LAYOUT_HOOKS",
+    "LoadHook",
     "OptimizerState",
-    "REPLICATED",
+    "Prepared",
+    "PreparedModel",
+    "Run",
+    "SaveHook",
+    "SavedEntry",
     "SavedOptimizer",
-    "capture_model",
-    "capture_optimizer",
-    "elementwise_entry",
+    "TORCH_STREAM",
+    "WHOLE",
+    "begin_random_state",
+    "check_random_state",
+    "everywhere",
+    "exchange",
+    "format_table",
     "has_state",
-    "has_tensors",
-    "is_known",
-    "kind_of",
-    "layouts_of",
-    "list_misfits",
+    "held_by",
+    "is_state",
+    "located",
+    "memory_of",
     "names_of",
     "on_each_rank",
     "on_main_rank",
-    "restore_optimizer",
+    "portable",
+    "uncovered",
+    "uncovered_part",
 ]

@@ -42,6 +42,8 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         ),
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": dict.fromkeys(_TRACKERS, "accel-trackers"),
+        "accel.checkpoints": {"neutral": "accel-checkpoint"},
+        "accel.commands": {"checkpoint": "accel-checkpoint"},
     }
 )
 """Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution.

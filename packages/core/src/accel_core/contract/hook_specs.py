@@ -23,17 +23,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import pluggy
 
 if TYPE_CHECKING:
+    import os
+
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.contract.layout import Layout, Shard
     from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.contract.tensor_layouts import GradientState, State
     from accel_core.loop.preparation import PrepareRequest
+    from accel_core.loop.run import Asynchronous, Run
     from accel_core.processes.world import World
 
 PROJECT = "accel"
@@ -77,8 +80,10 @@ class HookSpecs:
                 optimizer.step()                    # check_gradients, optimizer_step and in it apply_step, once per window
                 scheduler.step()
                 optimizer.zero_grad()               # gradient_state
-            accelerator.save_state(folder)          # model_state (per model), optimizer_state (per optimizer)
-            accelerator.load_state(folder)          # model_state, model_loaded, load_optimizer_state
+            accelerator.save_state(folder)          # save_checkpoint, and in it model_state (per model), optimizer_state (per
+                                                    # optimizer)
+            accelerator.load_state(folder)          # load_checkpoint, and in it model_state, model_loaded, optimizer_misfits,
+                                                    # load_optimizer_state
         accelerator.end_training()                  # release_model (per model), finish
         accelerator.free_memory()                   # release_model, unless it has ended; revert_model (per model)
 
@@ -376,6 +381,41 @@ class HookSpecs:
         """
 
     @owner
+    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:  # type: ignore[empty-body]
+        """Saves all of a run.
+
+        When: in `save_state`, on every rank. A collective.
+        Usual owner: none; a plugin with a format of its own, which then owns `load_checkpoint` too.
+        Arguments: what is saved, and how each part is asked for its state; the folder, None where
+            names are given automatically; whether it is written behind: "eager" returns when
+            everything is copied, "lazy" at once.
+        Returns: the folder.
+        Default: the neutral checkpoint of accel-checkpoint, which any strategy on any number of ranks
+            loads. Without that package `NotInstalledError`.
+        """
+
+    @owner
+    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
+        """Restores all of a run that `save_checkpoint` saved.
+
+        When: in `load_state`, on every rank. A collective.
+        Usual owner: that of `save_checkpoint`.
+        Arguments: what is restored; the folder, None for the newest of those that are named
+            automatically.
+        Default: as for `save_checkpoint`.
+        """
+
+    @owner
+    def wait_for_checkpoint(self, run: Run) -> None:
+        """Returns when what `save_checkpoint` began is complete, or raises what made it fail.
+
+        When: in `wait_for_checkpoint` and `end_training`, on every rank. A collective, if something
+            is being saved.
+        Usual owner: that of `save_checkpoint`, if it writes behind.
+        Default: as for `save_checkpoint`; where nothing was saved, nothing happens.
+        """
+
+    @owner
     def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
@@ -406,7 +446,7 @@ class HookSpecs:
         When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No collective.
         Arguments: the optimizer; the names of the parameters of all prepared models, by the `id` of each: the index of the
             model, a dot, and the name in it.
-        Returns: its groups and values, and entries as for a model. `accel_core.api.checkpoint.capture_optimizer` makes it
+        Returns: its groups and values, and entries as for a model. `accel_checkpoint.capture_optimizer` makes it
             for parameters laid out as a `Sharding` says.
         Default: parameters are whole on every rank.
         """
@@ -420,7 +460,7 @@ class HookSpecs:
         When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of `model_state`. No
             collective.
         Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of ranks.
-        Returns: a line for each thing that does not fit; none if all does. See `accel_core.api.checkpoint.list_misfits`.
+        Returns: a line for each thing that does not fit; none if all does. See `accel_checkpoint.list_misfits`.
         Default: parameters are whole on every rank.
         """
 
@@ -432,5 +472,5 @@ class HookSpecs:
             `model_state`. No collective.
         Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise` entry by the time that
             `load_state` returns, and perhaps not before.
-        Default: parameters are whole on every rank. See `accel_core.api.checkpoint.restore_optimizer`.
+        Default: parameters are whole on every rank. See `accel_checkpoint.restore_optimizer`.
         """

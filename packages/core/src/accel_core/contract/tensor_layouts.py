@@ -21,6 +21,7 @@ import torch
 from accel_core.contract.boxes import Box
 
 WHOLE = "whole"
+"""The part of an opaque entry that is not cut."""
 
 
 class Piece(NamedTuple):

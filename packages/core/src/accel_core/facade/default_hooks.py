@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.base.errors import NotInstalledError
+from accel_core.contract.checkpoint_component import GROUP, NAME
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.layout import Layout
+from accel_core.plugins.offers import find_default
 
 if TYPE_CHECKING:
+    import os
+
     from torch import nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
+    from accel_core.contract.checkpoint_component import CheckpointComponent
     from accel_core.contract.layout import Shard
     from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.contract.tensor_layouts import GradientState, State
     from accel_core.loop.forward_backward import Inputs, LossFn, WindowLoop
+    from accel_core.loop.run import Asynchronous, Run
+    from accel_core.plugins import Offer
     from accel_core.processes.world import World
 
 _NOTHING = nullcontext()
@@ -32,11 +39,16 @@ class CoreDefaults:
     """The core's own implementations. `prepare_model` is missing: a strategy must have it.
 
     `window_loop` is set once the hooks are bound, for it calls them.
+
+    Args:
+        offers: what is installed, among which the component is that serves checkpoints; None: it is listed when that is needed.
     """
 
     window_loop: WindowLoop
 
-    def __init__(self) -> None:
+    def __init__(self, offers: Sequence[Offer] | None = None) -> None:
+        self._offers = offers
+        self._checkpoints: CheckpointComponent | None = None
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     @hookimpl
@@ -64,9 +76,7 @@ class CoreDefaults:
         """All of it, here."""
         model = factory()
         if checkpoint is not None:
-            from accel_core.checkpoint.weights.loading import load_checkpoint_in_model
-
-            load_checkpoint_in_model(model, checkpoint)
+            self.checkpoints("build_model(checkpoint=...)").load_checkpoint_in_model(model, checkpoint)
         return model
 
     @hookimpl
@@ -158,11 +168,25 @@ class CoreDefaults:
         return self.window_loop.run(model, micro_batches, loss_fn, inputs)
 
     @hookimpl
+    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
+        """As the neutral checkpoint does, if it is installed."""
+        return self.checkpoints("save_state()").save_checkpoint(run, folder, asynchronous)
+
+    @hookimpl
+    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
+        """As the neutral checkpoint does, if it is installed."""
+        self.checkpoints("load_state()").load_checkpoint(run, folder)
+
+    @hookimpl
+    def wait_for_checkpoint(self) -> None:
+        """Nothing is under way where nothing was saved."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait_for_checkpoint()
+
+    @hookimpl
     def model_state(self, model: nn.Module) -> State:
         """All of it, whole."""
-        from accel_core.checkpoint.model_state import capture_model
-
-        return capture_model(model)
+        return self.checkpoints("The state of a model").model_state(model)
 
     @hookimpl
     def model_loaded(self) -> None:
@@ -171,26 +195,23 @@ class CoreDefaults:
     @hookimpl
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Parameters are whole."""
-        from accel_core.checkpoint.optimizers.optimizer_state import capture_optimizer
-        from accel_core.contract.tensor_layouts import Whole
-
-        return capture_optimizer(optimizer, names, Whole())
+        return self.checkpoints("The state of an optimizer").optimizer_state(optimizer, names)
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """Parameters are whole."""
-        from accel_core.checkpoint.optimizers.optimizer_state import list_misfits
-        from accel_core.contract.tensor_layouts import Whole
-
-        return list_misfits(optimizer, names, Whole(), saved)
+        return self.checkpoints("The state of an optimizer").optimizer_misfits(optimizer, names, saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Parameters are whole."""
-        from accel_core.checkpoint.optimizers.optimizer_state import restore_optimizer
-        from accel_core.contract.tensor_layouts import Whole
+        self.checkpoints("The state of an optimizer").load_optimizer_state(optimizer, names, saved)
 
-        restore_optimizer(optimizer, names, Whole(), saved)
+    def checkpoints(self, call: str) -> CheckpointComponent:
+        """What serves checkpoints and weights. Raises `NotInstalledError`, naming what was called, if nothing does."""
+        if self._checkpoints is None:
+            self._checkpoints = find_default(GROUP, NAME, call, self._offers).load()()
+        return self._checkpoints
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)

@@ -17,7 +17,9 @@ from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins.versions import admits, canonical, requirement_on
 
-Group = Literal["accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.commands"]
+Group = Literal[
+    "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints", "accel.commands"
+]
 """The groups of entry points in which distributions offer names."""
 
 CORE = "accel-core"
@@ -26,6 +28,7 @@ NOUNS: dict[Group, str] = {
     "accel.precisions": "precision",
     "accel.loaders": "loader",
     "accel.trackers": "tracker",
+    "accel.checkpoints": "checkpoint format",
     "accel.commands": "command",
 }
 """The groups in which offers are looked for, and what one member of each is called."""
@@ -151,6 +154,24 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
             f"Say which: {' or '.join(repr(f'{offer.distribution}:{plain}') for offer in found)}."
         )
     return found[0]
+
+
+def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | None = None) -> Offer:
+    """The offer under a default name, which nobody has asked for by that name. Imports nothing.
+
+    Args:
+        call: what needs it, as in messages: "save_state()".
+        offers: as for `find`.
+
+    Raises:
+        NotInstalledError: nothing that is installed offers it.
+        PluginError: several distributions offer it.
+    """
+    try:
+        return find(group, name, offers)
+    except NotInstalledError:
+        provider = KNOWN_PROVIDERS[group][name]
+        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}") from None
 
 
 def how_to_get(provider: str | None) -> str:

@@ -16,17 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    import os
+
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.checkpoint.optimizers.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.contract.layout import Layout, Shard
     from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.contract.tensor_layouts import GradientState, State
     from accel_core.loop.preparation import PrepareRequest
+    from accel_core.loop.run import Asynchronous, Run
     from accel_core.plugins.selection import Selected
     from accel_core.processes.world import World
 
@@ -51,6 +54,7 @@ class Relay:
         "forward_backward",
         "gradient_state",
         "layout",
+        "load_checkpoint",
         "load_optimizer_state",
         "model_loaded",
         "model_state",
@@ -62,11 +66,13 @@ class Relay:
         "prepare_model",
         "release_model",
         "revert_model",
+        "save_checkpoint",
         "scale_loss",
         "start",
         "synchronise_gradients",
         "trigger_sync_in_backward",
         "unscale_gradients",
+        "wait_for_checkpoint",
     )
 
     start: Callable[[World, Layout, bool], None]
@@ -116,6 +122,9 @@ class Relay:
         torch.Tensor,
     ]
 
+    save_checkpoint: Callable[[Run, str | os.PathLike[str] | None, Asynchronous], str]
+    load_checkpoint: Callable[[Run, str | os.PathLike[str] | None], None]
+    wait_for_checkpoint: Callable[[Run], None]
     model_state: Callable[[nn.Module, nn.Module], State]
     model_loaded: Callable[[nn.Module, nn.Module], None]
     optimizer_state: Callable[[Optimizer, Mapping[int, str]], OptimizerState]

@@ -15,7 +15,9 @@ from accel_core.base.seeds import derive_seed
 
 T = TypeVar("T")
 
-PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
+PYTHON, NUMPY = "python", "numpy"
+TORCH_STREAM = "torch"
+"""The key of torch's stream on the CPU in what `capture_random_state` gives."""
 _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
 
 
@@ -28,7 +30,7 @@ def capture_random_state(device: torch.device | None) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss},
-        TORCH: torch.get_rng_state(),
+        TORCH_STREAM: torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -46,7 +48,7 @@ def restore_random_state(states: dict[str, Any], device: torch.device | None) ->
     """
     python = states[PYTHON]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
-    torch.set_rng_state(states[TORCH])
+    torch.set_rng_state(states[TORCH_STREAM])
     if NUMPY in states:
         _numpy().random.set_state(states[NUMPY])
     if _has_stream(device) and device.type in states:
@@ -61,7 +63,7 @@ def check_random_state(states: Any, device: torch.device | None) -> None:
     """
     python = states[PYTHON]
     random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
-    torch.Generator().set_state(states[TORCH])
+    torch.Generator().set_state(states[TORCH_STREAM])
     if NUMPY in states:
         _numpy().random.RandomState().set_state(states[NUMPY])
     sound = isinstance(python["gauss"], (float, type(None))) and (NUMPY not in states or 0 <= states[NUMPY][2] <= 624)

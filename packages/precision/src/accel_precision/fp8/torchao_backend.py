@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accel_core.api.component import override_class
-from accel_precision.fp8.gathered import plain
+from accel_precision.fp8.gathered import plain_weight
 from accel_precision.layer_swap import Rows16, become, has_become, revert
 from accel_precision.layers import size_misfit
 
@@ -73,7 +73,7 @@ def _converted(layer: nn.Linear, config: Any) -> nn.Linear:
 
 def _undo(layer: nn.Linear) -> None:
     revert(layer)
-    inside = plain(layer.weight)
+    inside = plain_weight(layer.weight)
     if inside is not layer.weight:
         layer.weight = nn.Parameter(inside.detach(), layer.weight.requires_grad)
 

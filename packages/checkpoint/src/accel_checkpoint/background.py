@@ -1,0 +1,402 @@
+"""Saving while training goes on: copies are taken, a thread writes them, and failures surface at the next save or wait.
+
+*Eager*: everything is copied before `save_state` returns. *Lazy*: what only an optimizer's step changes is copied by the
+thread, and the next step waits for that. What was changed all the same, by somebody else, is noticed by the tensor's version
+and makes the save fail; writes through `tensor.data` have no version and are not noticed.
+
+The ranks tell each other what they have written by small files beside it, because a thread has no part in collectives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import torch
+
+from accel_checkpoint.files.index import write_new
+from accel_checkpoint.files.part_file import plain
+from accel_checkpoint.writing import Work, Written
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import everywhere
+
+if TYPE_CHECKING:
+    from accel_checkpoint.files.folder import Draft
+    from accel_core import World
+
+Mode = Literal["eager", "lazy"]
+
+ALIGNMENT = 64
+"""Bytes: copies begin at multiples of it, as vector instructions like it."""
+
+ORPHANED = 15.0
+"""Seconds for which a process that is ending waits for the files of the other ranks, while none of them grows."""
+
+_POLL = 0.02
+
+
+class Publisher(Protocol):
+    """What the main process does with a draft."""
+
+    def publish(self, written: list[Written]) -> None:
+        """Makes it the checkpoint of its folder, from what the members have written, in the order of their ranks."""
+
+    def finish(self) -> None:
+        """Removes what it replaces, once nobody may need that any more."""
+
+    def discard(self) -> None:
+        """Removes it."""
+
+
+class Job(NamedTuple):
+    """What a rank writes, and what is done once all have written; None: another rank does that."""
+
+    work: Work
+    publisher: Publisher | None
+
+
+class Staging:
+    """Memory for copies, kept from one save to the next: touching it for the first time costs more than copying."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A place in CPU memory for each tensor, with its shape and dtype; valid until the next call."""
+        starts, end = {}, 0
+        for key, tensor in tensors.items():
+            starts[key] = end
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if len(self._buffer) < end:
+            self._buffer = torch.empty(end, dtype=torch.uint8)
+        return {
+            key: self._buffer[starts[key] : starts[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for key, tensor in tensors.items()
+        }
+
+
+class Background:
+    """At most one save that is being written by a thread.
+
+    Args:
+        world: the processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._staging = Staging()
+        self._save: _Save | None = None
+
+    def start(self, work: Work, data: Path, publisher: Publisher | None, members: Sequence[int], mode: Mode) -> None:
+        """Copies, and begins to write; the last save has ended. No collective.
+
+        Args:
+            work: what this rank writes.
+            data: the data folder of the checkpoint.
+            publisher: publishes once all members have written; None: another rank does it.
+            members: the ranks that write into this folder.
+            mode: what is copied before this returns.
+
+        Raises:
+            CheckpointError: for what is no plain tensor, whose copy would be no more what it is.
+        """
+        assert self._save is None, "wait() was called"
+        save = _Save(data, (self._world.rank, tuple(members)), waits=len(members) < self._world.size)
+        save.begin(Job(work, publisher), self._staging, mode)
+        self._save = save
+
+    def start_alone(self, prepare: Callable[[], Job], draft: Draft) -> None:
+        """Lets the thread do all the rest of a lazy save, in a world of one: even find out what is to be written.
+
+        Args:
+            prepare: gives that; what it needs does not change but by an optimizer's step.
+            draft: that it goes to.
+        """
+        assert self._save is None, "wait() was called"
+        save = _Save(draft.data, (0, (0,)))
+        save.begin_alone(prepare, self._staging, draft)
+        self._save = save
+
+    @property
+    def copying(self) -> Callable[[], None] | None:
+        """Waits until all copies are taken; None if they are."""
+        save = self._save
+        return None if save is None or save.copied.is_set() else save.wait_for_copies
+
+    def wait(self) -> None:
+        """Returns when the save that was begun last is published on every rank. A collective, if one was begun.
+
+        Raises:
+            Exception: on every rank, what made it fail on any of them.
+        """
+        save = self._save
+        if save is None:
+            return
+        try:
+            # First, so that nobody waits for the part of a rank that failed, or is gone.
+            everywhere(self._world, "for the parts of an asynchronous save", save.join_part)
+            everywhere(self._world, "for an asynchronous save to be published", save.join)
+            everywhere(self._world, "for what it replaces to be removed", save.finish)
+        except Exception:
+            self.abandon()
+            raise
+        self._save = None
+
+    def abandon(self) -> None:
+        """Ends a save that has failed somewhere else, and forgets it. No collective."""
+        if self._save is not None:
+            self._save.abandon()
+            self._save = None
+
+
+class _Save:
+    """One save: a thread, its outcome, and whether anybody has heard of that.
+
+    Args:
+        data: the data folder.
+        place: this rank, and those that write into that folder.
+        waits: whether others write into other folders, so that what is replaced stays until all are published.
+    """
+
+    def __init__(self, data: Path, place: tuple[int, tuple[int, ...]], *, waits: bool = False) -> None:
+        self._waits = waits
+        self._unfinished: Publisher | None = None
+        self.copied = threading.Event()
+        self._data = data
+        self._rank, self._members = place
+        self._work: Work | None = None
+        self._publisher: Publisher | None = None
+        self._failure: Exception | None = None  # of the part of this rank
+        self._unpublished: Exception | None = None  # why the whole is not there
+        self._told = threading.Event()
+        self._abandoned = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, job: Job, staging: Staging, mode: Mode) -> None:
+        """Copies what cannot wait, and starts the thread."""
+        room = self._take(job, staging)
+        later = job.work.lasting if mode == "lazy" else {}
+        self._copy(room, [key for key in room if key not in later])
+        if not later:
+            self._let_go()
+        self._start(lambda: self._run(room, list(later)))
+
+    def begin_alone(self, prepare: Callable[[], Job], staging: Staging, draft: Draft) -> None:
+        """Starts the thread, which copies everything."""
+
+        def run() -> None:
+            try:
+                room = self._take(prepare(), staging)
+            except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
+                self._failure = error
+                self.copied.set()
+                self._told.set()
+                draft.discard()
+                return
+            self._run(room, list(room))
+
+        self._start(run)
+
+    def _take(self, job: Job, staging: Staging) -> dict[str, torch.Tensor]:
+        """Takes a job, and gives the room for its copies."""
+        work = self._work = job.work
+        work.tensors = {key: plain(key, tensor) for key, tensor in work.tensors.items()}
+        self._publisher = job.publisher
+        return staging.room(work.tensors)
+
+    def _start(self, run: Callable[[], None]) -> None:
+        # Not a daemon: the interpreter waits for it when it exits.
+        self._thread = threading.Thread(target=run, name="accel checkpoint")
+        _report_at_exit(self)
+        self._thread.start()
+
+    def wait_for_copies(self) -> None:
+        """Returns when training may change what is saved."""
+        self.copied.wait()
+
+    def join_part(self) -> None:
+        """Waits until this rank has written its part, and raises what kept it from that."""
+        self._told.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def join(self) -> None:
+        """Waits for the thread and raises what kept it from publishing."""
+        assert self._thread is not None, "it was begun"
+        self._thread.join()
+        if self._unpublished is not None:
+            raise self._unpublished
+
+    def finish(self) -> None:
+        """Removes what was replaced, where that had to wait for others."""
+        publisher, self._unfinished = self._unfinished, None
+        if publisher is not None:
+            publisher.finish()
+
+    def abandon(self) -> None:
+        """Waits for the thread, which waits for nobody any more. Whoever calls this tells the user why."""
+        assert self._thread is not None, "it was begun"
+        self._abandoned = True
+        self._thread.join()
+        self._failure = self._unpublished = None
+
+    def report(self) -> None:
+        """Says on stderr what nobody has asked for."""
+        failure = self._failure or self._unpublished
+        self._failure = self._unpublished = None
+        if failure is not None:
+            print(f"The checkpoint in {self._data.parent} was not saved: {failure}", file=sys.stderr)  # noqa: T201
+
+    def __del__(self) -> None:
+        self.report()  # of an Accelerator that has died, nobody can ask
+
+    @property
+    def _taken(self) -> Work:
+        assert self._work is not None, "a job was taken"
+        return self._work
+
+    def _let_go(self) -> None:
+        self._taken.tensors = {}
+        self.copied.set()
+
+    def _run(self, room: dict[str, torch.Tensor], later: Sequence[str]) -> None:
+        written: Written | None = None
+        try:
+            written = self._write(room, later)
+        except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
+            self._failure = error
+            self._tell_failure(error)
+        finally:
+            self._taken.tensors = {}
+            self._told.set()
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            self._finish(publisher, written)
+
+    def _write(self, room: dict[str, torch.Tensor], later: Sequence[str]) -> Written:
+        try:
+            self._copy(room, later)
+        finally:
+            self._let_go()
+        self._taken.tensors = room
+        written = self._taken.write(self._data)
+        if len(self._members) > 1:
+            write_new(self._message(self._rank, "done"), json.dumps(written.to_json()).encode())
+        return written
+
+    def _finish(self, publisher: Publisher, written: Written | None) -> None:
+        """Publishes what all have written, or removes it."""
+        try:
+            if written is not None:
+                publisher.publish(self._collect(written))
+                if self._waits:
+                    self._unfinished = publisher
+                else:
+                    publisher.finish()
+                return
+        except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
+            self._unpublished = error
+        publisher.discard()
+
+    def _copy(self, room: Mapping[str, torch.Tensor], keys: Sequence[str]) -> None:
+        changed = []
+        versions = self._taken.lasting
+        with torch.no_grad():
+            for key in keys:
+                live = self._taken.tensors[key]
+                room[key].copy_(live)
+                if key in versions and live._version != versions[key]:
+                    changed.append(key)
+        if changed:
+            raise CheckpointError(
+                f"{len(changed)} tensors were changed while save_state(asynchronous='lazy') copied them, not by the step of a "
+                f"prepared optimizer: {', '.join(sorted(changed)[:8])}. Change them after wait_for_checkpoint(), or save with "
+                f"asynchronous='eager'."
+            )
+
+    def _tell_failure(self, error: Exception) -> None:
+        if len(self._members) > 1:
+            with contextlib.suppress(OSError):  # a full disk, perhaps: then the others hear of it when they wait
+                path = self._message(self._rank, "failed")
+                write_new(path.with_suffix(".tmp"), str(error).encode())
+                os.replace(path.with_suffix(".tmp"), path)
+
+    def _collect(self, own: Written) -> list[Written]:
+        if len(self._members) == 1:
+            return [own]
+        found: dict[int, Written | str] = {self._rank: own}
+        patience = _Patience(self._data)
+        while len(found) < len(self._members):
+            for rank in self._members:
+                if rank not in found and (answer := self._answer(rank)) is not None:
+                    found[rank] = answer
+            if self._abandoned or patience.is_over():
+                missing = sorted(set(self._members) - found.keys())
+                raise CheckpointError(
+                    f"The training ended, and the parts of ranks {missing} were not written: for {ORPHANED:.0f} s none of "
+                    f"their files grew. What was saved before is untouched: load that."
+                )
+            time.sleep(_POLL)
+        for rank in self._members:  # not before all have ended: the folder goes with a failure
+            answer = found[rank]
+            if isinstance(answer, str):
+                raise CheckpointError(f"{answer} (on rank {rank})")
+        for rank in self._members:
+            os.unlink(self._message(rank, "done"))
+        return [answer for rank in self._members if isinstance(answer := found[rank], Written)]
+
+    def _answer(self, rank: int) -> Written | str | None:
+        """What a rank has written, or why it has not; None if it has not said yet."""
+        if self._message(rank, "failed").exists():
+            return self._message(rank, "failed").read_text()
+        try:
+            return Written.from_json(json.loads(self._message(rank, "done").read_bytes()))
+        except (FileNotFoundError, ValueError):  # not there, or not whole yet
+            return None
+
+    def _message(self, rank: int, word: str) -> Path:
+        return self._data / f"rank-{rank:05d}.{word}.json"
+
+
+class _Patience:
+    """How long a process that is ending waits for others: as long as they go on writing, and a little longer.
+
+    Args:
+        folder: that they write into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._deadline = 0.0
+
+    def is_over(self) -> bool:
+        """Whether the training has ended, and nothing was written for `ORPHANED` seconds."""
+        if threading.main_thread().is_alive():
+            return False
+        with os.scandir(self._folder) as entries:
+            found = {entry.name: ((stat := entry.stat()).st_size, stat.st_mtime_ns) for entry in entries}
+        if found != self._seen:
+            self._seen, self._deadline = found, time.monotonic() + ORPHANED
+        return time.monotonic() > self._deadline
+
+
+def _report_at_exit(save: _Save) -> None:
+    reference = weakref.ref(save)
+
+    def report() -> None:
+        found = reference()
+        if found is not None:
+            found.report()
+
+    atexit.register(report)
+    weakref.finalize(save, atexit.unregister, report).atexit = False

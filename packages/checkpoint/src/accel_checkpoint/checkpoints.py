@@ -1,0 +1,189 @@
+"""The checkpoints of one Accelerator: where they go, how many are kept, and the save that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_checkpoint.background import Background, Mode
+from accel_checkpoint.files import retention
+from accel_checkpoint.loading import LoadRequest, load
+from accel_checkpoint.record import set_up, whereabouts
+from accel_checkpoint.run_state import stateful
+from accel_checkpoint.saving import SaveRequest, save
+from accel_core.api.checkpoint import everywhere, on_main_rank
+
+if TYPE_CHECKING:
+    import os
+
+    from accel_core.api.checkpoint import Asynchronous, Run
+
+FOLDER = "checkpoints"
+"""The folder of automatic names, in the project's."""
+
+
+class Checkpoints:
+    """Saves and loads one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._project = run.project
+        self._set_up = set_up(run.world, run.explain())
+        # What a checkpoint that was loaded said of trackers, for the next one, where there are none here.
+        self._recorded: Sequence[Any] = ()
+        self._background = Background(run.world)
+        self._known = False  # whether this run has saved to, or loaded from, the folder of automatic names
+
+    @torch.inference_mode(False)  # what is made here is used outside of it, by the next save for one
+    def save(self, output_dir: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
+        """Saves, or begins to, and returns the folder. A collective."""
+        world = self._run.world
+        mode = _mode(asynchronous)
+        world.arrive("save_state()" if mode is None else f"save_state(asynchronous={mode!r})")
+        self.wait()
+        automatic = self._project.automatic_checkpoint_naming
+        if not (stateful(self._run) or self._run.models() or self._run.prepared.optimizers):
+            raise ValueError(
+                "save_state() was called, but nothing is prepared or registered that it could save. Call prepare() before it; after "
+                "free_memory() that is to be done again."
+            )
+        if mode == "lazy" and self._run.prepared.fused:
+            raise ValueError(
+                "save_state(asynchronous='lazy') was asked for, but an optimizer updates parameters during the backward, where "
+                "nothing can wait for the copies. Use asynchronous='eager'."
+            )
+        folder = self._folder_to_save(output_dir)
+        request = SaveRequest(
+            folder=folder,
+            each_node=self._project.save_on_each_node,
+            mode=mode,
+            record={
+                **self._set_up,
+                **whereabouts(self._run.prepared, self._run.accumulation),
+                "iteration": self._project.iteration if automatic else None,
+                "tracking": self._tracking(),
+            },
+            hooks=tuple(self._run.save_hooks.values()),
+            published=lambda: self._enforce_limit(folder),
+        )
+        save(self._run, request, self._background)
+        self._run.prepared.copy_behind(self._background.copying)
+        if automatic:
+            self._known = True
+            self._project.iteration += 1
+        return str(folder)
+
+    @torch.inference_mode(False)  # an optimizer could not go on with a state of such tensors
+    def load(self, input_dir: str | os.PathLike[str] | None) -> None:
+        """Restores a run. A collective."""
+        world = self._run.world
+        world.arrive("load_state()")
+        self.wait()
+        folder = self._folder_to_load(input_dir)
+        record = load(self._run, LoadRequest(folder, tuple(self._run.load_hooks.values())))
+        self._resume_tracking(record.get("tracking", ()))
+        if self._project.automatic_checkpoint_naming and all(
+            everywhere(world, "to count on", lambda: self._is_managed(folder))
+        ):
+            self._known = True
+            self._project.iteration = self._next_number(record)
+
+    def _tracking(self) -> Sequence[Any]:
+        """Where the run is recorded, by rank: by the main process alone, unless trackers say otherwise. Then it is a collective."""
+        if self._run.recorder is None:
+            return self._recorded
+        if not self._run.recorder.on_every_rank:
+            return [self._run.recorder.state()]  # that of the main process is written
+        return everywhere(self._run.world, "for trackers to say what they record", self._run.recorder.state)
+
+    def _resume_tracking(self, recorded: Sequence[Any]) -> None:
+        self._recorded = recorded
+        rank = self._run.world.rank
+        if self._run.recorder is not None and rank < len(recorded):
+            self._run.recorder.resume(recorded[rank])
+
+    def wait(self) -> None:
+        """Returns when the save that is under way is published; raises what made it fail. A collective, if one is."""
+        self._run.prepared.await_copies()
+        self._background.wait()
+
+    def _next_number(self, record: Mapping[str, Any]) -> int:
+        """Above all that are there, so that the newest is always that of the latest training."""
+        highest = everywhere(
+            self._run.world, "for the highest number", lambda: max(retention.numbers(self._root()), default=-1)
+        )
+        return max(*highest, record["iteration"] if record["iteration"] is not None else -1) + 1
+
+    def _is_managed(self, folder: Path) -> bool:
+        return folder.parent.resolve() == self._root().resolve()
+
+    def _root(self) -> Path:
+        assert self._project.project_dir is not None, "automatic names were asked for"
+        return Path(self._project.project_dir).absolute() / FOLDER
+
+    def _folder_to_save(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        if not self._project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError(
+                    "save_state() was called without a folder. Type save_state('my_checkpoint'), or let folders be named for "
+                    "you: Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
+                )
+            return Path(output_dir).absolute()
+        if output_dir is not None:
+            raise ValueError(
+                f"save_state({str(output_dir)!r}) was given a folder, and automatic_checkpoint_naming=True names them: "
+                f"{self._root()}/checkpoint_<iteration>. Leave one of the two out."
+            )
+        number, known = self._project.iteration, self._known
+        world, next_path = self._run.world, partial(retention.next_path, self._root(), number, known)
+        if self._each_node:
+            everywhere(world, "for the next number", next_path)
+        else:
+            on_main_rank(world, next_path)
+        return self._root() / retention.name(number)
+
+    def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            return Path(input_dir).absolute()
+        if not self._project.automatic_checkpoint_naming:
+            raise ValueError(
+                "load_state() was called without a folder, and checkpoints have no automatic names of which the newest could be "
+                "taken. Type load_state('my_checkpoint'), or the ProjectConfiguration of the run that saved it."
+            )
+        if self._each_node:
+            number = min(
+                everywhere(
+                    self._run.world, "for the newest checkpoint", lambda: _number(retention.newest(self._root()))
+                )
+            )
+            return self._root() / retention.name(number)  # which is another folder on each node, perhaps
+        return on_main_rank(self._run.world, lambda: retention.newest(self._root()))
+
+    @property
+    def _each_node(self) -> bool:
+        return self._project.save_on_each_node
+
+    def _enforce_limit(self, folder: Path) -> None:
+        if self._project.total_limit is not None:
+            retention.enforce(self._root(), self._project.total_limit, folder)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
+
+
+def _mode(asynchronous: object) -> Mode | None:
+    if asynchronous is False:
+        return None
+    if asynchronous is True:
+        return "eager"
+    if asynchronous in ("eager", "lazy"):
+        return asynchronous
+    raise ValueError(
+        f"save_state(asynchronous={asynchronous!r}): expected False, True, 'eager' (everything is copied before it returns) or "
+        f"'lazy' (the next step of an optimizer waits for the copies)."
+    )

@@ -1,0 +1,203 @@
+"""Bytes between memory and files at the speed of the disk: writes that start at once, reads into memory that exists."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from accel_checkpoint.weights.tensor_files import cannot_be_written
+from accel_core import CheckpointError
+
+CHUNK = 256 << 10
+"""Bytes a write: small enough that what was just hashed is still in the cache of the processor."""
+
+BEHIND = 8 << 20
+"""After so many bytes the kernel is asked to begin writing them; else it would all be left to `fsync`."""
+
+READ = 1 << 20
+"""Bytes a read, which are then hashed while they are in the cache of the processor."""
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor: its own memory, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class Output:
+    """A new file that is written from its beginning to its end. `position` is the number of bytes written so far."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.position = 0
+        self._descriptor = descriptor
+        self._begun = 0
+
+    def write(self, data: memoryview) -> None:
+        """Writes all of `data`, best at most `CHUNK` bytes of it."""
+        while data:
+            written = os.write(self._descriptor, data)
+            self.position += written
+            data = data[written:]
+        if self.position - self._begun >= BEHIND:
+            self._begin_writing()
+
+    def _begin_writing(self) -> None:
+        # Advice: it waits for nothing and clears no error, so a disk that fails is reported by fsync.
+        if call := _sync_file_range():
+            call(self._descriptor, self._begun, self.position - self._begun, _SYNC_FILE_RANGE_WRITE)
+        self._begun = self.position
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Linux's call of that name; None where there is none."""
+    with contextlib.suppress(AttributeError):
+        call = ctypes.CDLL(None).sync_file_range
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        return call
+    return None
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Output]:
+    """A file that did not exist: on the disk when the body ends, and gone when the body fails.
+
+    Raises:
+        OSError: naming `path`, which may be one that exists already; that one stays.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                yield Output(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts; what is left is swept by the next save
+                os.unlink(path)
+            raise
+    except OSError as error:
+        raise cannot_be_written(error, path) from error
+
+
+def open_file(path: Path) -> int:
+    """The descriptor of a file that is to be read, for the caller to close.
+
+    Raises:
+        CheckpointError: if it is no regular file. A pipe would be waited for, and a device may have no end.
+        OSError: naming `path`.
+    """
+    with _reading(path):
+        # Not blocking, for opening a pipe waits for who writes to it; of a regular file it changes nothing.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise CheckpointError(f"{path} was to be read, but it is no regular file. Load another checkpoint.")
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All of a regular file.
+
+    Args:
+        path: of the file.
+        most: how many bytes it may have; no memory is taken for a larger one.
+
+    Raises:
+        CheckpointError: if it is no regular file, or larger.
+        OSError: naming `path`.
+    """
+    descriptor = open_file(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise CheckpointError(
+                f"{path} was to be read, but it has {size} bytes, and such a file has at most {most}. Load another checkpoint."
+            )
+        content = bytearray(size)
+        return bytes(content[: read_into(descriptor, memoryview(content), 0, path)])
+    finally:
+        os.close(descriptor)
+
+
+def hash_of(descriptor: int, length: int, path: Path) -> str:
+    """The hash of the first bytes of a file, or of all if it has fewer, without memory for more than `READ` of them."""
+    hasher = xxhash.xxh3_128()
+    place = memoryview(bytearray(min(READ, length)))
+    for begin in range(0, length, READ):
+        part = place[: length - begin]
+        count = read_into(descriptor, part, begin, path)
+        hasher.update(part[:count])
+        if count < len(part):
+            break
+    return hasher.hexdigest()
+
+
+def read_into(descriptor: int, place: memoryview, offset: int, path: Path) -> int:
+    """Fills `place` with the bytes at `offset` of a file; returns how many there were: fewer only at its end.
+
+    Raises:
+        OSError: naming `path`.
+    """
+    begin = 0
+    with _reading(path):
+        while begin < len(place):
+            count = os.preadv(descriptor, [place[begin:]], offset + begin)
+            if not count:
+                break
+            begin += count
+    return begin
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = f"cannot be read: {error.strerror or error}. Repair what is named there, or load another checkpoint"
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def read_all(jobs: Sequence[Callable[[], None]], threads: int = 2) -> None:
+    """Runs jobs that mostly read and hash, in this thread and `threads - 1` more, all of which have ended on return.
+
+    Each job runs without recording gradients, whatever the mode of the caller. After an error no further job begins.
+
+    Raises:
+        The first error of a job.
+    """
+    waiting = iter(jobs)
+    taking = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            while not errors:
+                with taking:
+                    job = next(waiting, None)
+                if job is None:
+                    return
+                try:
+                    job()
+                except BaseException as error:  # noqa: BLE001  (raised below, in the thread of the caller)
+                    errors.append(error)
+
+    others = [threading.Thread(target=work, name="accel-read") for _ in range(min(threads, len(jobs)) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,272 @@
+"""The transaction of a save: a new data folder beside the old one, published by one replaced file, then the old one swept.
+
+A kill at any moment leaves the previous checkpoint or the new one, and rubbish that the next save sweeps. Beside
+`manifest.json` and `data-<id>` the folder may hold whatever the user put there: only what is named like ours is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from accel_checkpoint.files.lock import Lock, holder
+from accel_checkpoint.files.manifest import (
+    DATA,
+    NAME,
+    REMOVED,
+    TEMPORARY,
+    Flaw,
+    Manifest,
+    failing_with,
+    unseal,
+    write_manifest,
+    wrong_files,
+)
+from accel_checkpoint.weights.tensor_files import sync_folder
+from accel_core import CheckpointError
+
+# What other libraries leave where they saved a run: a file of each pattern of a row. Weights alone are no checkpoint.
+_WEIGHTS = r".+\.safetensors|pytorch_model.*"
+_FOREIGN = (
+    (_WEIGHTS, r"optimizer(_\d+)?\.bin"),
+    (_WEIGHTS, r"scheduler(_\d+)?\.bin"),
+    (_WEIGHTS, r"random_states_\d+\.pkl"),
+    (r"optimizer(_\d+)?\.bin", r"random_states_\d+\.pkl"),
+    (r"\.metadata", r".+\.distcp"),
+    (r"latest", r"global_step.+"),
+    (r"latest_checkpointed_iteration\.txt",),
+)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written, on the main process: `begin`, files into `data`, then `publish` and `sweep`, or `discard`."""
+
+    folder: Path
+    id: str
+    lock: Lock | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def data(self) -> Path:
+        """The folder that the files of the checkpoint go into."""
+        return self.folder / f"data-{self.id}"
+
+    @classmethod
+    def begin(cls, folder: Path, id: str | None = None) -> Draft:
+        """Makes the folder and a data folder in it, and sweeps what killed saves left there. Not a collective.
+
+        Args:
+            folder: where to; its parents are made too.
+            id: 16 hexadecimal digits; None: new ones.
+
+        Raises:
+            CheckpointError: before anything is written, if the place is taken: by a file, by the checkpoint of another
+                library or of a newer version, by a manifest of another kind, by a run that is saving there.
+            OSError: naming the folder, if it cannot be made or written to.
+        """
+        draft = cls(folder, secrets.token_hex(8) if id is None else id)
+        assert DATA.fullmatch(draft.data.name), id
+        text = "a checkpoint cannot be saved here: {}. What was saved here is untouched. Make room, make it writable, or save elsewhere"
+        with failing_with(text, folder):
+            kept = _check_place(folder)
+            _make_folders(folder)
+            _check_alone(folder)
+            _sweep(folder, kept)
+            os.mkdir(draft.data)
+            return replace(draft, lock=Lock(draft.data))
+
+    def publish(self, manifest: Manifest) -> None:
+        """Makes the files in `data`, which are on the disk, the checkpoint of the folder.
+
+        Raises:
+            CheckpointError: if files that the manifest names are not there.
+            OSError: naming the folder; the previous checkpoint is still there.
+        """
+        assert manifest.id == self.id
+        if wrong := wrong_files(self.folder, manifest):
+            raise CheckpointError(
+                f"A checkpoint was to be published in {self.folder}, but what was written is not what is found in "
+                f"{self.data.name}: {', '.join(wrong)}. Save into a folder that all processes share."
+            )
+        with failing_with(
+            "the checkpoint cannot be put on the disk: {}. What was saved here is untouched", self.folder
+        ):
+            sync_folder(self.data)
+            sync_folder(self.folder)  # the data before the manifest that names them
+        write_manifest(self.folder, manifest)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def sweep(self) -> None:
+        """Removes the data of the previous checkpoint, after `publish`.
+
+        Warns:
+            RuntimeWarning: if they cannot be removed.
+        """
+        try:
+            _sweep(self.folder, {self.data.name})
+        except OSError as error:
+            warn_of_rest(f"the data before it, in {self.folder},", error)
+
+    def discard(self) -> None:
+        """Removes the data folder as far as possible, unless it was published; the next save removes the rest."""
+        with contextlib.suppress(OSError):  # called because of a failure, which is the one to tell
+            found = unseal(self.folder)
+            if not isinstance(found, Manifest) or found.id != self.id:
+                with _opened(self.folder) as descriptor:
+                    _remove(self.data.name, descriptor)
+        self._let_go()
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a folder that holds a checkpoint, with everything in it. Not a collective.
+
+    An interrupted removal leaves no checkpoint: what was the manifest is called `manifest.json.removed` from the first
+    moment to the last, and says that the rest may go too. Of a link only the link is removed.
+
+    Raises:
+        OSError: naming the folder.
+    """
+    with failing_with("the checkpoint cannot be removed: {}. Remove the folder by hand", folder):
+        if folder.is_symlink():
+            os.unlink(folder)
+            return
+        with _opened(folder, follow=False) as descriptor:
+            names = set(os.listdir(descriptor))
+            if NAME in names:
+                os.replace(NAME, REMOVED, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+                os.fsync(descriptor)
+                names = names - {NAME} | {REMOVED}
+            for name in sorted(names, key=lambda name: (name == REMOVED, name)):
+                _remove(name, descriptor)
+        os.rmdir(folder)
+
+
+def is_leftover(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a killed save or an interrupted removal left."""
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    names = {entry.name for entry in found}
+    if NAME in names or any(holder(folder / name) for name in names if DATA.fullmatch(name)):
+        return False
+    return REMOVED in names or all(map(_is_rubbish, found))
+
+
+def warn_of_rest(what: str, error: OSError) -> None:
+    """Warns that something cannot be removed after a save that is complete."""
+    warnings.warn(
+        f"The checkpoint was saved, but {what} cannot be removed: {error}. The next save tries again. Remove it by hand if "
+        f"it stays.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _check_place(folder: Path) -> set[str] | None:
+    """The data folders to keep for now, of what is published here; None: all, because it is not known which."""
+    found = unseal(folder)
+    if isinstance(found, Manifest):
+        return {found.data}
+    if found.kind == "absent":
+        return set()
+    if found.kind == "damaged":
+        return None
+    if found.kind == "unfinished":
+        foreign = _foreign(os.listdir(folder))
+        if foreign is None:
+            return set()
+        found = Flaw("foreign", f"holds a checkpoint of another library: {foreign}")
+    raise CheckpointError(f"A checkpoint was to be saved in {folder}, but it {found.found}. Save into another folder.")
+
+
+def _foreign(names: Iterable[str]) -> str | None:
+    """The files by which the checkpoint of another library is known."""
+    for patterns in _FOREIGN:
+        found = [next((name for name in sorted(names) if re.fullmatch(pattern, name)), None) for pattern in patterns]
+        if all(found):
+            return ", ".join(map(str, found))
+    return None
+
+
+def _make_folders(folder: Path) -> None:
+    """Makes a folder and its parents, each name on the disk before the next."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:  # made by another machine meanwhile, or a file
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+    sync_folder(folder.parent)
+
+
+def _check_alone(folder: Path) -> None:
+    """Raises while another run saves there: each would sweep what the other has not published."""
+    for name in os.listdir(folder):
+        if DATA.fullmatch(name) and (found := holder(folder / name)):
+            raise CheckpointError(
+                f"A checkpoint was to be saved in {folder}, but another run is saving there: {found}. Save into another folder, or "
+                f"end that run."
+            )
+
+
+def _sweep(folder: Path, kept: set[str] | None) -> None:
+    """Removes what is named like ours and is not `kept`; of data folders none if that is None, and none that is written to."""
+    with _opened(folder) as descriptor:
+        with os.scandir(descriptor) as entries:
+            rubbish = [entry.name for entry in entries if _is_rubbish(entry)]
+        for name in rubbish:
+            if not DATA.fullmatch(name) or (
+                kept is not None and name not in kept and not _is_named(folder, name) and not holder(folder / name)
+            ):
+                _remove(name, descriptor)
+
+
+def _is_named(folder: Path, data: str) -> bool:
+    """Whether the manifest names this data folder by now: another run may have published it meanwhile."""
+    found = unseal(folder)
+    return isinstance(found, Manifest) and found.data == data
+
+
+def _is_rubbish(entry: os.DirEntry[str]) -> bool:
+    """Whether no user made it, unless the manifest names it."""
+    if entry.is_dir(follow_symlinks=False):
+        return DATA.fullmatch(entry.name) is not None
+    return entry.name == REMOVED or TEMPORARY.fullmatch(entry.name) is not None
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = True) -> Iterator[int]:
+    """The descriptor of a folder: whatever takes the place of its name meanwhile, this stays the folder."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(folder, flags, dir_fd=inside)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove(name: str, inside: int) -> None:
+    """Removes a file, a link, or a folder with everything in it, of the folder with the descriptor `inside`.
+
+    By descriptors all the way down: where a folder is swapped for a link, what the link leads to is left alone.
+    """
+    if not stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=inside)
+        return
+    with _opened(name, inside, follow=False) as descriptor:
+        for each in os.listdir(descriptor):
+            _remove(each, descriptor)
+    os.rmdir(name, dir_fd=inside)

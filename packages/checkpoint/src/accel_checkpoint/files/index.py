@@ -1,0 +1,193 @@
+"""`index.json`: what a checkpoint holds, and where.
+
+    {"files":   {"rank-00000.safetensors": …},              see `accel_checkpoint.files.part_file.StoredFile`
+     "tensors": {"model.0/weight": {"kind", "shape", "dtype", "parts": […]}, …},
+     "aliases": {"model.0/head.weight": "model.0/embedding.weight", …},
+     "objects": {"scheduler.0": [{"ranks": "all", "skeleton": …, "tensors": {path: {"file", "key"}}}], …}}
+
+A part of an `elementwise` tensor is a box: `{"offsets", "sizes", "file", "key"}`; the boxes cover the tensor once. A `replicated`
+tensor has one part, `{"file", "key"}`. A `partial` one has a part per rank, `{"rank", "file", "key"}`, and is their mean. An
+`opaque` one has no shape or dtype, and its parts are encoded objects: `{"part", "signature", "skeleton", "tensors"}`. An object
+has one entry for `"all"` ranks, or one for each group of ranks on which it was the same: `{"ranks": [0, 2], …}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from accel_checkpoint.files.disk import hash_of, open_file, read_file
+from accel_checkpoint.files.manifest import FileRecord
+from accel_checkpoint.files.stored import DTYPES, StoredFile, is_shape
+from accel_checkpoint.plan import StoredBox
+from accel_core import CheckpointError
+from accel_core.api.layouts import Box
+
+if TYPE_CHECKING:
+    from accel_checkpoint.files.manifest import Manifest
+
+NAME = "index.json"
+
+_KINDS = ("elementwise", "replicated", "partial", "opaque")
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the files of a checkpoint hold. The members are JSON as the module describes it."""
+
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, Mapping[str, Any]]
+    aliases: Mapping[str, str]
+    objects: Mapping[str, Sequence[Mapping[str, Any]]]
+
+    def write(self, data: Path) -> FileRecord:
+        """Writes the file into the data folder, all of it on the disk."""
+        content = {
+            "files": {name: stored.to_json() for name, stored in self.files.items()},
+            "tensors": self.tensors,
+            "aliases": self.aliases,
+            "objects": self.objects,
+        }
+        text = json.dumps(content, allow_nan=False).encode()
+        write_new(data / NAME, text)
+        return FileRecord(len(text), xxhash.xxh3_128_hexdigest(text))
+
+    @classmethod
+    def read(cls, folder: Path, manifest: Manifest) -> Index:
+        """Reads and checks the file.
+
+        Raises:
+            CheckpointError: if it is not what the manifest says, or not an index.
+        """
+        path = folder / manifest.data / NAME
+        descriptor = open_file(path)
+        try:  # before memory is taken for it
+            found = hash_of(descriptor, manifest.index.nbytes, path)
+        finally:
+            os.close(descriptor)
+        text = read_file(path, manifest.index.nbytes) if found == manifest.index.hash else b""
+        if xxhash.xxh3_128_hexdigest(text) != manifest.index.hash:
+            raise CheckpointError(
+                f"{path}: the file has the hash {found}, and the manifest says {manifest.index.hash}: it is damaged. Load "
+                f"another checkpoint."
+            )
+        try:
+            content = json.loads(text)
+            files = {name: StoredFile.from_json(name, value) for name, value in content["files"].items()}
+            index = cls(files, content["tensors"], content["aliases"], content["objects"])
+            index._check(manifest)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is no index of a checkpoint of version 1: {type(error).__name__}: {error}. Load another checkpoint."
+            ) from error
+        return index
+
+    def _check(self, manifest: Manifest) -> None:
+        sizes = {name: stored.nbytes for name, stored in self.files.items()}
+        if sizes != dict(manifest.files):
+            raise ValueError("it names other files, or other sizes, than the manifest")
+        for name, record in self.tensors.items():
+            _check_form(name, record)
+            for part in record["parts"]:
+                self._check_part(name, record, part)
+        for unit, entries in self.objects.items():
+            if not entries:
+                raise ValueError(f"{unit!r} is of no rank")
+            for entry in entries:
+                _check_ranks(unit, entry)
+                self._check_references(unit, entry)
+        missing = [alias for alias, name in self.aliases.items() if name not in self.tensors]
+        if missing:
+            raise ValueError(f"the alias {missing[0]!r} stands for no tensor")
+
+    def _check_part(self, name: str, record: Mapping[str, Any], part: Mapping[str, Any]) -> None:
+        if record["kind"] == "opaque":
+            self._check_references(name, part)
+            return
+        stored = self.files[part["file"]].tensors[part["key"]]
+        shape = tuple(part["sizes"] if record["kind"] == "elementwise" else record["shape"])
+        if stored.shape != shape or stored.dtype != record["dtype"]:
+            raise ValueError(
+                f"{name!r} is {record['dtype']} {shape} here, and {stored.dtype} {stored.shape} in its file"
+            )
+
+    def _check_references(self, name: str, entry: Mapping[str, Any]) -> None:
+        for path, place in entry["tensors"].items():
+            if place["key"] not in self.files[place["file"]].tensors:
+                raise ValueError(f"{name!r} needs {place['key']!r} for {path!r}, which is in no file")
+
+    def boxes(self, name: str) -> list[StoredBox]:
+        """Where the boxes of a tensor are that is elementwise, or replicated, which is one box."""
+        record = self.tensors[name]
+        if record["kind"] == "replicated":
+            whole = Box.whole(tuple(record["shape"]))
+            return [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
+        return [
+            StoredBox(Box(tuple(part["offsets"]), tuple(part["sizes"])), part["file"], part["key"])
+            for part in record["parts"]
+        ]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor that is not opaque."""
+        found: torch.dtype = getattr(torch, self.tensors[name]["dtype"])
+        return found
+
+
+def _check_form(name: str, record: Mapping[str, Any]) -> None:
+    kind, parts = record["kind"], record["parts"]
+    if kind not in _KINDS:
+        raise ValueError(f"{name!r} is of the unknown kind {kind!r}")
+    if kind == "opaque":
+        if not all(isinstance(part[member], str) for part in parts for member in ("part", "signature")):
+            raise ValueError(f"a part of {name!r} has no name, or no signature")
+        return
+    if kind == "replicated" and len(parts) != 1:
+        raise ValueError(f"{name!r} has {len(parts)} parts, and one is enough")
+    if kind == "partial" and sorted(part["rank"] for part in parts) != list(range(max(len(parts), 1))):
+        raise ValueError(f"{name!r} has not one part of each rank")
+    if not is_shape(record["shape"]) or record["dtype"] not in DTYPES:
+        raise ValueError(f"{name!r} has the shape {record['shape']!r:.80} and the dtype {record['dtype']!r:.80}")
+    if kind == "elementwise":
+        for part in parts:
+            if not all(_are_sizes(part[member], len(record["shape"])) for member in ("offsets", "sizes")):
+                raise ValueError(f"a part of {name!r} is at {part['offsets']!r}, of the sizes {part['sizes']!r}")
+
+
+def _check_ranks(unit: str, entry: Mapping[str, Any]) -> None:
+    ranks = entry["ranks"]
+    if ranks != "all" and not (ranks and _are_sizes(ranks, len(ranks))):
+        raise ValueError(f"{unit!r} is of the ranks {ranks!r}")
+    if "skeleton" not in entry:
+        raise ValueError(f"{unit!r} has no skeleton")
+
+
+def _are_sizes(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(type(each) is int and each >= 0 for each in values)
+
+
+def write_new(path: Path, text: bytes) -> None:
+    """Writes a small new file, all of it on the disk.
+
+    Raises:
+        OSError: naming the path.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            view = memoryview(text)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot be written: {error.strerror}. Make room, or save elsewhere", str(path)
+        ) from error

@@ -1,0 +1,410 @@
+"""The manifest: the one file that makes a folder a checkpoint. It is written last, and replaced in one step.
+
+`manifest.json` is JSON in ASCII, indented by two spaces, with exactly these members in this order:
+
+    format    "accel-checkpoint"
+    version   1; a change that a reader of this version would not understand, a new member too, raises it
+    hash      "xxh3_128": the algorithm of every hash in the checkpoint, as 32 lower-case hexadecimal digits
+    id        16 lower-case hexadecimal digits; everything else is in the folder `data-<id>` beside the manifest
+    created   when it was written, ISO 8601 in UTC to the second: "2030-01-31T12:00:00+00:00"
+    index     {"nbytes": …, "hash": …} of `data-<id>/index.json`
+    files     {name: bytes} of the other files in `data-<id>`; hashes of their parts stand in `index.json`
+    record    an object about the run, of which this module knows nothing
+    seal      the hash of every byte of the file before the first digit of the seal
+
+After the digits of the seal the file ends with `"`, a line feed, `}` and a line feed. So a reader takes the last 36 bytes
+off, hashes what remains, and compares those 36 with the hash in hexadecimal digits and that ending: one flipped byte is
+found wherever it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from xxhash import xxh3_128_hexdigest
+
+from accel_checkpoint.files.disk import read_file
+from accel_checkpoint.weights.tensor_files import sync_folder
+from accel_core import CheckpointError
+
+T = TypeVar("T")
+
+NAME = "manifest.json"
+FORMAT = "accel-checkpoint"
+VERSION = 1
+HASH = "xxh3_128"
+INDEX = "index.json"
+
+TRIES = 10
+"""How often reading a checkpoint is begun because a save has replaced it."""
+
+LARGEST = 64 << 20
+"""Bytes of a manifest: none is read, or written, that has more."""
+
+REMOVED = f"{NAME}.removed"  # what the manifest is called while the folder is taken away
+DATA = re.compile(r"data-[0-9a-f]{16}")
+TEMPORARY = re.compile(rf"{re.escape(NAME)}\.[0-9a-f]{{8}}\.tmp")
+
+_OPENING = f'{{\n  "format": "{FORMAT}",\n'.encode()
+_ENDING = '"\n}\n'
+_TAIL = 32 + len(_ENDING)
+_SEAL = b'"seal": "'
+_SEALED = re.compile(_SEAL + rb"[0-9a-f]{32}" + _ENDING.encode())
+_SHOWN = 5  # files in a message
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known about a whole file: its size in bytes, and its hash, or "" where that is known by parts."""
+
+    nbytes: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says.
+
+    Args:
+        id: 16 hexadecimal digits, new for every save.
+        created: ISO 8601 in UTC, to the second.
+        index: of the file `index.json`.
+        files: bytes of every other file in the data folder, by name.
+        record: what was running, as JSON.
+    """
+
+    id: str
+    created: str
+    index: FileRecord
+    files: Mapping[str, int]
+    record: Mapping[str, Any]
+
+    @property
+    def data(self) -> str:
+        """The name of the folder with the data."""
+        return f"data-{self.id}"
+
+
+class Flaw(NamedTuple):
+    """Why a folder is no checkpoint that can be read: `found` goes on after the name of the folder."""
+
+    kind: Literal["absent", "file", "unfinished", "foreign", "newer", "damaged"]
+    found: str
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Publishes a checkpoint: a reader or a crash sees the old manifest or the new one. Not a collective.
+
+    Raises:
+        CheckpointError: for a manifest that could not be read again.
+        OSError: naming the folder.
+    """
+    content = _sealed(folder, manifest)
+    temporary = folder / f"{NAME}.{secrets.token_hex(4)}.tmp"
+    untouched = "the checkpoint cannot be published: {}. What was saved here is untouched. Make room, or save elsewhere"
+    with failing_with(untouched, folder):
+        try:
+            _write(temporary, content)
+            os.replace(temporary, folder / NAME)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first failure is the one to tell; the next save sweeps
+                os.unlink(temporary)
+            raise
+    undone = "the checkpoint is complete, but a power cut may undo it: {}. Save again, or elsewhere"
+    with failing_with(undone, folder):
+        sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint whose files are all there, with the sizes that it says. Not a collective.
+
+    What the files contain is not read: hashes of the index and of the parts of the others are checked by their readers.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        CheckpointError: if it holds no checkpoint, or one that is unfinished, damaged, or made by a newer version.
+
+    Both name the newest complete checkpoint beside it, if there is one.
+    """
+    found = examine(folder)
+    if isinstance(found, Manifest):
+        return found
+    other = _newest_beside(folder)
+    advice = (
+        "Pass a folder that save_state() wrote"
+        if other is None
+        else f'The newest complete one beside it: load_state("{other}")'
+    )
+    if found.kind == "absent":
+        raise FileNotFoundError(
+            errno.ENOENT, f"a checkpoint was to be read here, but there is no such folder. {advice}", str(folder)
+        )
+    raise CheckpointError(f"A checkpoint was to be read from {folder}, but it {found.found}. {advice}.")
+
+
+def examine(folder: Path) -> Manifest | Flaw:
+    """The manifest of a folder, or why it cannot be read; the files that it names are looked for. Reads little."""
+    while True:
+        manifest = unseal(folder)
+        if isinstance(manifest, Flaw):
+            return manifest
+        wrong = wrong_files(folder, manifest)
+        if not wrong:
+            return manifest
+        if identity(folder) == manifest.id:
+            break  # else a save has replaced it, and removed its files
+    shown = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+    return Flaw("damaged", f"is damaged: of the files that its manifest names, in {manifest.data}, {shown}")
+
+
+def unseal(folder: Path) -> Manifest | Flaw:
+    """The manifest of a folder, or why it cannot be read; the files that it names are not looked for.
+
+    Raises:
+        OSError: if the file system fails.
+    """
+    try:
+        content = read_file(folder / NAME, LARGEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return _without_manifest(folder)
+    except CheckpointError:
+        found = "is a folder" if (folder / NAME).is_dir() else f"is no regular file of at most {LARGEST} bytes"
+        return Flaw("foreign", f"holds a manifest of another kind: {NAME} {found}")
+    members = _members(content)
+    if isinstance(members, Flaw):
+        # What ends in a seal of ours is ours, however little of the rest can be read.
+        sealed = members.kind != "newer" and _SEALED.search(content[-_TAIL - len(_SEAL) :])
+        return (_broken_seal(content) if sealed else None) or members
+    return _broken_seal(content) or _manifest(members)
+
+
+def identity(folder: Path) -> str:
+    """The id of the checkpoint in a folder; empty if there is none that can be read. Never raises."""
+    try:
+        found = unseal(folder)
+    except OSError:
+        return ""
+    return found.id if isinstance(found, Manifest) else ""
+
+
+def unreplaced(folder: Path, work: Callable[[], T]) -> T:
+    """What `work` returns, which reads a checkpoint; it is called anew where a save has replaced that meanwhile.
+
+    Raises:
+        CheckpointError, OSError: what `work` raised of a checkpoint that is still there, or at the tenth time.
+    """
+    for _ in range(TRIES - 1):
+        before = identity(folder)
+        try:
+            return work()
+        except (CheckpointError, OSError):
+            if identity(folder) == before:
+                raise
+    return work()
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds a manifest that can be read and whose seal holds. Never raises."""
+    try:
+        return isinstance(unseal(folder), Manifest)
+    except OSError:
+        return False
+
+
+def wrong_files(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the files that a manifest names: one text for each that is missing, no file, or of another size."""
+    wrong = []
+    for name, nbytes in {INDEX: manifest.index.nbytes, **manifest.files}.items():
+        try:
+            found = os.stat(folder / manifest.data / name)
+        except (FileNotFoundError, NotADirectoryError):
+            wrong.append(f"{name} is missing")
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            wrong.append(f"{name} is no file")
+        elif found.st_size != nbytes:
+            wrong.append(f"{name} has {found.st_size} bytes instead of {nbytes}")
+    return wrong
+
+
+@contextlib.contextmanager
+def failing_with(text: str, path: Path) -> Iterator[None]:
+    """Lets an OSError tell what it means for the checkpoint: `text`, in which {} is the reason, and `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, text.format(error.strerror or error), str(path)) from error
+
+
+def _sealed(folder: Path, manifest: Manifest) -> bytes:
+    members = {
+        "format": FORMAT,
+        "version": VERSION,
+        "hash": HASH,
+        "id": manifest.id,
+        "created": manifest.created,
+        "index": asdict(manifest.index),
+        "files": dict(manifest.files),
+        "record": dict(manifest.record),
+        "seal": "",
+    }
+    try:
+        text = json.dumps(members, indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"A checkpoint was to be published in {folder}, but its record of the run is not JSON: {error}. Pass a record of "
+            f"dicts with text as keys, lists, texts, finite numbers, True, False and None."
+        ) from error
+    body = text[: -len('"\n}')].encode()
+    if len(body) + _TAIL > LARGEST:
+        raise CheckpointError(
+            f"A checkpoint was to be published in {folder}, but its manifest has {len(body) + _TAIL} bytes, and no reader takes "
+            f"more than {LARGEST}. Make the record of the run smaller: the configuration of trackers, say."
+        )
+    seal = xxh3_128_hexdigest(body)
+    if lies := _lies({**json.loads(text), "seal": seal}):
+        raise CheckpointError(
+            f"A checkpoint was to be published in {folder}, but no reader would take its manifest: {lies}. Pass values as "
+            f"accel_checkpoint.files.manifest.Manifest describes them."
+        )
+    return body + f"{seal}{_ENDING}".encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _without_manifest(folder: Path) -> Flaw:
+    if not os.path.lexists(folder):
+        return Flaw("absent", "does not exist")
+    if not folder.is_dir():
+        return Flaw("file", "is a file" if folder.exists() else "is a link that leads nowhere")
+    names = os.listdir(folder)
+    reason = ""
+    if REMOVED in names:
+        reason = ": its removal was begun"
+    elif any(map(DATA.fullmatch, names)):
+        reason = ": a save into it was not finished"
+    return Flaw("unfinished", f"has no {NAME}, and so holds no checkpoint{reason}")
+
+
+def _members(content: bytes) -> dict[str, Any] | Flaw:
+    """The members of a manifest of this format, and of a version that is known."""
+    try:
+        members = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        if content.startswith(_OPENING):
+            return Flaw("damaged", f"is damaged: its {NAME} is no longer JSON ({error})")
+        return Flaw("foreign", f"holds a manifest of another kind: {NAME} is not JSON ({error})")
+    if not isinstance(members, dict) or members.get("format") != FORMAT:
+        said = members.get("format") if isinstance(members, dict) else None
+        return Flaw("foreign", f'holds a manifest of another kind: its "format" is {said!r:.80}, not {FORMAT!r}')
+    version = members.get("version")
+    if type(version) is int and version > VERSION:
+        return Flaw(
+            "newer",
+            f"was written by a newer accel-core: its format has version {version}, and this one reads up to {VERSION}. "
+            f"Type pip install --upgrade accel-core",
+        )
+    return members
+
+
+def _broken_seal(content: bytes) -> Flaw | None:
+    found = xxh3_128_hexdigest(content[:-_TAIL])
+    tail = content[-_TAIL:].decode("ascii", "backslashreplace")
+    if tail == found + _ENDING:
+        return None
+    expected = tail.removesuffix(_ENDING)
+    return Flaw("damaged", f"is damaged: the seal of its {NAME} expects the hash {expected!r}, but {found!r} is found")
+
+
+def _manifest(members: dict[str, Any]) -> Manifest | Flaw:
+    if lies := _lies(members):
+        return Flaw("damaged", f"lies: its seal holds, but no accel-core writes what it says: {lies}")
+    index = FileRecord(**members["index"])
+    return Manifest(members["id"], members["created"], index, members["files"], members["record"])
+
+
+def _lies(members: dict[str, Any]) -> str:
+    """The members that are missing, unknown, or of another kind than they have to be."""
+    lies = [
+        f"{name} is {members[name]!r:.80}" if name in members else f"{name} is missing"
+        for name, holds in _MEMBERS.items()
+        if name not in members or not holds(members[name])
+    ]
+    lies += [f"{name} is unknown" for name in members.keys() - _MEMBERS.keys()]
+    return ", ".join(sorted(lies))
+
+
+def _is_text(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII) is not None
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_is_hash = _is_text(r"[0-9a-f]{32}")
+_is_file_name = _is_text(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # and nothing that leads out of the folder
+
+
+def _is_index(value: Any) -> bool:
+    known = isinstance(value, dict) and value.keys() == {"nbytes", "hash"}
+    return known and _is_size(value["nbytes"]) and _is_hash(value["hash"])
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_file_name(name) and name != INDEX and _is_size(nbytes) for name, nbytes in value.items()
+    )
+
+
+_MEMBERS: dict[str, Callable[[Any], bool]] = {
+    "format": lambda value: value == FORMAT,
+    "version": lambda value: type(value) is int and value == VERSION,
+    "hash": lambda value: value == HASH,
+    "id": _is_text(r"[0-9a-f]{16}"),
+    "created": _is_text(r"[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}(Z|\+00:00)"),
+    "index": _is_index,
+    "files": _are_files,
+    "record": lambda value: isinstance(value, dict),
+    "seal": _is_hash,
+}
+
+
+def _newest_beside(folder: Path) -> Path | None:
+    """The newest complete checkpoint in the same parent, by the time in its manifest, then by the numbers in its name."""
+    place = Path(os.path.abspath(folder))
+    newest: tuple[Any, ...] = ()
+    try:
+        names = os.listdir(place.parent)
+    except OSError:  # a parent that is missing or closed has nothing to offer; what is wrong is said already
+        return None
+    for name in names:
+        other = place.parent / name
+        if name != place.name and is_complete(other):
+            manifest = unseal(other)
+            assert isinstance(manifest, Manifest)
+            newest = max(newest, (manifest.created[:19], _natural(name), other))
+    return newest[-1] if newest else None
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"([^0-9]*)([0-9]*)", name)]

@@ -1,0 +1,368 @@
+"""The file of one rank in a checkpoint: tensors as safetensors, written fast, and verified while they are read.
+
+Every byte of the file is under a hash, one per `BLOCK` of a tensor and one for the header, which the description of the
+file (`StoredFile`) holds. What is read goes straight into the tensors that training uses. Damage is found before the call
+returns; by then a damaged block may lie in them, so that nothing may be trained or saved after such an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+
+from accel_checkpoint.files.disk import (
+    CHUNK,
+    READ,
+    Output,
+    hash_of,
+    memory,
+    new_file,
+    open_file,
+    read_all,
+    read_into,
+)
+from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
+from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
+from accel_core import CheckpointError
+from accel_core.api.layouts import Box, flat_range
+
+__all__ = ["BLOCK", "PartReader", "StoredFile", "StoredTensor", "read_all", "write_part"]
+
+STAGED = 32 << 20
+"""Bytes of a tensor on an accelerator that are copied to the CPU at a time: more is not faster."""
+
+_ALIGNMENT = 64
+"""The tensors begin at a multiple of it, so that readers can map them without a copy."""
+
+# Bits are moved, and no numbers: every dtype can be, and no NaN changes on the way.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
+    """Writes tensors to a new file, which is on the disk on return, and returns its description.
+
+    Tensors live on any device, with any strides. One in contiguous CPU memory is written from there; of others a small
+    part at a time is copied. A dtype that safetensors lacks (complex128, say) stands there as bytes, with one more dim.
+
+    Raises:
+        CheckpointError: for what is no plain tensor with data, before anything is written.
+        OSError: naming `path`; then nothing is left there, but for a file that was there before.
+    """
+    found = {key: plain(key, tensor) for key, tensor in tensors.items()}
+    # By falling size of their elements, every tensor lies at a multiple of its own.
+    keys = sorted(found, key=lambda key: (-found[key].element_size(), key))
+    header = _header({key: found[key] for key in keys})
+    stored: dict[str, StoredTensor] = {}
+    with new_file(path) as output:
+        output.write(memoryview(header))
+        for key in keys:
+            offset, tensor = output.position, found[key]
+            hashes = _write(tensor, output)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            stored[key] = StoredTensor(dtype, tuple(tensor.shape), offset, tensor.nbytes, hashes)
+    return StoredFile(path.name, output.position, len(header), xxhash.xxh3_128_hexdigest(header), stored)
+
+
+def plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its gradient history, if it is what it seems: strided memory with its elements and nothing else.
+
+    Raises:
+        CheckpointError: naming `key`, if it is not.
+    """
+    data = tensor.detach()
+    if type(data) is not torch.Tensor:
+        raise _refusal(key, f"a {type(data).__name__}", "Take its components, or save it as an Opaque entry")
+    if data.layout != torch.strided or data.is_nested:
+        raise _refusal(key, "nested" if data.is_nested else f"of the layout {data.layout}", "Take its components")
+    if data.is_meta or (data.numel() and not data.untyped_storage().nbytes()):
+        raise _refusal(key, "on the meta device" if data.is_meta else "freed memory", "Give it its data first")
+    if str(data.dtype).removeprefix("torch.") not in DTYPES:
+        raise _refusal(key, f"of the dtype {data.dtype}, whose scales lie elsewhere", "Take its components")
+    return data
+
+
+def _refusal(key: str, found: str, advice: str) -> CheckpointError:
+    return CheckpointError(
+        f"the files of a checkpoint hold plain, dense tensors with their data, but {key!r} is {found}. {advice}."
+    )
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """What comes before the tensors: https://github.com/huggingface/safetensors#format."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for key, tensor in tensors.items():
+        if key in entries:
+            raise _refusal(key, "a name that the format keeps for itself", "Give it another name")
+        dtype, shape = SAFETENSORS_DTYPES.get(tensor.dtype), list(tensor.shape)
+        if dtype is None:
+            dtype, shape = "U8", [*shape, tensor.element_size()]
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + tensor.nbytes]}
+        position += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:
+    """Writes the elements in row-major order. Returns the hashes of their blocks."""
+    assert sys.byteorder == "little", "the format is little-endian"
+    hashes, hasher, filled = [], xxhash.xxh3_128(), 0
+    for data in _in_memory(tensor):
+        begin = 0
+        while begin < len(data):
+            chunk = data[begin : begin + min(CHUNK, BLOCK - filled)]
+            hasher.update(chunk)
+            output.write(chunk)
+            begin += len(chunk)
+            filled += len(chunk)
+            if filled == BLOCK:
+                hashes.append(hasher.hexdigest())
+                hasher.reset()
+                filled = 0
+    return (*hashes, hasher.hexdigest()) if filled else tuple(hashes)
+
+
+def _in_memory(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of the elements in row-major order: of the tensor itself where they lie so, else copied part by part."""
+    if not tensor.numel():
+        return
+    if _is_memory(tensor):
+        yield memory(tensor)
+        return
+    limit = BLOCK if tensor.device.type == "cpu" else STAGED
+    staging = torch.empty(min(limit, tensor.nbytes), dtype=torch.uint8)
+    for part in _parts(_bits(tensor), limit):
+        staged = staging[: part.nbytes].view(part.dtype).view(part.shape)
+        staged.copy_(part)
+        yield memory(staged)
+
+
+def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Views of at most `limit` bytes that follow each other in row-major order."""
+    if tensor.nbytes <= limit:
+        yield tensor
+        return
+    rows = limit * len(tensor) // tensor.nbytes
+    for begin in range(0, len(tensor), max(rows, 1)):
+        if rows:
+            yield tensor[begin : begin + rows]
+        else:
+            yield from _parts(tensor[begin], limit)
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of the elements, in row-major order, are the tensor's own memory, within reach of the CPU."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as another dtype, unless it means something else than it holds."""
+    return tensor if tensor.is_conj() or tensor.is_neg() else tensor.view(_CARRIERS[tensor.element_size()])
+
+
+class PartReader:
+    """Reads tensors, or boxes of them, from the file that `write_part` made; what it returned, it has verified.
+
+    A context manager. Several threads may read at once (`read_all`); per thread it holds a buffer of one `BLOCK`.
+
+    Args:
+        path: of the file.
+        stored: its description.
+
+    Raises:
+        CheckpointError: if the file is not there, has another size, or its header was changed.
+        OSError: naming `path`, if the disk does not give it.
+    """
+
+    def __init__(self, path: Path, stored: StoredFile) -> None:
+        self.path = path
+        self.stored = stored
+        self._local = threading.local()
+        try:
+            self._descriptor = open_file(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: the checkpoint has this file, but it is not there. {_ANOTHER}") from None
+        try:
+            self._check()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> PartReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
+        """Reads a whole tensor into `out`, which has its shape; on any device, with any strides.
+
+        With `cast`, `out` may have another dtype. Raises CheckpointError: naming the tensor, if it is damaged or does not
+        fit; OSError, if the disk does not give it.
+        """
+        self.read_box(key, Box.whole(self._tensor(key).shape), out, cast)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A new CPU tensor. Raises as `read`, and if there is no memory for it."""
+        stored = self._tensor(key)
+        if stored.nbytes > BLOCK:  # no memory is taken for what does not even begin as it should
+            self._buffered(key, stored, 0)
+        with torch.inference_mode(False):
+            try:
+                data = torch.empty(stored.nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{self.path}: {key!r} has {stored.nbytes} bytes, and there is no memory for so many ({error!s:.200}). "
+                    f"{_ANOTHER}"
+                ) from error
+            # As bytes, for torch makes no empty tensors of some of the dtypes.
+            out = data.view(DTYPES[stored.dtype]).view(stored.shape)
+        self.read(key, out)
+        return out
+
+    @torch.no_grad()
+    def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
+        """Reads the region `source` of a tensor into `out`, of the shape `source.sizes`; otherwise as `read`.
+
+        Only blocks that the region touches are read, each of them whole.
+        """
+        stored = self._tensor(key)
+        out = self._fitting(key, stored, source, plain(key, out), cast)
+        if source.is_empty:
+            return
+        extent = _extent(stored.shape, source)
+        if len(extent) == source.numel and out.is_contiguous() and not out.is_conj() and not out.is_neg():
+            self._read_run(key, stored, extent, out.view(-1))
+            torch.autograd.graph.increment_version(out)  # it has not seen what was read into its very memory
+        else:
+            self._read_region(key, stored, source, out)
+
+    def _read_run(self, key: str, stored: StoredTensor, run: range, out: torch.Tensor) -> None:
+        """Elements that follow each other in the file, into memory where they do so too."""
+        size = stored.itemsize
+        own = memory(out) if _is_memory(out) and out.dtype == DTYPES[stored.dtype] else None
+        for index, block in _blocks(stored, run):
+            begin, end = max(block.start, run.start), min(block.stop, run.stop)
+            if own is not None and len(block) == end - begin:
+                self._read_block(key, stored, index, own[(begin - run.start) * size : (end - run.start) * size])
+            else:
+                elements = self._buffered(key, stored, index)[begin - block.start : end - block.start]
+                _copy(elements, out[begin - run.start : end - run.start])
+
+    def _read_region(self, key: str, stored: StoredTensor, source: Box, out: torch.Tensor) -> None:
+        """Elements that are scattered over the file or over the memory: what each block has of them."""
+        for index, block in _blocks(stored, _extent(stored.shape, source)):
+            position = 0
+            for box in flat_range(stored.shape, block.start, block.stop):
+                if shared := source.intersection(box):
+                    elements = self._buffered(key, stored, index)[position : position + box.numel].view(box.sizes)
+                    _copy(elements[shared.relative_to(box).slices], out[shared.relative_to(source).slices])
+                position += box.numel
+
+    def _buffered(self, key: str, stored: StoredTensor, index: int) -> torch.Tensor:
+        """The elements of a block, flat, in the buffer of this thread; the block that is there already is not read again."""
+        held = self._local.__dict__
+        if held.get("block") != (key, index):
+            if "buffer" not in held:
+                with torch.inference_mode(False):
+                    held["buffer"] = torch.empty(min(BLOCK, self.stored.nbytes), dtype=torch.uint8)
+            held["block"] = None
+            self._read_block(key, stored, index, memory(held["buffer"])[: stored.nbytes - index * BLOCK])
+            held["block"] = (key, index)
+        elements: torch.Tensor = held["buffer"][: min(BLOCK, stored.nbytes - index * BLOCK)]
+        return elements.view(DTYPES[stored.dtype])
+
+    def _read_block(self, key: str, stored: StoredTensor, index: int, place: memoryview) -> None:
+        """Fills `place`, as long as the block, and verifies it."""
+        found = self._hash(place, stored.offset + index * BLOCK)
+        if found != stored.hashes[index]:
+            first, last = index * BLOCK, index * BLOCK + len(place) - 1
+            raise CheckpointError(
+                f"{self.path}: the bytes of {key!r} from {first} to {last} have the hash {found}, and the checkpoint says "
+                f"{stored.hashes[index]}: the file is damaged. {_ANOTHER}"
+            )
+
+    def _check(self) -> None:
+        """The size of the file, and its header."""
+        found = os.fstat(self._descriptor).st_size
+        if found != self.stored.nbytes:
+            raise CheckpointError(
+                f"{self.path}: the file has {found} bytes, and the checkpoint says {self.stored.nbytes}: the file is damaged. "
+                f"{_ANOTHER}"
+            )
+        header = hash_of(self._descriptor, self.stored.header_bytes, self.path)
+        if header != self.stored.header_hash:
+            raise CheckpointError(
+                f"{self.path}: the header has the hash {header}, and the checkpoint says {self.stored.header_hash}: the file is "
+                f"damaged. {_ANOTHER}"
+            )
+
+    def _hash(self, place: memoryview, offset: int) -> str:
+        """Fills `place` from the file, and returns the hash of it."""
+        hasher = xxhash.xxh3_128()
+        for begin in range(0, len(place), READ):
+            part = place[begin : begin + READ]
+            if read_into(self._descriptor, part, offset + begin, self.path) != len(part):
+                raise CheckpointError(f"{self.path}: the file became shorter while it was read. {_ANOTHER}")
+            hasher.update(part)
+        return hasher.hexdigest()
+
+    def _tensor(self, key: str) -> StoredTensor:
+        stored = self.stored.tensors.get(key)
+        if stored is None:
+            raise CheckpointError(
+                f"{self.path}: {key!r} is to be read from this file, which has {len(self.stored.tensors)} tensors and none "
+                f"of this name: the checkpoint contradicts itself. {_ANOTHER}"
+            )
+        return stored
+
+    def _fitting(self, key: str, stored: StoredTensor, source: Box, out: torch.Tensor, cast: bool) -> torch.Tensor:
+        if not Box.whole(stored.shape).contains(source) or tuple(out.shape) != source.sizes:
+            raise CheckpointError(
+                f"{self.path}: {source} of {key!r}, which is stored with the shape {stored.shape}, is to be read into the shape "
+                f"{tuple(out.shape)}. Load it into a tensor that has the shape of what is read."
+            )
+        if out.dtype != DTYPES[stored.dtype] and not cast:
+            raise CheckpointError(
+                f"{self.path}: {key!r} is stored as {stored.dtype}, and is to be read into {out.dtype}. Load it into a tensor of "
+                f"its own dtype, or pass cast=True."
+            )
+        return out
+
+
+_ANOTHER = "Load another checkpoint."
+
+
+def _extent(shape: tuple[int, ...], box: Box) -> range:
+    """From the first to the last element of a box that is not empty, counted in row-major order of the whole tensor."""
+    first = last = 0
+    for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
+        first = first * length + offset
+        last = last * length + offset + size - 1
+    return range(first, last + 1)
+
+
+def _blocks(stored: StoredTensor, elements: range) -> Iterator[tuple[int, range]]:
+    """The blocks in which elements lie: the number of each, and the elements that it has."""
+    per_block = BLOCK // stored.itemsize
+    total = stored.nbytes // stored.itemsize
+    for index in range(elements.start // per_block, (elements.stop - 1) // per_block + 1):
+        yield index, range(index * per_block, min((index + 1) * per_block, total))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
+        source, target = _bits(source), _bits(target)
+    target.copy_(source)

@@ -1,0 +1,127 @@
+"""Checkpoints with automatic names, `checkpoint_<number>` in one folder: which is next, which is newest, which may go."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from accel_checkpoint.files.folder import is_leftover, remove_checkpoint, warn_of_rest
+from accel_checkpoint.files.manifest import Manifest, examine, is_complete, unseal
+from accel_core import CheckpointError
+
+_STEM = "checkpoint_"
+_MANAGED = re.compile(rf"{_STEM}(0|[1-9][0-9]*)")
+
+
+def name(number: int) -> str:
+    """The name of a checkpoint."""
+    return f"{_STEM}{number}"
+
+
+def numbers(root: Path) -> list[int]:
+    """The numbers of all folders in `root` that are named like checkpoints, complete or not, ascending."""
+    if not root.is_dir():
+        return []
+    matches = [(_MANAGED.fullmatch(path.name), path) for path in root.iterdir()]
+    return sorted(int(match[1]) for match, path in matches if match and path.is_dir())
+
+
+def complete(root: Path) -> list[int]:
+    """The numbers of those that have a manifest whose seal holds, ascending. Their data are not looked at."""
+    return [number for number in numbers(root) if is_complete(root / name(number))]
+
+
+def newest(root: Path) -> Path:
+    """The complete checkpoint with the highest number. Unfinished saves are passed over; what is damaged is not.
+
+    Raises:
+        CheckpointError: if there is none; if a newer one was complete once and cannot be read now, naming that and the
+            newest one that can.
+        OSError: if the file system fails.
+    """
+    unfinished = []
+    for number in reversed(numbers(root)):
+        path = root / name(number)
+        found = examine(path)
+        if isinstance(found, Manifest):
+            return path
+        if found.kind != "unfinished":
+            good = next((each for each in _below(root, number) if isinstance(examine(each), Manifest)), None)
+            advice = (
+                "No other is complete: start without load_state()" if good is None else f'Type load_state("{good}")'
+            )
+            raise CheckpointError(
+                f"The newest checkpoint in {root} was to be read, but {path.name} {found.found}. {advice}, or remove that one."
+            )
+        unfinished.append(path.name)
+    said = (
+        f"none of {', '.join(unfinished)} has a manifest: no save of ours was finished there"
+        if unfinished
+        else "it has none"
+    )
+    raise CheckpointError(
+        f"The newest checkpoint in {root} was to be read, but {said}. Pass a folder to load_state(...), or start without it."
+    )
+
+
+def next_path(root: Path, iteration: int, known: bool) -> Path:
+    """Where the checkpoint number `iteration` goes.
+
+    Args:
+        root: the folder of the automatic names.
+        iteration: the number.
+        known: whether this run wrote or loaded a checkpoint in `root`, and so may replace those that are there.
+
+    Raises:
+        CheckpointError: if that would replace a checkpoint of another run, or be older than one by its number.
+    """
+    path = root / name(iteration)
+    taken = (
+        [] if known else [number for number in numbers(root) if number >= iteration and _is_taken(root / name(number))]
+    )
+    if not taken:
+        return path
+    raise CheckpointError(
+        f"A checkpoint was to be saved as {path}, but {name(taken[0])} exists already, and this run has neither saved nor loaded "
+        f"it: call load_state() first to go on from the newest, or start at ProjectConfiguration(iteration={taken[-1] + 1})."
+    )
+
+
+def enforce(root: Path, limit: int, keep: Path) -> list[Path]:
+    """Removes the complete checkpoints with the lowest numbers until `limit` remain, and what killed saves left below `keep`.
+
+    Args:
+        root: the folder of the automatic names; whatever else is in it is never touched.
+        limit: how many complete ones remain, at least 1.
+        keep: the checkpoint that was just published; it always remains.
+
+    Returns:
+        What was removed, by ascending numbers.
+
+    Warns:
+        RuntimeWarning: for each that cannot be removed.
+    """
+    kept = _MANAGED.fullmatch(keep.name)
+    assert kept is not None, keep
+    others = [number for number in complete(root) if number != int(kept[1])]
+    surplus = others[: max(0, len(others) + 1 - limit)]
+    removed = []
+    for number in numbers(root):
+        path = root / name(number)
+        try:
+            if number in surplus or (number < int(kept[1]) and is_leftover(path)):
+                remove_checkpoint(path)
+                removed.append(path)
+        except OSError as error:
+            warn_of_rest(f"{path}, which the limit of {limit} leaves out,", error)
+    return removed
+
+
+def _is_taken(path: Path) -> bool:
+    found = unseal(path)
+    # Where anything else stands in the way, the save itself says what it is.
+    return isinstance(found, Manifest) or found.kind in {"damaged", "newer"}
+
+
+def _below(root: Path, number: int) -> list[Path]:
+    return [root / name(each) for each in reversed(numbers(root)) if each < number]

@@ -1,0 +1,241 @@
+"""Looking into checkpoints without a run: what they hold, whether they are whole, and in what two of them differ.
+
+`python -m accel_core checkpoint FOLDER` calls `run`, and `accel checkpoint FOLDER` calls `main`. Nothing is written, and no class
+that a checkpoint names is needed: objects are compared as they are encoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_checkpoint.files import manifest as manifests
+from accel_checkpoint.files import retention
+from accel_checkpoint.files.index import Index
+from accel_checkpoint.files.manifest import Manifest, read_manifest
+from accel_checkpoint.files.part_file import PartReader
+from accel_checkpoint.inspection.comparison import compare, read_values
+from accel_checkpoint.inspection.survey import Contents, size_of
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import format_table
+
+FINE, AMISS, NO_ANSWER = 0, 1, 2
+"""Exit statuses: all is well; something is damaged, or differs; what was asked cannot be answered."""
+
+_HOLDS = 72  # characters of what a unit holds, in a table
+
+Report = Callable[[str], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show, verify or compare what save_state() wrote."""
+    parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `run` takes."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoint_<n>")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--verify", action="store_true", help="read everything, and check every hash")
+    ways.add_argument("--compare", type=Path, metavar="OTHER", help="list what differs from another checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what was asked for, and returns the exit status: 1 for damage and differences, 2 where there is no answer."""
+    try:
+        if arguments.compare is not None:
+            answer, text, status = _compared(arguments.folder, arguments.compare)
+        elif arguments.verify:
+            answer, text, status = _verified(arguments.folder)
+        else:
+            answer, text, status = _described(arguments.folder)
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return NO_ANSWER
+    print(json.dumps(answer, indent=2, allow_nan=False) if arguments.json else text)  # noqa: T201
+    return status
+
+
+class _Answer(NamedTuple):
+    """What is printed as JSON, what is printed as text, and the exit status."""
+
+    content: Mapping[str, Any]
+    text: str
+    status: int
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What a checkpoint is and holds, as JSON has it. Reads no tensor; raises as `Contents.of`."""
+    contents = Contents.of(folder)
+    return {
+        "folder": str(folder),
+        "id": contents.manifest.id,
+        "created": contents.manifest.created,
+        "bytes": contents.nbytes,
+        "files": dict(contents.manifest.files),
+        "units": [unit._asdict() for unit in contents.units()],
+        "record": dict(contents.manifest.record),
+    }
+
+
+def list_checkpoints(root: Path) -> list[dict[str, Any]]:
+    """All `checkpoint_<n>` in a folder, by number, each with its "state".
+
+    The state is "complete", if every file is there with its size (what is in them, `verify` checks); "unfinished", if it was
+    never published; "damaged"; "newer", if another version wrote it; or "foreign". All but the first have a "reason".
+    """
+    return [_listed(root / retention.name(number), number) for number in retention.numbers(root)]
+
+
+def _listed(folder: Path, number: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"number": number, "folder": str(folder)}
+    found = manifests.examine(folder)
+    if isinstance(found, Manifest):
+        return {**row, "state": "complete", "created": found.created, "bytes": size_of(found)}
+    return {**row, "state": found.kind, "reason": f"{folder} {found.found}"}
+
+
+def _described(folder: Path) -> _Answer:
+    if not _is_root(folder):
+        content = describe(folder)
+        return _Answer(content, _description(content), FINE)
+    rows = list_checkpoints(folder)
+    cells = [
+        (str(row["number"]), row.get("created", "-"), _bytes(row["bytes"]) if "bytes" in row else "-", row["state"])
+        for row in rows
+    ]
+    reasons = [f"\n{row['reason']}." for row in rows if row["state"] not in {"complete", "unfinished"}]
+    text = "".join([format_table(("number", "created", "size", "state"), cells), *reasons])
+    return _Answer({"checkpoints": rows}, text, FINE)
+
+
+def _description(content: Mapping[str, Any]) -> str:
+    world = content["record"].get("world", "not recorded")
+    facts = [
+        f"checkpoint  {content['folder']}",
+        f"id          {content['id']}",
+        f"created     {content['created']}",
+        f"world       {world['size'] if isinstance(world, dict) and 'size' in world else world}",
+        f"size        {_bytes(content['bytes'])}, {len(content['files'])} files with tensors",
+    ]
+    rows = [
+        (
+            unit["name"],
+            str(unit["tensors"] or "-"),
+            _bytes(unit["nbytes"]) if unit["nbytes"] else "-",
+            _short(unit["holds"]),
+        )
+        for unit in content["units"]
+    ]
+    record = json.dumps(content["record"], indent=2, ensure_ascii=False)
+    return "\n".join([*facts, "", format_table(("unit", "tensors", "size", "holds"), rows), "", f"record {record}"])
+
+
+def _is_root(folder: Path) -> bool:
+    return folder.is_dir() and not (folder / manifests.NAME).exists() and bool(retention.numbers(folder))
+
+
+def _short(holds: Mapping[str, Any]) -> str:
+    text = ", ".join(f"{name}={value}" for name, value in holds.items())
+    return text if len(text) <= _HOLDS else f"{text[: _HOLDS - 1]}…"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+class Damage(NamedTuple):
+    """A file that is not what was saved, and how that shows."""
+
+    file: str
+    reason: str
+
+
+def verify(folder: Path, report: Report | None = None) -> list[Damage]:
+    """Reads everything in a checkpoint and checks it. Returns one entry for each damaged file; none if all is as saved.
+
+    Args:
+        folder: of the checkpoint.
+        report: is told how far it is, a line at a time.
+
+    Raises:
+        CheckpointError: if it is no checkpoint, or of a newer version: then nothing is known about its files.
+        FileNotFoundError: if there is no such folder.
+    """
+    while True:
+        before = manifests.identity(folder)
+        damaged = _damage(folder, report)
+        if not damaged or manifests.identity(folder) == before:  # else a save has replaced what was read
+            return damaged
+
+
+def _damage(folder: Path, report: Report | None) -> list[Damage]:
+    manifest = manifests.unseal(folder)
+    if not isinstance(manifest, Manifest):
+        if manifest.kind == "damaged":
+            return [Damage(str(folder / manifests.NAME), manifest.found)]
+        manifest = read_manifest(folder)  # which says why it cannot be read
+    data = folder / manifest.data
+    try:
+        index = Index.read(folder, manifest)
+    except (CheckpointError, OSError) as error:
+        others = [text for text in manifests.wrong_files(folder, manifest) if text.split()[0] != manifests.INDEX]
+        return [
+            Damage(str(data / manifests.INDEX), str(error)),
+            *(Damage(str(data / text.split()[0]), text) for text in others),
+        ]
+    damaged = []
+    for number, (name, stored) in enumerate(index.files.items(), start=1):
+        if report is not None:
+            report(f"{folder}: {name}, {_bytes(stored.nbytes)}, file {number} of {len(index.files)}")
+        try:
+            with PartReader(data / name, stored) as reader:
+                for key in stored.tensors:
+                    read_values(reader, key)
+        except (CheckpointError, OSError) as error:
+            damaged.append(Damage(str(data / name), str(error)))
+    return damaged
+
+
+def _verified(folder: Path) -> _Answer:
+    folders = [folder]
+    if _is_root(folder):
+        folders = [Path(row["folder"]) for row in list_checkpoints(folder) if row["state"] != "unfinished"]
+    if not folders:
+        raise CheckpointError(
+            f"The checkpoints in {folder} were to be verified, but none of them was ever finished. Pass another folder."
+        )
+    found = {each: verify(each, _progress) for each in folders}
+    damaged = [damage for each in found.values() for damage in each]
+    content = {"verified": [str(each) for each in folders], "damaged": [damage._asdict() for damage in damaged]}
+    lines = [f"damaged: {damage.file}\n  {damage.reason}" for damage in damaged]
+    lines += [f"intact: {each}" for each, wrong in found.items() if not wrong]
+    return _Answer(content, "\n".join(lines), AMISS if damaged else FINE)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr)  # noqa: T201
+
+
+def _compared(first: Path, second: Path) -> _Answer:
+    differences = compare(first, second)
+    content = {
+        "first": str(first),
+        "second": str(second),
+        "differences": [difference._asdict() for difference in differences],
+    }
+    lines = [f"{difference.name}: {difference.what}" for difference in differences]
+    count = f"{len(lines)} differences" if lines else "no difference"
+    summary = f"{count} between {first} (the first) and {second} (the second)"
+    return _Answer(content, "\n".join([*lines, summary]), AMISS if differences else FINE)

@@ -1,0 +1,446 @@
+"""Loading a checkpoint: everything is compared first, and then restored whole.
+
+open       every rank reads manifest and index, and verifies them
+hooks      the user's own files are read, and models may be left to them
+compare    every rank lists what does not fit; if any rank has a line, all raise, and nothing was changed
+positions  of the loaders, which may refuse them
+models, optimizers     read from the disk into the memory that training uses, verified block by block
+objects    schedulers, what the user registered, the window of accumulation; the random streams last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_checkpoint.files.disk import read_all
+from accel_checkpoint.files.manifest import TRIES, identity
+from accel_checkpoint.reading import Checkpoint, Job, SavedState
+from accel_checkpoint.record import warn_of_batches
+from accel_checkpoint.run_state import (
+    ACCUMULATION,
+    GRADIENT,
+    LOADER,
+    MODEL,
+    OBJECT,
+    OPTIMIZER,
+    RANDOM,
+    SCHEDULER,
+    named_parameters,
+    stateful,
+    within,
+)
+from accel_core import CheckpointError, CollectiveMismatchError
+from accel_core.api.checkpoint import (
+    TORCH_STREAM,
+    Run,
+    begin_random_state,
+    everywhere,
+    has_state,
+    memory_of,
+    on_each_rank,
+)
+from accel_core.api.component import derive_seed, restore_random_state
+from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Partial
+
+if TYPE_CHECKING:
+    from accel_core.api.checkpoint import LoadHook
+
+_SHOWN = 20
+_RESUMED = int.from_bytes(b"rng", "big")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What is asked of one load.
+
+    Args:
+        folder: of the checkpoint, as this rank sees it.
+        hooks: what the user has registered.
+    """
+
+    folder: Path
+    hooks: Sequence[LoadHook]
+
+
+def load(run: Run, request: LoadRequest) -> dict[str, Any]:
+    """Restores all of a run, and returns the record of the checkpoint. A collective.
+
+    Where a save replaces the checkpoint that is being read, the new one is read instead, from the beginning.
+
+    Raises:
+        CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing what does not.
+        OSError: on every rank, if a rank cannot read it.
+    """
+    restored: list[str] = []
+    for last in (*[False] * (TRIES - 1), True):
+        tried = everywhere(run.world, "to look for the checkpoint", lambda: identity(request.folder))
+        try:
+            return _load(run, request, restored)
+        except (CheckpointError, OSError) as error:  # which every rank has
+            found = everywhere(run.world, "to look for the checkpoint again", lambda: identity(request.folder))
+            if not last and found != tried:
+                continue
+            if not restored:
+                raise
+            raise CheckpointError(
+                f"{error}\nPart of the run was restored by then: do not train on from here. Load another checkpoint, or start anew."
+            ) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]:
+    """The same, once; `restored` gets the id of the checkpoint when something of it is about to be restored."""
+    world = run.world
+    checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
+    with checkpoint:
+        _check_same(everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id))
+        left = _run_hooks(run, request)
+        restoring = _Restoring(run, checkpoint, left)
+        misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
+        _raise_misfits(checkpoint.folder, misfits)
+        if world.is_main:
+            warn_of_batches(checkpoint.manifest.record, run.prepared, run.accumulation)
+        restored.append(checkpoint.manifest.id)
+        try:
+            restoring.restore()
+        except (CheckpointError, CollectiveMismatchError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{checkpoint.folder}: {type(error).__name__}: {error}") from error
+        return dict(checkpoint.manifest.record)
+
+
+def _check_same(identities: Sequence[str]) -> None:
+    if len(set(identities)) > 1:
+        raise CheckpointError(
+            f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a "
+            f"save replaced it meanwhile. Load from a folder that all ranks see, when no save is running."
+        )
+
+
+def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
+    lines = list(dict.fromkeys(line for lines in by_rank for line in lines))
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        listed = "\n".join([*(f"  {line}" for line in lines[:_SHOWN]), *more])
+        raise CheckpointError(
+            f"{folder} does not fit what is prepared here, so nothing was loaded:\n{listed}\nPrepare and register the same "
+            f"objects as in the run that saved it, in the same order, before load_state(). For weights alone there is "
+            f"load_checkpoint_in_model(model, folder)."
+        )
+
+
+def _run_hooks(run: Run, request: LoadRequest) -> list[int]:
+    """Lets the user's hooks read, and says which models they have taken, which is the same on all ranks. A collective."""
+    taken = everywhere(run.world, "for the hooks to have loaded", lambda: _call_hooks(run, request))
+    if any(each != taken[0] for each in taken):
+        raise CheckpointError(
+            f"The hooks of register_load_state_pre_hook() took other models out of `models` on each rank (their numbers, by "
+            f"rank: {taken}), so some ranks would have them loaded, and others not. Take them out on every rank, also where "
+            f"the main process alone reads."
+        )
+    return taken[0]
+
+
+def _call_hooks(run: Run, request: LoadRequest) -> list[int]:
+    given = [record.original for record in run.models()]
+    models = list(given)
+    for hook in request.hooks:
+        hook(models, str(request.folder))
+    strangers = [each for each in models if not any(each is known for known in given)]
+    if strangers:
+        raise CheckpointError(
+            f"A hook of register_load_state_pre_hook() put a {type(strangers[0]).__name__} into `models`, which was not "
+            f"prepared. It may take models out (models.pop()), and then loads these itself."
+        )
+    return [number for number, model in enumerate(given) if not any(model is each for each in models)]
+
+
+class _Restoring:
+    """One load into one run.
+
+    Args:
+        left: the models that a hook has loaded.
+    """
+
+    def __init__(self, run: Run, checkpoint: Checkpoint, left: Sequence[int]) -> None:
+        self._run = run
+        self._checkpoint = checkpoint
+        self._left = left
+        self._place = run.world.rank, run.world.size
+        self._states: dict[int, dict[str, Entry]] = {}
+        self._jobs: list[Job] = []  # by which the models are read
+        self._optimizers: list[SavedState] = []
+        self._objects: dict[str, Any] = {}
+
+    def misfits(self) -> list[str]:
+        """What does not fit, a line each. Changes nothing.
+
+        Raises:
+            CheckpointError: for what no save leaves: it fits nowhere.
+        """
+        lines = list(self._misfits())
+        if not lines:
+            self._jobs = self._jobs_of_models()
+        return lines
+
+    def _misfits(self) -> Iterator[str]:
+        yield from self._misfits_in_number()
+        for number in range(len(self._run.models())):
+            if number not in self._left:
+                yield from self._misfits_of_model(number)
+        names = self._run.names()
+        for number, optimizer in enumerate(self._run.prepared.optimizers):
+            unit = f"{OPTIMIZER}.{number}"
+            if unit in self._checkpoint.index.objects:
+                saved = SavedState(self._checkpoint, unit, *self._place)
+                self._optimizers.append(saved)
+                found = self._run.relay.optimizer_misfits(optimizer, names, saved)
+                yield from (f"{unit}: {line}" for line in found)
+        yield from self._misfits_of_objects()
+        yield from self._misfits_of_loaders()
+        yield from self._misfits_of_window()
+        self._objects[RANDOM] = self._checkpoint.object_of(RANDOM, self._source_of_streams)
+
+    @property
+    def _source_of_streams(self) -> int:
+        """The rank that saved the random streams which this one goes on from."""
+        rank, _ = self._place
+        return rank if rank < self._checkpoint.world_size else 0
+
+    def restore(self) -> None:
+        """Restores everything, step by step on all ranks."""
+        run = self._run
+        # First, for a loader may refuse: of another dataset, say.
+        on_each_rank(run.world, "for the positions of loaders", self._restore_positions)
+        on_each_rank(run.world, "for models to be read", self._restore_models)
+        for number, record in enumerate(run.models()):
+            if number not in self._left:
+                loaded = partial(run.relay.model_loaded, record.original, record.prepared)
+                on_each_rank(run.world, "for the strategy to take a model over", loaded)
+        on_each_rank(run.world, "for optimizers to be read", self._restore_optimizers)
+        on_each_rank(run.world, "for gradients to be read", self._restore_gradients)
+        on_each_rank(run.world, "for objects to be restored", self._restore_objects)
+        run.prepared.drifted = run.prepared.apart is not None  # all ranks have the same optimizers again
+
+    def _misfits_in_number(self) -> Iterator[str]:
+        prepared, saved = self._run.prepared, self._checkpoint
+        left = saved.manifest.record["left_to_hooks"]
+        for kind, here_are, there in (
+            (MODEL, len(prepared.models), saved.manifest.record["models"]),
+            (OPTIMIZER, len(prepared.optimizers), len(saved.units(OPTIMIZER))),
+            (SCHEDULER, len(prepared.schedulers), len(saved.units(SCHEDULER))),
+            (LOADER, len(prepared.loaders), len(saved.units(LOADER))),
+            (OBJECT, len(self._run.registered), len(saved.units(OBJECT))),
+        ):
+            if here_are != there:
+                what = "registered objects" if kind == OBJECT else f"{kind}s"
+                yield f"there are {here_are} {what} here, and {there} in the checkpoint"
+        components = {name for name, component in self._run.components.items() if has_state(component)}
+        for name in sorted(components ^ saved.components()):
+            has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
+            yield f"the {name} has a state {has}, and none {has_not}"
+        known = (MODEL, OPTIMIZER, GRADIENT)
+        unknown = {name.partition("/")[0] for name in saved.index.tensors} - {*components}
+        for unit in sorted(unit for unit in unknown if unit.partition(".")[0] not in known):
+            yield f"the checkpoint has tensors of {unit}, which this version does not know"
+        for unit in left:
+            if int(unit.rpartition(".")[2]) not in self._left:
+                yield f"{unit} was left to a hook of register_save_state_pre_hook(), and no hook here has taken it"
+
+    def _misfits_of_model(self, number: int) -> Iterator[str]:
+        unit = f"{MODEL}.{number}"
+        state = self._run.model_state(number)
+        self._states[number] = within(unit, state)
+        names = self._checkpoint.names(unit)
+        record = self._checkpoint.manifest.record
+        if number >= record["models"] or unit in record["left_to_hooks"]:
+            return  # which is said already
+        known = set(names)
+        missing = [name for name in state if name not in known]
+        unknown = [name for name in names if name not in state]
+        if missing:
+            yield f"{unit}: the checkpoint has no {_listed(missing)}"
+        if unknown:
+            yield f"{unit}: the model has no {_listed(unknown)}"
+        for name, entry in state.items():
+            line = self._misfit_of_entry(f"{unit}/{name}", entry)
+            if line is not None:
+                yield f"{unit}: {name!r} {line}"
+
+    def _misfit_of_entry(self, name: str, entry: Entry) -> str | None:
+        index = self._checkpoint.index
+        record = index.tensors.get(index.aliases.get(name, name))
+        if record is None:
+            return None
+        if isinstance(entry, Alias):
+            other = f"{name.partition('/')[0]}/{entry.of}"
+            tied = index.aliases.get(name, name) == index.aliases.get(other, other)
+            return None if tied else f"is one tensor with {entry.of!r} here, and another one in the checkpoint"
+        kind = _kind(entry)
+        if {record["kind"], kind} & {"opaque", "partial"} and record["kind"] != kind:
+            return f"is {kind} here, and {record['kind']} in the checkpoint"
+        if isinstance(entry, Opaque):
+            found = {part["part"]: part["signature"] for part in record["parts"]}.get(entry.part)
+            return None if found == entry.signature else f"is {entry.signature} ({entry.part}) here, and {found} there"
+        shape, dtype = _form(entry)
+        if list(shape) != record["shape"] or dtype != index.dtype(index.aliases.get(name, name)):
+            there = f"{record['dtype']} {record['shape']}"
+            return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
+        if any(map(_overlaps, memory_of(entry))):
+            return "has several elements in one place of memory (expand()), which cannot be filled: give it its clone()"
+        return None
+
+    def _misfits_of_objects(self) -> Iterator[str]:
+        self._checkpoint.verify_objects(*self._place)  # those too that no rank here has a use for
+        for unit in stateful(self._run):
+            if unit not in self._checkpoint.index.objects:
+                continue
+            try:
+                self._objects[unit] = self._object(unit)
+            except CheckpointError as error:
+                yield str(error)
+
+    def _misfits_of_loaders(self) -> Iterator[str]:
+        """Of those loaders that say what they would refuse."""
+        for number, loader in enumerate(self._run.prepared.loaders):
+            unit = f"{LOADER}.{number}"
+            check = getattr(loader, "check_state_dict", None)
+            if check is not None and unit in self._objects:
+                try:
+                    check(self._objects[unit])
+                except Exception as error:  # noqa: BLE001  (a state of another kind may bring about anything)
+                    yield _refusal(unit, loader, error)
+
+    def _misfits_of_window(self) -> Iterator[str]:
+        state = self._objects[ACCUMULATION] = self._checkpoint.object(ACCUMULATION, *self._place)
+        steps = self._run.accumulation.steps
+        if state["open"] and state["steps"] != steps:
+            yield (
+                f"the checkpoint was saved after {state['position']} of {state['steps']} micro-batches of a window, and here "
+                f"gradient_accumulation_steps={steps}"
+            )
+        named = dict(named_parameters(self._run))
+        saved = self._checkpoint.names(GRADIENT)
+        unknown = [f"{GRADIENT}/{name}" for name in saved if name not in named]
+        if unknown:
+            yield f"no parameter here has the pending gradients {_listed(unknown)}"
+        kept = self._run.prepared.gradients.kept(named.values())
+        in_parts = [name for name in saved if name in named and not _is_whole(kept.get(id(named[name])), named[name])]
+        if in_parts or (saved and not self._run.strategy.replicates_parameters):
+            yield f"it was saved inside a window, and {type(self._run.strategy).__name__} cannot take pending gradients over"
+
+    def _object(self, unit: str) -> Any:
+        # Where a loader stands is the same for all; where it is not, the loader itself says so.
+        if unit.startswith(LOADER) and self._run.world.size != self._checkpoint.world_size:
+            return self._checkpoint.object_of(unit, 0)
+        return self._checkpoint.object(unit, *self._place)
+
+    def _jobs_of_models(self) -> list[Job]:
+        """What fills the models, once it is known that all of it is there."""
+        aliases = self._checkpoint.index.aliases
+        jobs: list[Job] = []
+        for entries in self._states.values():
+            for name, entry in entries.items():
+                if not isinstance(entry, (Alias, Opaque)):
+                    jobs += self._checkpoint.jobs(aliases.get(name, name), entry, *self._place)
+        return jobs
+
+    def _restore_models(self) -> None:
+        aliases = self._checkpoint.index.aliases
+        for entries in self._states.values():
+            for name, entry in entries.items():
+                if isinstance(entry, Opaque):
+                    assert entry.assign is not None, name
+                    entry.assign(self._checkpoint.opaque(aliases.get(name, name), entry.part))
+        read_all(self._jobs)
+
+    def _restore_optimizers(self) -> None:
+        names = self._run.names()
+        for optimizer, saved in zip(self._run.prepared.optimizers, self._optimizers, strict=True):
+            self._run.relay.load_optimizer_state(optimizer, names, saved)
+        read_all([job for saved in self._optimizers for job in saved.pending])
+
+    def _restore_gradients(self) -> None:
+        jobs: list[Job] = []
+        named, gradients = dict(named_parameters(self._run)), self._run.prepared.gradients
+        gradients.drop(named.values())
+        kept = gradients.kept(named.values())
+        for name in self._checkpoint.names(GRADIENT):
+            parameter, place = named[name], self._place
+            terms = kept.get(id(parameter))
+            if terms:
+                memory, place = memory_of(terms[0])[0], place if isinstance(terms[0], Partial) else _MEAN
+            else:
+                memory = parameter.grad = torch.empty_like(parameter)
+            jobs += self._checkpoint.jobs(f"{GRADIENT}/{name}", Partial(memory), *place)
+        read_all(jobs)
+
+    def _restore_positions(self) -> None:
+        for number, loader in enumerate(self._run.prepared.loaders):
+            self._give(f"{LOADER}.{number}", loader)
+
+    def _give(self, unit: str, each: Any) -> None:
+        """Restores the state of an object."""
+        try:
+            each.load_state_dict(self._objects[unit])
+        except Exception as error:
+            raise CheckpointError(_refusal(unit, each, error)) from error
+
+    def _restore_objects(self) -> None:
+        for unit, each in stateful(self._run).items():
+            if not unit.startswith(f"{LOADER}."):
+                self._give(unit, each)
+        state = self._objects[ACCUMULATION]
+        self._run.accumulation.load_state_dict(state)
+        for gate in self._run.prepared.gates():
+            gate.resume()
+        self._restore_streams(state["total_backwards"])
+
+    def _restore_streams(self, step: int) -> None:
+        rank, saved = self._run.world.rank, self._objects[RANDOM]
+        if rank < self._checkpoint.world_size:
+            restore_random_state(saved, self._run.world.device)
+        else:
+            seed = self._run.seed()
+            if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
+                seed = derive_seed(_RESUMED, *saved[TORCH_STREAM][:16].tolist())
+            begin_random_state(seed, rank, step, self._run.world.device)
+
+
+def _refusal(unit: str, each: Any, error: Exception) -> str:
+    return f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: {type(error).__name__}: {error}"
+
+
+_MEAN = (0, 0)
+"""A place in no world that has saved: whoever reads from there gets the mean of all terms."""
+
+
+def _is_whole(terms: Sequence[Elementwise | Partial] | None, parameter: torch.Tensor) -> bool:
+    """Whether there is a place for a pending gradient: `.grad`, or memory for all of it."""
+    return terms is None or any(part.shape == parameter.shape for term in terms[:1] for part in memory_of(term))
+
+
+def _kind(entry: Entry) -> str:
+    return type(entry).__name__.lower()
+
+
+def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(entry, Elementwise):
+        return entry.shape, entry.dtype
+    return tuple(entry.data.shape), entry.data.dtype
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(map(repr, names[:8])) + more

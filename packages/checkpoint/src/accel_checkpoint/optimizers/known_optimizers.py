@@ -1,0 +1,120 @@
+"""How the state of an optimizer is laid out, as data: by the class of the optimizer, for every key of a parameter's state.
+
+    elementwise   laid out like the parameter, so that it can be cut wherever the parameter is
+    replicated    the same on every rank
+    counter       replicated, a number of steps: kept in CPU memory unless the optimizer computes with it on the device
+    factor        computed over all that a rank has of the parameter: can be cut with it no more, once it is cut
+
+A class inherits the layouts of the class above it. Whoever writes an optimizer declares its own, on the class or the instance:
+
+    accel_layouts = {"exp_avg": "elementwise", "step": "replicated"}
+
+Nothing is concluded from a shape: the codes of an 8-bit optimizer have that of the parameter, and mean nothing without scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_core import CheckpointError
+
+ELEMENTWISE = "elementwise"
+"""What `layouts_of` gives for state that has an element for each of the parameter's."""
+
+REPLICATED = "replicated"
+"""What it gives for state that is the same on every rank."""
+
+COUNTER = "counter"
+"""What it gives for a number of steps."""
+
+FACTOR = "factor"
+
+_MOMENTS = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": COUNTER}
+_ADAM = {**_MOMENTS, "max_exp_avg_sq": ELEMENTWISE}
+
+LAYOUTS: Mapping[str, Mapping[str, str]] = {
+    "torch.optim:ASGD": {"ax": ELEMENTWISE, "eta": REPLICATED, "mu": REPLICATED, "step": REPLICATED},
+    "torch.optim:Adadelta": {"acc_delta": ELEMENTWISE, "square_avg": ELEMENTWISE, "step": COUNTER},
+    "torch.optim:Adafactor": {"col_var": FACTOR, "row_var": FACTOR, "variance": ELEMENTWISE, "step": COUNTER},
+    "torch.optim:Adagrad": {"sum": ELEMENTWISE, "step": COUNTER},
+    "torch.optim:Adam": _ADAM,
+    "torch.optim:AdamW": _ADAM,
+    "torch.optim:Adamax": {"exp_avg": ELEMENTWISE, "exp_inf": ELEMENTWISE, "step": COUNTER},
+    "torch.optim:LBFGS": {},
+    "torch.optim:Muon": {"momentum_buffer": ELEMENTWISE},
+    "torch.optim:NAdam": {**_MOMENTS, "mu_product": COUNTER},
+    "torch.optim:RAdam": _MOMENTS,
+    "torch.optim:RMSprop": {
+        "grad_avg": ELEMENTWISE,
+        "momentum_buffer": ELEMENTWISE,
+        "square_avg": ELEMENTWISE,
+        "step": COUNTER,
+    },
+    "torch.optim:Rprop": {"prev": ELEMENTWISE, "step_size": ELEMENTWISE, "step": COUNTER},
+    "torch.optim:SGD": {"momentum_buffer": ELEMENTWISE},
+    "torch.optim:SparseAdam": _MOMENTS,
+}
+
+SPANNING = frozenset({"torch.optim:LBFGS"})
+"""Those that keep under their first parameter what belongs to all of them."""
+
+OF_SCHEDULERS = frozenset({"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"})
+"""What torch's schedulers put into the groups: a scheduler may be made after its optimizer was loaded."""
+
+OF_THIS_PROCESS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Options that say how an optimizer computes, and not what: a checkpoint does not change them."""
+
+
+def kind_of(optimizer: object) -> str:
+    """What identifies the class of an optimizer in a checkpoint: "module:QualName"."""
+    return _name(type(optimizer))
+
+
+def same_kind(here: str, saved: str) -> bool:
+    """Whether two kinds are of one class. One of a script has another module where the script is imported."""
+    (module, name), (saved_module, saved_name) = here.split(":", 1), saved.partition(":")[::2]
+    of_a_script = {module, saved_module} & {"__main__", "__mp_main__"}
+    return name == saved_name and (module == saved_module or bool(of_a_script))
+
+
+def is_known(optimizer: object) -> bool:
+    """Whether the layouts of this class, or of one above it, are in the table."""
+    return any(_name(cls) in LAYOUTS for cls in type(optimizer).__mro__)
+
+
+def is_spanning(optimizer: object) -> bool:
+    """Whether the state of one parameter is about others too."""
+    return any(_name(cls) in SPANNING for cls in type(optimizer).__mro__)
+
+
+def is_partitioned(optimizer: object) -> bool:
+    """Whether this is torch's ZeroRedundancyOptimizer: each parameter has its state on one rank, in `optimizer.optim`."""
+    # By its name: to import it takes seconds.
+    return any(
+        cls.__qualname__ == "ZeroRedundancyOptimizer" and cls.__module__.startswith("torch.distributed.")
+        for cls in type(optimizer).__mro__
+    )
+
+
+def layouts_of(optimizer: object) -> dict[str, str]:
+    """The layout of every key that somebody declared: the table, and over it `accel_layouts` of the optimizer.
+
+    Raises:
+        CheckpointError: for an `accel_layouts` that is not one.
+    """
+    known = next((LAYOUTS[_name(cls)] for cls in type(optimizer).__mro__ if _name(cls) in LAYOUTS), {})
+    declared: Any = getattr(optimizer, "accel_layouts", {})
+    if not isinstance(declared, Mapping) or not set(declared.values()) <= {ELEMENTWISE, REPLICATED}:
+        raise CheckpointError(
+            f"The state of {type(optimizer).__name__} is laid out as its accel_layouts says, but that is {declared!r:.200}. Give "
+            f'a dict from keys of its state to "elementwise" (laid out like the parameter) or "replicated" (the same everywhere).'
+        )
+    steps = {"step": COUNTER} if declared.get("step") == REPLICATED else {}
+    return {**known, **declared, **steps}
+
+
+def _name(cls: type) -> str:
+    # Which of its modules a class of torch is in varies from version to version.
+    module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
+    return f"{module}:{cls.__qualname__}"

@@ -1,0 +1,339 @@
+"""Who writes what of a checkpoint, and where the parts that a rank wants lie in one.
+
+Both are arithmetic on boxes, and read no data. Every rank describes what it has; from all descriptions each rank computes
+the same plan by itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import WHOLE, uncovered, uncovered_part
+from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
+
+Kind = Literal["elementwise", "replicated", "partial", "opaque"]
+
+_SHOWN = 8
+"""How many names, ranks or boxes a message lists."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank presents of one name, without the data.
+
+    Args:
+        kind: that of the entry.
+        shape: of the whole tensor; () for what is opaque.
+        dtype: of the whole tensor, such as "torch.float32"; "" for what is opaque.
+        boxes: what is here of an elementwise tensor; empty ones count for nothing.
+        signature: of an opaque value.
+        part: of an opaque value: which part of the whole it is.
+        nbytes: of what is here, in bytes; 0 for what is opaque, unless somebody knows better.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    boxes: tuple[Box, ...] = ()
+    signature: str = ""
+    part: str = WHOLE
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, entry: Elementwise | Replicated | Partial | Opaque) -> Claim:
+        """The claim that an entry makes; an alias makes none."""
+        if isinstance(entry, Opaque):
+            return cls("opaque", signature=entry.signature, part=entry.part)
+        if isinstance(entry, Elementwise):
+            boxes = tuple(piece.box for piece in entry.pieces)
+            nbytes = sum(box.numel for box in boxes) * entry.dtype.itemsize
+            return cls("elementwise", tuple(entry.shape), str(entry.dtype), boxes, nbytes=nbytes)
+        data = entry.data
+        nbytes = data.numel() * data.dtype.itemsize
+        kind: Kind = "replicated" if isinstance(entry, Replicated) else "partial"
+        return cls(kind, tuple(data.shape), str(data.dtype), nbytes=nbytes)
+
+
+Description = Mapping[str, Claim]
+"""What one rank presents: names and claims."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that one rank writes.
+
+    Args:
+        name: of the entry.
+        box: the box that is written of an elementwise tensor, one that the rank presents; None: all that it presents.
+        part: that of an opaque value, "rank <r>" for a term, else "whole".
+    """
+
+    name: str
+    box: Box | None
+    part: str
+
+
+class _Item(NamedTuple):
+    """A task, the ranks that could do it, and its size in bytes."""
+
+    task: Task
+    ranks: Sequence[int]
+    nbytes: int
+
+
+_Claims = Mapping[int, Claim]
+"""What the ranks present of one name."""
+
+
+def plan(descriptions: Sequence[Description], members: Sequence[int] | None = None) -> list[list[Task]]:
+    """Who writes what, so that everything is written once, and each rank writes about as many bytes as the others.
+
+    Of equal boxes, and of opaque values with the same part, one is written, by the rank with the fewest bytes so far; of a
+    replicated tensor that of the lowest rank; of a partial one each rank's. A tensor without elements needs no task.
+
+    Args:
+        descriptions: one per rank of the world, in rank order, the same on every rank that plans.
+        members: the ranks that write, and together have to present everything that any rank presents, such as those of
+            one node; None: all.
+
+    Returns:
+        The tasks of each rank of the world, in the order in which names were presented; none for a rank that is no member.
+
+    Raises:
+        CheckpointError: if ranks differ about a name, or what the members present of it is not everything, or not once.
+    """
+    ranks = range(len(descriptions)) if members is None else sorted(set(members))
+    presented: dict[str, dict[int, Claim]] = {}
+    for rank, description in enumerate(descriptions):
+        for name, claim in description.items():
+            presented.setdefault(name, {})[rank] = claim
+    _check_all(presented, len(descriptions), None if members is None else ranks)
+    if len(descriptions) == 1:
+        return [[task for name, claim in descriptions[0].items() for task in _alone(name, claim)]]
+    items = [item for name, claims in presented.items() for item in _items(name, _among(claims, ranks))]
+    tasks: list[list[Task]] = [[] for _ in descriptions]
+    for item, owner in zip(items, _owners(items, len(descriptions)), strict=True):
+        tasks[owner].append(item.task)
+    return tasks
+
+
+def _alone(name: str, claim: Claim) -> list[Task]:
+    """What the only rank writes of a name: all that it presents."""
+    if claim.kind != "elementwise":
+        return [Task(name, None, {"partial": "rank 0", "opaque": claim.part}.get(claim.kind, WHOLE))]
+    return [Task(name, box, WHOLE) for box in dict.fromkeys(claim.boxes) if not box.is_empty]
+
+
+def _among(claims: _Claims, ranks: Sequence[int]) -> _Claims:
+    return {rank: claims[rank] for rank in ranks if rank in claims}
+
+
+def _items(name: str, claims: _Claims) -> list[_Item]:
+    """What is to be written of a name."""
+    if not claims:
+        return []
+    kind = next(iter(claims.values())).kind
+    if kind == "replicated":
+        lowest = min(claims)
+        return [_Item(Task(name, None, WHOLE), [lowest], claims[lowest].nbytes)]
+    if kind == "partial":
+        return [_Item(Task(name, None, f"rank {rank}"), [rank], claim.nbytes) for rank, claim in claims.items()]
+    if kind == "opaque":
+        return [
+            _Item(Task(name, None, part), ranks, max(claims[rank].nbytes for rank in ranks))
+            for part, ranks in _parts(claims).items()
+        ]
+    return [
+        _Item(Task(name, box, WHOLE), ranks, _nbytes(box, claims[ranks[0]])) for box, ranks in _boxes(claims).items()
+    ]
+
+
+def _boxes(claims: _Claims) -> dict[Box, list[int]]:
+    """Every box that is not empty, with the ranks that have it."""
+    found: dict[Box, list[int]] = {}
+    for rank, claim in claims.items():
+        for box in dict.fromkeys(claim.boxes):
+            if not box.is_empty:
+                found.setdefault(box, []).append(rank)
+    return found
+
+
+def _parts(claims: _Claims) -> dict[str, list[int]]:
+    """Every part of an opaque value, with the ranks that have it."""
+    found: dict[str, list[int]] = {}
+    for rank, claim in claims.items():
+        found.setdefault(claim.part, []).append(rank)
+    return found
+
+
+def _nbytes(box: Box, claim: Claim) -> int:
+    """How many of the bytes of a claim are in one of its boxes."""
+    return claim.nbytes * box.numel // sum(each.numel for each in claim.boxes)
+
+
+def _owners(items: Sequence[_Item], world_size: int) -> list[int]:
+    """Which rank does each item: where there is a choice, the largest first, each to the rank with the least to do so far."""
+    loads = [(0, 0)] * world_size  # bytes and tasks, for there are values of which nobody knows the size
+    owners = [0] * len(items)
+    for number in sorted(range(len(items)), key=lambda number: (len(items[number].ranks) > 1, -items[number].nbytes)):
+        owner = min(items[number].ranks, key=lambda rank: (loads[rank], rank))
+        nbytes, tasks = loads[owner]
+        loads[owner] = nbytes + items[number].nbytes, tasks + 1
+        owners[number] = owner
+    return owners
+
+
+def _check_all(presented: Mapping[str, _Claims], world_size: int, members: Sequence[int] | None) -> None:
+    """Raises CheckpointError if something is not presented as it should be, by all ranks or by the members."""
+    _check(
+        presented,
+        range(world_size),
+        "The state of all ranks was to be saved, but together they do not present each element exactly once",
+        "Give all ranks the same models and optimizers. If they have them, correct the model_state or the optimizer_state "
+        "of the strategy.",
+    )
+    if members is not None:
+        _check(
+            presented,
+            members,
+            f"Every node was to save all of the state, but this one ({_ranks(members)}) does not hold it",
+            "Use ProjectConfiguration(save_on_each_node=False), with a folder that all nodes share.",
+        )
+
+
+def _check(presented: Mapping[str, _Claims], ranks: Sequence[int], asked: str, advice: str) -> None:
+    """Raises the error that names what these ranks do not present as they should."""
+    flaws = [f"  {name}: {flaw}" for name, claims in presented.items() if (flaw := _flaw(claims, ranks))]
+    if flaws:
+        more = [f"  and {len(flaws) - _SHOWN} more"] if len(flaws) > _SHOWN else []
+        lines = "\n".join([*flaws[:_SHOWN], *more])
+        raise CheckpointError(f"{asked}: {len(flaws)} of {len(presented)} names.\n{lines}\n{advice}")
+
+
+def _flaw(claims: _Claims, members: Sequence[int]) -> str | None:
+    """What is wrong with what the ranks present of a name, in words."""
+    first = next(iter(claims.values()))
+    summaries = {rank: _summary(claim) for rank, claim in claims.items()}
+    if len(set(summaries.values())) > 1:
+        return f"the ranks differ: {_by_rank(summaries)}"
+    if first.kind == "elementwise":
+        return _gap(first.shape, _among(claims, members), members)
+    if first.kind == "replicated":
+        return None if _among(claims, members) else f"it is only on {_ranks([*claims])}"
+    if first.kind == "partial":
+        missing = [rank for rank in sorted({*members, *claims}) if rank not in claims or rank not in members]
+        return f"the terms of {_ranks(missing)} are missing" if missing else None
+    return _clash(claims, members)
+
+
+def _gap(shape: tuple[int, ...], claims: _Claims, members: Sequence[int]) -> str | None:
+    """How the boxes of an elementwise tensor miss its shape."""
+    if claims and all(claim.boxes == (Box.whole(shape),) for claim in claims.values()):
+        return None  # the usual case, and quick
+    why = uncovered(shape, _boxes(claims))
+    if why is None:
+        return None
+    boxes = {rank: claims[rank].boxes if rank in claims else () for rank in members}
+    return f"{why} (shape {shape}): {_by_rank({rank: _listed([*map(str, each)]) for rank, each in boxes.items()})}"
+
+
+def _clash(claims: _Claims, members: Sequence[int]) -> str | None:
+    """What is wrong with the parts of an opaque value."""
+    for part, ranks in _parts(claims).items():
+        if len({claims[rank].signature for rank in ranks}) > 1:
+            return f"the ranks differ about the part {part!r}: {_by_rank({r: claims[r].signature for r in ranks})}"
+        if not set(ranks) & set(members):
+            return f"the part {part!r} is only on {_ranks(ranks)}"
+    return None
+
+
+def _summary(claim: Claim) -> str:
+    return " ".join([claim.kind, *([] if claim.kind == "opaque" else [str(claim.shape), claim.dtype])])
+
+
+def _by_rank(words: Mapping[int, str]) -> str:
+    """What each rank has; those that have the same together."""
+    groups: dict[str, list[int]] = {}
+    for rank, word in words.items():
+        groups.setdefault(word or "nothing", []).append(rank)
+    return _listed([f"{word} on {_ranks(ranks)}" for word, ranks in groups.items()], "; ")
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {_listed([str(number) for number in numbers])}"
+
+
+def _listed(words: Sequence[str], separator: str = ", ") -> str:
+    more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
+    return separator.join([*words[:_SHOWN], *more])
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """Where a box of a tensor is: the name of a file, and the name that a tensor with the shape `box.sizes` has in it."""
+
+    box: Box
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A region to be read: `source` in the data of `stored.box` goes to `target` in the data of the box that is wanted."""
+
+    stored: StoredBox
+    source: Box
+    target: Box
+
+
+class StoredBoxes:
+    """Where a tensor is, in the files of a checkpoint.
+
+    Args:
+        name: of the tensor, for messages.
+        stored: its boxes, in any order; they cover the tensor exactly once.
+    """
+
+    def __init__(self, name: str, stored: Sequence[StoredBox]) -> None:
+        self._name = name
+        self._dims = {len(numbers) for each in stored for numbers in (each.box.offsets, each.box.sizes)}
+        # What is bisected is the dim that tells most boxes apart: rows by their row, columns by their column.
+        dims = range(min(self._dims, default=0))
+        self._dim = max(dims, key=lambda dim: len({each.box.offsets[dim] for each in stored}), default=None)
+        self._stored = sorted(stored, key=lambda each: (self._extent(each.box), each.box.offsets))
+        self._starts = [self._extent(each.box)[0] for each in self._stored]
+        self._longest = max((self._extent(each.box)[1] for each in stored), default=0)
+
+    def copies(self, wanted: Box) -> list[Copy]:
+        """What is to be read for a box of the tensor, so that each of its elements is read once.
+
+        Raises:
+            CheckpointError: if the checkpoint does not have each of its elements, or has one more than once.
+        """
+        if wanted.is_empty:
+            return []
+        if self._dims - {len(wanted.sizes)}:
+            raise self._refusal(
+                wanted, f"some of another number of dims ({_listed([str(n) for n in sorted(self._dims)])})"
+            )
+        start, size = self._extent(wanted)
+        first, last = (bisect.bisect_left(self._starts, at) for at in (start - self._longest + 1, start + size))
+        shared = [(each, box) for each in self._stored[first:last] if (box := each.box.intersection(wanted))]
+        why = uncovered_part(wanted, [box for _, box in shared])
+        if why is not None:
+            raise self._refusal(wanted, f"and {why}")
+        return [Copy(each, box.relative_to(each.box), box.relative_to(wanted)) for each, box in shared]
+
+    def _extent(self, box: Box) -> tuple[int, int]:
+        """Offset and size in the dim that is bisected."""
+        return (0, 1) if self._dim is None else (box.offsets[self._dim], box.sizes[self._dim])
+
+    def _refusal(self, wanted: Box, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{wanted} of {self._name!r} is to be loaded, but the checkpoint has {len(self._stored)} boxes of it, {why}. "
+            f"Load another checkpoint."
+        )

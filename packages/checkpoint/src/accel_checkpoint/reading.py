@@ -1,0 +1,298 @@
+"""A checkpoint that is open for reading: entries are filled in place, objects are decoded, everything is verified."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from accel_checkpoint.codec import decode
+from accel_checkpoint.files.index import Index
+from accel_checkpoint.files.manifest import Manifest, read_manifest
+from accel_checkpoint.files.part_file import PartReader
+from accel_checkpoint.plan import StoredBoxes
+from accel_checkpoint.run_state import (
+    ACCUMULATION,
+    COMPONENTS,
+    LOADER,
+    MODEL,
+    OBJECT,
+    OPTIMIZER,
+    RANDOM,
+    SCHEDULER,
+    VALUES,
+    check_opaque,
+    check_value,
+)
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import SavedEntry
+from accel_core.api.layouts import Elementwise, Entry, Opaque, Partial, Replicated
+
+Job = Callable[[], None]
+
+_ALWAYS = {ACCUMULATION, RANDOM}
+_TRACKED = {"project": (str, type(None)), "run_id": (str,), "step": (int,), "trackers": (dict,)}
+
+
+class Checkpoint:
+    """A complete checkpoint. A context manager: it holds files open.
+
+    Args:
+        folder: that holds its manifest.
+        device: whose random stream is to be restored; None: none is.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+        OSError: if it cannot be read.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
+        self.folder = folder
+        self._device = device
+        self.manifest: Manifest = read_manifest(folder)
+        self.index = Index.read(folder, self.manifest)
+        self._check()
+        self._readers: dict[str, PartReader] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+        self._readers.clear()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        size: int = self.manifest.record["world"]["size"]
+        return size
+
+    def _check(self) -> None:
+        """What every load asks of a record and an index."""
+        lies = sorted(self._lies())
+        if lies:
+            raise CheckpointError(
+                f"{self.folder} lies: its hashes hold, but no save_state() leaves such a record, or such an index: "
+                f"{', '.join(lies)}. Load another checkpoint."
+            )
+
+    def _lies(self) -> Iterator[str]:
+        record = self.manifest.record
+        for name, is_right in _RECORD.items():
+            if not is_right(record.get(name)):
+                yield f"{name.replace('_', ' ')}: {record.get(name)!r:.80}"
+        needed = set(_ALWAYS)
+        for kind in (OPTIMIZER, SCHEDULER, LOADER, OBJECT):
+            needed |= {f"{kind}.{number}" for number in range(len(self.units(kind)))}
+        needed |= {f"{unit}.{VALUES}" for unit in needed if unit.startswith(f"{OPTIMIZER}.")}
+        if missing := needed - self.index.objects.keys():
+            yield f"missing: {sorted(missing)}"
+        if strange := [unit for unit in self.units(MODEL) if not _is_model(unit)]:
+            yield f"models that are called {strange!r:.80}"
+
+    def reader(self, file: str) -> PartReader:
+        """The reader of a file, which is opened, and its header verified, once."""
+        if file not in self._readers:
+            path = self.folder / self.manifest.data / file
+            self._readers[file] = self._open.enter_context(PartReader(path, self.index.files[file]))
+        return self._readers[file]
+
+    def names(self, unit: str) -> list[str]:
+        """The names of the tensors of a unit, without it; aliases too."""
+        prefix = f"{unit}/"
+        return [
+            name.removeprefix(prefix) for name in (*self.index.tensors, *self.index.aliases) if name.startswith(prefix)
+        ]
+
+    def units(self, kind: str) -> list[str]:
+        """The units of a kind that have tensors or objects, without what belongs to another unit: "model.0", "model.1"."""
+        every = {name.partition("/")[0] for name in self.index.tensors} | self.index.objects.keys()
+        own = {unit for unit in every if unit.partition(".")[0] == kind and unit.rpartition(".")[2] != VALUES}
+        return sorted(own, key=lambda unit: (len(unit), unit))
+
+    def components(self) -> set[str]:
+        """The units that are the states of components, such as "precision" and "plugin.0"."""
+        return {unit for unit in self.index.objects if unit.partition(".")[0] in COMPONENTS}
+
+    def jobs(self, name: str, entry: Entry, rank: int, ranks: int) -> Iterator[Job]:
+        """What is to be done so that the tensors of an entry hold what the checkpoint has under `name`.
+
+        Args:
+            rank, ranks: for terms: a term of its own, if as many ranks as here saved them, else the mean of all.
+        """
+        if isinstance(entry, Elementwise):
+            yield from self._boxes(name, entry)
+        elif isinstance(entry, Partial):
+            yield partial(self._read_terms, name, entry.data, rank, ranks)
+        elif isinstance(entry, Replicated):
+            yield from self._boxes(name, Elementwise.whole(entry.data))  # a buffer here may be a parameter there
+
+    def opaque(self, name: str, part: str) -> Any:
+        """The value of a part of an opaque entry. Raises `CheckpointError` if the checkpoint has no such part."""
+        parts: list[Mapping[str, Any]] = self.index.tensors[name]["parts"]
+        for each in parts:
+            if each["part"] == part:
+                return self._decoded(each, name)
+        raise CheckpointError(
+            f"{self.folder}: {part!r} of {name!r} was to be loaded, but the checkpoint has {[each['part'] for each in parts]}: it "
+            f"cannot be cut in another way. Load it on as many ranks, under the same strategy, as saved it."
+        )
+
+    def object(self, unit: str, rank: int, ranks: int) -> Any:
+        """The object of a unit as it was on a rank, for a world of `ranks`.
+
+        Raises:
+            CheckpointError: if it was another one on each rank, and there were more ranks, or fewer, than now.
+        """
+        entries = self.index.objects[unit]
+        if entries[0]["ranks"] == "all":
+            return self._decoded(entries[0], unit)
+        if ranks != self.world_size:
+            raise CheckpointError(
+                f"{unit} was not the same on all of the {self.world_size} ranks that saved it, so {ranks} cannot be given "
+                f"theirs. Load it on {self.world_size} ranks, or let its state_dict() be the same on every rank."
+            )
+        return self.object_of(unit, rank)
+
+    def object_of(self, unit: str, rank: int) -> Any:
+        """The object of a unit as a rank of the world that saved it had it."""
+        for entry in self.index.objects[unit]:
+            if entry["ranks"] == "all" or rank in entry["ranks"]:
+                return self._decoded(entry, unit)
+        raise CheckpointError(f"{self.folder}: the checkpoint has no {unit} of rank {rank}. Load another checkpoint.")
+
+    def objects(self, unit: str) -> list[Any]:
+        """The different objects of a unit."""
+        return [self._decoded(entry, unit) for entry in self.index.objects[unit]]
+
+    def described(self, unit: str) -> dict[str, SavedEntry]:
+        """Every entry of a unit, without its data; aliases left out."""
+        found = {}
+        prefix = f"{unit}/"
+        for name, record in self.index.tensors.items():
+            if name.startswith(prefix):
+                opaque = record["kind"] == "opaque"
+                signatures = {part["part"]: part["signature"] for part in record["parts"]} if opaque else {}
+                shape, dtype = ((), None) if opaque else (tuple(record["shape"]), self.index.dtype(name))
+                found[name.removeprefix(prefix)] = SavedEntry(record["kind"], shape, dtype, signatures)
+        return found
+
+    def verify_objects(self, share: int, shares: int) -> None:
+        """Reads those objects of which the first rank is in a share of the ranks that saved: a load may have no use for them."""
+        for entries in self.index.objects.values():
+            for entry in entries:
+                first = 0 if entry["ranks"] == "all" else entry["ranks"][0]
+                if first % shares == share:
+                    self._tensors(entry)
+
+    def _boxes(self, name: str, entry: Elementwise) -> Iterator[Job]:
+        stored = StoredBoxes(name, self.index.boxes(name))
+        for piece in entry.pieces:
+            for copy in stored.copies(piece.box):
+                out = piece.data[copy.target.slices] if piece.box.sizes else piece.data
+                yield partial(self.reader(copy.stored.file).read_box, copy.stored.key, copy.source, out)
+
+    def _read_terms(self, name: str, out: torch.Tensor, rank: int, ranks: int) -> None:
+        parts: Sequence[Mapping[str, Any]] = self.index.tensors[name]["parts"]
+        if len(parts) == ranks:
+            (own,) = (part for part in parts if part["rank"] == rank)
+            self.reader(own["file"]).read(own["key"], out, cast=True)  # who keeps gradients says in which dtype
+            return
+        total = torch.zeros_like(out)
+        for part in parts:
+            total += self.reader(part["file"]).tensor(part["key"]).to(out.device)
+        out.copy_(total / len(parts))
+
+    def _decoded(self, entry: Mapping[str, Any], name: str) -> Any:
+        value = decode(entry["skeleton"], self._tensors(entry), name)
+        check_value(name, value, self._device)
+        return value
+
+    def _tensors(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {path: self.reader(place["file"]).tensor(place["key"]) for path, place in entry["tensors"].items()}
+
+
+def _is_model(unit: Any) -> bool:
+    return isinstance(unit, str) and re.fullmatch(rf"{MODEL}\.[0-9]+", unit) is not None
+
+
+def _are_tracked(value: Any) -> bool:
+    """Whether they say, by rank, where a run is recorded; or nothing."""
+    return isinstance(value, list) and all(
+        not each or (isinstance(each, dict) and all(type(each.get(key)) in types for key, types in _TRACKED.items()))
+        for each in value
+    )
+
+
+def _are_positions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        each is None or (isinstance(each, dict) and type(each.get("global_batch")) in (int, type(None)))
+        for each in value
+    )
+
+
+_RECORD: Mapping[str, Callable[[Any], bool]] = {
+    "world": lambda value: isinstance(value, dict) and type(value.get("size")) is int and value["size"] > 0,
+    "models": lambda value: type(value) is int and value >= 0,
+    "left_to_hooks": lambda value: isinstance(value, list) and all(map(_is_model, value)),
+    "iteration": lambda value: value is None or (type(value) is int and value >= 0),
+    "tracking": lambda value: value is None or _are_tracked(value),  # None: of before runs were recorded
+    "window": lambda value: isinstance(value, dict) and type(value.get("steps")) is int,
+    "positions": _are_positions,
+}
+"""What a load takes from a record, and what it has to be."""
+
+
+class SavedState:
+    """An optimizer in a checkpoint, as `accel_checkpoint.optimizers.optimizer_state.SavedOptimizer` asks for it.
+
+    Args:
+        checkpoint: is open.
+        unit: such as "optimizer.0".
+        rank, ranks: who loads it.
+
+    Attributes:
+        pending: what fills the tensors that `read` was given.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, unit: str, rank: int, ranks: int) -> None:
+        self._checkpoint = checkpoint
+        self._unit = unit
+        self._place = rank, ranks
+        state = checkpoint.object(unit, rank, ranks)
+        self.kind: str = state["kind"]
+        self.groups: list[dict[str, Any]] = state["groups"]
+        self.whole: Any = state["whole"]
+        self.values: dict[str, dict[str, Any]] = {}
+        for values in checkpoint.objects(f"{unit}.{VALUES}"):  # a rank has those of the parameters that it owns
+            self.values.update(values)
+        self.pending: list[Job] = []
+        for name, record in checkpoint.index.tensors.items():
+            if record["kind"] == "opaque" and name.startswith(f"{unit}/"):
+                check_opaque(name, record["parts"])
+
+    def described(self) -> Mapping[str, SavedEntry]:
+        """Every entry."""
+        return self._checkpoint.described(self._unit)
+
+    def read(self, name: str, entry: Entry) -> Any:
+        """Fills the tensors of an entry; for an `Opaque`, returns the value of its part."""
+        full = f"{self._unit}/{name}"
+        if isinstance(entry, Opaque):
+            return self._checkpoint.opaque(full, entry.part)
+        jobs = self._checkpoint.jobs(full, entry, *self._place)
+        if isinstance(entry, Elementwise):
+            self.pending.extend(jobs)  # moments are large: several threads read them
+            return None
+        for job in jobs:
+            job()
+        return None

@@ -1,0 +1,66 @@
+"""What a manifest says of the run that saved a checkpoint: for people, and for messages.
+
+Nothing of the training is restored from it. Trackers go on with the run that it names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accel_core import World
+    from accel_core.api.checkpoint import Accumulation, Explanation, Prepared
+
+
+def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
+    """What stays as it is in a run: the world, versions, every option and component with its source. As JSON."""
+    explained = explanation.as_dict()
+    return {
+        "accel-core": version("accel-core"),
+        "torch": torch.__version__,
+        "world": {"size": world.size, "source": world.source, "device": world.device.type},
+        "components": explained["parts"],
+        "options": explained["settings"],
+    }
+
+
+def whereabouts(prepared: Prepared, accumulation: Accumulation) -> dict[str, Any]:
+    """Where a run stands, as JSON."""
+    return {
+        "backwards": accumulation.total_backwards,
+        "window": {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps},
+        "positions": [_position(loader) for loader in prepared.loaders],
+    }
+
+
+def _position(loader: Any) -> dict[str, int | None] | None:
+    """Epoch and samples, of a loader that says them, and the rows of a batch over all ranks."""
+    state = loader.state_dict() if callable(getattr(loader, "state_dict", None)) else {}
+    names = ("seed", "epoch", "samples")
+    if not all(type(state.get(name)) is int for name in names):
+        return None
+    return {**{name: state[name] for name in names}, "global_batch": getattr(loader, "total_batch_size", None)}
+
+
+def warn_of_batches(record: Mapping[str, Any], prepared: Prepared, accumulation: Accumulation) -> None:
+    """Warns if a step of the optimizer is about to use more samples, or fewer, than in the run that was saved."""
+    steps = record.get("window", {}).get("steps", 1)
+    for number, (loader, saved) in enumerate(zip(prepared.loaders, record.get("positions", ()), strict=False)):
+        own, other = getattr(loader, "total_batch_size", None), (saved or {}).get("global_batch")
+        if own is None or other is None:
+            continue
+        here, there = own * accumulation.steps, other * steps
+        if here != there:
+            warnings.warn(
+                f"load_state() goes on with {here} samples in a step of the optimizer, and the run that was saved had {there} "
+                f"(loader {number}, over all ranks and micro-batches): what is left has {there / here:.3g} times as many steps, so a "
+                f"schedule that counts steps does not end with the training. Keep the global batch, by split_batches=True, another "
+                f"batch_size or gradient_accumulation_steps; or make the schedule for the steps that are left.",
+                stacklevel=2,
+            )
+            return

@@ -1,0 +1,282 @@
+"""What of a run is saved: all that `prepare` was given, and all else that the next step depends on.
+
+model.<i>/<name>             entries of the i-th prepared model
+optimizer.<i>/<parameter>/<key>      entries of the i-th optimizer; the object optimizer.<i> has its groups
+gradient/<parameter>         of a window of accumulation that is open
+scheduler.<i>, loader.<i>, object.<i>    what their state_dict() gave; object: in the order of register_for_checkpointing
+precision, strategy, plugin.<i>      of components that have a state
+accumulation                 where the window stands
+random                       the random streams of each rank
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import Run, check_random_state, exchange, has_state, held_by, is_state
+from accel_core.api.component import capture_random_state
+from accel_core.api.layouts import Alias, Entry, Partial, State
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_checkpoint.optimizers.optimizer_state import OptimizerState
+
+MODEL, OPTIMIZER, SCHEDULER, LOADER, OBJECT = "model", "optimizer", "scheduler", "loader", "object"
+GRADIENT, ACCUMULATION, RANDOM = "gradient", "accumulation", "random"
+COMPONENTS = ("precision", "strategy", "plugin")
+VALUES = "values"  # of an optimizer: what is no tensor in the state of its parameters
+
+
+@dataclass
+class Content:
+    """What one rank has of a checkpoint that is to be written.
+
+    Args:
+        state: entries by name.
+        objects: what is encoded, by unit.
+        versions: of the pieces of elementwise entries, by name, as they were when the content was kept.
+    """
+
+    state: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def stateful(run: Run) -> dict[str, Any]:
+    """Everything whose state is an object, by the name under which it is saved."""
+    prepared = run.prepared
+    numbered = ((LOADER, prepared.loaders), (SCHEDULER, prepared.schedulers), (OBJECT, run.registered))
+    found = {f"{kind}.{number}": each for kind, several in numbered for number, each in enumerate(several)}
+    return found | {name: each for name, each in run.components.items() if has_state(each)}
+
+
+def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
+    """What this rank has. No collective.
+
+    Args:
+        run: what is saved.
+        leave_out: the models that a hook of the user's saves.
+
+    Raises:
+        CheckpointError: for what has no state that could be saved, naming it.
+    """
+    content = Content()
+    # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
+    content.objects[RANDOM] = capture_random_state(run.world.device)
+    for number in range(len(run.models())):
+        if number not in leave_out:
+            content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))
+    for number, state in enumerate(run.optimizer_states()):
+        if run.prepared.drifted and not run.world.is_main:
+            state = replace(state, values={}, entries={})  # every rank has its own, and that of the main process counts
+        _add_optimizer(content, f"{OPTIMIZER}.{number}", state)
+    for unit, each in stateful(run).items():
+        content.objects[unit] = _state_of(unit, each)
+    content.objects[ACCUMULATION] = run.accumulation.state_dict()
+    return content
+
+
+def check_moment(run: Run) -> None:
+    """Raises `CheckpointError` where a loop that is resumed could not go on: in the middle of a micro-batch. No collective."""
+    accumulation = run.accumulation
+    _check_together(run)
+    if not accumulation.inside:
+        _check_stepped(run)
+        return
+    if not accumulation.micro_backwards:
+        raise CheckpointError(
+            "save_state() was called inside accumulate() before accelerator.backward(loss): the batch at hand is behind the "
+            "loader already, and a run that resumes would never train on it. Call it after the backward, or behind the block."
+        )
+    gates = list(run.prepared.gates())
+    if gates and not accumulation.open and not any(gate.settled == accumulation.serial for gate in gates):
+        raise CheckpointError(
+            "save_state() was called between the backward that closes a window of accumulation and optimizer.step(): a run "
+            "that resumes would never take that step. Call it after the step, or behind the accumulate() block."
+        )
+
+
+def _check_together(run: Run) -> None:
+    """Raises while ranks train by themselves, and warns if they only did so before: optimizers know of it."""
+    apart = run.prepared.apart
+    if not run.prepared.drifted:
+        return
+    if apart is not None and apart():
+        raise CheckpointError(
+            f"save_state() was called inside LocalSGD, {apart()} steps after the last average: every rank has a model of its own "
+            f"now. Call it right behind a LocalSGD.step() that averages, or behind the block."
+        )
+    warnings.warn(
+        "save_state() was called after LocalSGD: the models of all ranks are the same, but their optimizers have stepped alone. "
+        "The optimizer state of rank 0 is saved, for all ranks.",
+        stacklevel=2,
+    )
+
+
+def _check_stepped(run: Run) -> None:
+    """The same for loops that never call `accumulate`, whose gradients nobody counts."""
+    prepared, accumulation = run.prepared, run.accumulation
+    if accumulation.serial or prepared.fused or not prepared.optimizers:
+        return
+    if any(gate.seen_backwards == accumulation.total_backwards for gate in prepared.gates()):
+        return
+    held = [parameter for optimizer in prepared.optimizers for parameter in held_by(optimizer)]
+    present = prepared.gradients.tensors(held)
+    if any(map(torch.any, present)) if prepared.gradients.are_elsewhere else present:
+        raise CheckpointError(
+            "save_state() was called between accelerator.backward(loss) and optimizer.step(): a run that resumes would never "
+            "take that step. Call it after the step; or after optimizer.zero_grad(), if the gradients are not wanted. In the "
+            "middle of a window it can be called where accelerator.accumulate(model) counts the micro-batches."
+        )
+
+
+def has_pending(run: Run) -> bool:
+    """Whether a window is open that has had a backward."""
+    return run.accumulation.open and run.accumulation.backwards > 0
+
+
+def pending_gradients(run: Run) -> dict[str, Entry]:
+    """The gradients of a window that is open.
+
+    A collective: a parameter may have a gradient on some ranks only.
+
+    Raises:
+        CheckpointError: on every rank, under a strategy that keeps gradients in its own way.
+    """
+    accumulation = run.accumulation
+    named, found, in_parts = dict(named_parameters(run)), dict[str, torch.Tensor](), False
+    names = {id(parameter): name for name, parameter in named.items()}
+    for parameter, gradient in run.prepared.gradients.of(named.values()):
+        name = names[id(parameter)]
+        in_parts |= gradient.shape != parameter.shape
+        found[name] = gradient.detach() if name not in found or in_parts else found[name] + gradient.detach()
+    refused = in_parts or not run.strategy.replicates_parameters
+    ranks = exchange(run.world, "for the names of gradients", (list(found), refused))
+    if any(refused for _, refused in ranks):
+        raise CheckpointError(
+            f"A checkpoint was asked for inside a window of accumulation, after {accumulation.position} of "
+            f"{accumulation.size} micro-batches, and the strategy {type(run.strategy).__name__} cannot save the gradients "
+            f"that are pending. Save when accelerator.sync_gradients is True."
+        )
+    wanted = sorted({name for present, _ in ranks for name in present})
+    return {
+        f"{GRADIENT}/{name}": Partial(found[name] if name in found else torch.zeros_like(named[name]))
+        for name in wanted
+    }
+
+
+def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter that a backward may give a gradient, under the name that its gradient is saved by."""
+    names = run.names()
+    for position, parameter in enumerate(run.prepared.learned()):
+        yield names.get(id(parameter), f"loose.{position}"), parameter
+
+
+def check_value(name: str, value: Any, device: torch.device | None) -> None:
+    """Raises `CheckpointError` for a value that no save leaves in a unit of ours: so a load restores nothing then.
+
+    Args:
+        name: of a unit, such as "random", or of an opaque entry of one; what objects of the user's hold is not looked at.
+        value: what is decoded.
+        device: whose random stream is among those that would be restored; None: the CPU's alone.
+    """
+    kind, _, rest = name.partition(".")
+    why = "it is of another kind"
+    if name == RANDOM:
+        why = _misfit_of_streams(value, device)
+    elif name == ACCUMULATION and is_state(value):
+        why = ""
+    elif kind == OPTIMIZER and "/" in rest:
+        why = "" if _is_opaque(value) else why
+    elif kind == OPTIMIZER and rest.endswith(VALUES):
+        why = "" if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()) else why
+    elif kind == OPTIMIZER:
+        why = "" if _is_optimizer(value) else why
+    elif name != ACCUMULATION:
+        why = ""
+    if why:
+        raise _lie(name, why)
+
+
+def check_opaque(name: str, parts: Sequence[Mapping[str, Any]]) -> None:
+    """The same of an opaque entry of an optimizer, before its tensors are read: these may be large."""
+    for part in parts:
+        skeleton = part["skeleton"]
+        known = isinstance(skeleton, dict) and skeleton.keys() == {"state", "laid_out"}
+        if not known or not all(isinstance(skeleton[key], kind) for key, kind in (("state", dict), ("laid_out", list))):
+            raise _lie(name, "it is of another kind")
+
+
+def _lie(name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: {why}. Load another "
+        f"checkpoint."
+    )
+
+
+def _misfit_of_streams(value: Any, device: torch.device | None) -> str:
+    """Why random streams would not take a value; empty if they would."""
+    try:
+        check_random_state(value, device)
+    except CheckpointError:  # what is missing here: the value may be right
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever values of another kind bring about)
+        return f"{type(error).__name__}: {error!s:.200}"
+    return ""
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() >= {"kind", "groups", "whole"} or type(value["kind"]) is not str:
+        return False
+    groups = value["groups"]
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and _are_names(group.get("names")) for group in groups
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether it is what an optimizer keeps of a parameter, by key, and which keys of it are laid out like that."""
+    if not isinstance(value, dict) or value.keys() != {"state", "laid_out"} or not isinstance(value["state"], dict):
+        return False
+    return isinstance(value["laid_out"], list) and all(key in value["state"] for key in value["laid_out"])
+
+
+def _add_optimizer(content: Content, unit: str, state: OptimizerState) -> None:
+    content.state.update(within(unit, state.entries))
+    content.objects[unit] = {"kind": state.kind, "groups": state.groups, "whole": state.whole}
+    content.objects[f"{unit}.{VALUES}"] = state.values
+
+
+def within(unit: str, state: State) -> dict[str, Entry]:
+    """A state under the names that it has in a checkpoint."""
+    return {
+        f"{unit}/{name}": Alias(f"{unit}/{entry.of}") if isinstance(entry, Alias) else entry
+        for name, entry in state.items()
+    }
+
+
+def _state_of(unit: str, each: Any) -> Any:
+    if not has_state(each):
+        raise CheckpointError(
+            f"{unit} is a {type(each).__name__} without state_dict() and load_state_dict(), so where it stands cannot be "
+            f"saved. {_HINTS.get(unit.partition('.')[0], 'Give it these two methods.')}"
+        )
+    return each.state_dict()
+
+
+_HINTS = {
+    LOADER: "Install a loader component whose loaders have a position (pip install accel-data), or leave the loader out of "
+    "prepare().",
+    SCHEDULER: "Give it these two methods, or leave it out of prepare().",
+}

@@ -1,0 +1,326 @@
+"""Saving a checkpoint: all ranks agree on who writes what, write, and the main process publishes.
+
+The order of things, each of which fails on all ranks or on none:
+
+    begin      the main process makes the data folder; a place that is taken is refused before anything is written
+    hooks      the user's own files go into the folder, and models may be left to them
+    portray    every rank says what it has; from that each knows who writes what
+    write      every rank writes its file, or copies it to be written behind
+    publish    the main process writes index and manifest, and only then removes what was there before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_checkpoint.assembling import Weights
+from accel_checkpoint.background import Job
+from accel_checkpoint.files.folder import Draft
+from accel_checkpoint.files.manifest import Manifest
+from accel_checkpoint.plan import plan
+from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, has_pending, pending_gradients
+from accel_checkpoint.writing import (
+    Portrait,
+    Work,
+    Written,
+    encode_objects,
+    file_name,
+    firsts,
+    index_of,
+    keep,
+    portray,
+)
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import Run, everywhere, exchange, on_each_rank, on_main_rank
+from accel_core.api.component import broadcast_object, gather_objects
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_checkpoint.background import Background, Mode
+    from accel_checkpoint.codec import Encoded
+    from accel_core.api.checkpoint import SaveHook
+
+VISIBLE = 5.0
+"""Seconds after which every rank sees the folder that the main process made, if they share it."""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is asked of one save.
+
+    Args:
+        folder: where to.
+        each_node: whether every node writes a full set, into its own file system.
+        mode: how it is written behind; None: it is not.
+        record: what the manifest says of the run, as JSON.
+        hooks: what the user has registered.
+        published: is called on the process that publishes, afterwards.
+    """
+
+    folder: Path
+    each_node: bool
+    mode: Mode | None
+    record: Mapping[str, Any]
+    hooks: Sequence[SaveHook]
+    published: Callable[[], None]
+
+
+def save(run: Run, request: SaveRequest, background: Background) -> None:
+    """Saves a checkpoint, or begins to. A collective; the last asynchronous save has ended.
+
+    Raises:
+        CheckpointError: on every rank, for what cannot be saved; for a place that is taken.
+        OSError: on every rank, if a rank cannot write.
+    """
+    if request.mode == "lazy" and run.world.size == 1 and not request.hooks:
+        _save_lazily_alone(run, request, background)
+        return
+    hooked = _compare_calls(run, request)
+    members = _members(run, request.each_node)
+    draft = _begin(run, request, members)
+    publishes = run.world.rank == members[0]
+    try:
+        left = _run_hooks(run, request) if hooked else []
+        work, portraits = _agree(run, draft, members, left)
+        publication = _Publication(draft, _record(run, request, left), portraits, request.published)
+        if request.mode is not None:
+            publisher = publication if publishes else None
+            mode = request.mode
+            everywhere(
+                run.world,
+                "for copies to be taken",
+                lambda: background.start(work, draft.data, publisher, members, mode),
+            )
+            return
+        written = everywhere(run.world, "for all to have written", lambda: work.write(draft.data))
+        own = [written[rank] for rank in members]
+        everywhere(run.world, "to publish", lambda: publication.publish(own) if publishes else None)
+        everywhere(run.world, "for what is replaced to be removed", lambda: publication.finish() if publishes else None)
+    except BaseException:
+        background.abandon()  # it has begun on other ranks, perhaps
+        if publishes:
+            draft.discard()
+        raise
+
+
+def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -> None:
+    """Nobody is to agree: what would have been asked of the other ranks is left to the thread."""
+    _, pending = _window(run)
+    draft = Draft.begin(request.folder)
+    try:
+        content = collect(run)
+        content.state.update(pending_gradients(run) if pending else {})
+        encoded = encode_objects(content)
+        keep(content, encoded)
+        record = _record(run, request, ())
+
+        def prepare() -> Job:
+            portraits = [portray(content, encoded)]
+            (tasks,) = plan([portraits[0].claims])
+            work = Work(file_name(0))
+            for task in tasks:
+                work.add_task(task, content)
+            for unit, value in encoded.items():
+                work.add_object(unit, "all", value)
+            return Job(work, _Publication(draft, record, portraits, request.published))
+
+        background.start_alone(prepare, draft)
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _record(run: Run, request: SaveRequest, left: Sequence[int]) -> dict[str, Any]:
+    """What the manifest says of the run."""
+    models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
+    return {**request.record, **models}
+
+
+@dataclass(frozen=True)
+class _Publication:
+    """A draft that becomes a checkpoint."""
+
+    draft: Draft
+    record: Mapping[str, Any]
+    portraits: Sequence[Portrait]
+    published: Callable[[], None]
+
+    def publish(self, written: list[Written]) -> None:
+        index = index_of(self.portraits, written)
+        record = index.write(self.draft.data)
+        sizes = {name: stored.nbytes for name, stored in index.files.items()}
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
+
+    def finish(self) -> None:
+        self.draft.sweep()
+        self.published()
+
+    def discard(self) -> None:
+        self.draft.discard()
+
+
+def _compare_calls(run: Run, request: SaveRequest) -> bool:
+    """Raises if the ranks save into different folders. Returns whether any of them has hooks."""
+    calls = exchange(run.world, "to begin a save", (request.each_node, str(request.folder), len(request.hooks)))
+    folders = [folder for _, folder, _ in calls]
+    if len({each_node for each_node, _, _ in calls}) > 1:
+        raise CheckpointError(
+            "save_state() was called with save_on_each_node=True on some ranks, and without it on others. Give every rank the same "
+            "ProjectConfiguration."
+        )
+    if not request.each_node and len(set(folders)) > 1:
+        raise CheckpointError(
+            f"save_state() was given another folder on each rank: {', '.join(folders)}. Give all of them the same one: a time in its "
+            f"name is best taken by the main process, and broadcast."
+        )
+    return any(hooks for _, _, hooks in calls)
+
+
+def _members(run: Run, each_node: bool) -> list[int]:
+    """The ranks that write into the same folder as this one."""
+    world = run.world
+    if not each_node:
+        return list(range(world.size))
+    places = gather_objects([(socket.gethostname(), world.local_rank)], world)
+    # Two launches on one host are two nodes: the n-th rank with a local rank belongs to the n-th of them.
+    nodes = [(host, places[:rank].count((host, local))) for rank, (host, local) in enumerate(places)]
+    return [rank for rank, node in enumerate(nodes) if node == nodes[world.rank]]
+
+
+def _begin(run: Run, request: SaveRequest, members: Sequence[int]) -> Draft:
+    world = run.world
+    if not request.each_node:
+        return on_main_rank(world, lambda: Draft.begin(request.folder))
+    identity = broadcast_object(secrets.token_hex(8), world)
+    draft = Draft(request.folder, identity)
+    begins = world.rank == members[0]
+    # One node before the others, who see its folder if it is theirs too.
+    begun: list[Draft] = []  # a draft holds a lock, which does not travel
+
+    def begin() -> None:
+        begun.append(_begin_here(draft))
+
+    everywhere(world, "for the first node to begin", lambda: begin() if world.is_main else None)
+    everywhere(world, "to begin", lambda: begin() if begins and not world.is_main else None)
+    return begun[0] if begun else draft
+
+
+def _begin_here(draft: Draft) -> Draft:
+    if draft.data.exists():
+        raise CheckpointError(
+            f"save_on_each_node=True was asked for, but another node has made {draft.data} already: the nodes share this folder. "
+            f"Use ProjectConfiguration(save_on_each_node=False)."
+        )
+    return Draft.begin(draft.folder, draft.id)
+
+
+def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
+    """Lets the user's hooks write, and says which models they have taken: those that they took on the main process."""
+    numbers = range(len(run.models()))
+    states = on_each_rank(run.world, "for hooks to be called", lambda: [run.model_state(number) for number in numbers])
+    weights: list[Mapping[str, Any]] = [
+        Weights(state, run.world, replicated=run.strategy.replicates_parameters) for state in states
+    ]
+    given = list(weights)
+    models = [record.original for record in run.models()]
+    everywhere(run.world, "for the hooks to have saved", lambda: _call_hooks(request, models, weights))
+    left = [number for number in numbers if not any(each is given[number] for each in weights)]
+    return broadcast_object(left, run.world)  # type: ignore[no-any-return]
+
+
+def _call_hooks(request: SaveRequest, models: list[nn.Module], weights: list[Mapping[str, Any]]) -> None:
+    given = list(weights)
+    for hook in request.hooks:
+        hook(models, weights, str(request.folder))
+    strangers = [each for each in weights if not any(each is known for known in given)]
+    if strangers:
+        raise CheckpointError(
+            f"A hook of register_save_state_pre_hook() put a {type(strangers[0]).__name__} into `weights`. It may take entries "
+            f"out (weights.pop()), and then saves these models itself into {request.folder}; the others are saved as they are."
+        )
+
+
+def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait]]:
+    """What this rank writes, and what every rank has."""
+    found: list[tuple[Content, dict[str, Encoded]]] = []
+    windows = everywhere(run.world, "to compare windows", lambda: _window(run))
+    positions = [position for position, _ in windows]
+    if len(set(positions)) > 1:
+        raise CheckpointError(
+            f"save_state() was called at different places of the loop: of their windows of accumulation the ranks have done "
+            f"{positions} micro-batches. Call it after the same batch on every rank."
+        )
+    gradients = pending_gradients(run) if any(pending for _, pending in windows) else {}
+
+    def portrait() -> Portrait:
+        _check_visible(draft, run.world.rank)
+        content = collect(run, left)
+        content.state.update(gradients)
+        encoded = encode_objects(content)
+        found.append((content, encoded))
+        return portray(content, encoded)
+
+    portraits = everywhere(run.world, "to know what all have", portrait)
+    _check_units(portraits)
+    content, encoded = found[0]
+    everyone = len(members) == run.world.size
+    tasks = plan([each.claims for each in portraits], None if everyone else members)[run.world.rank]
+    encodings = {run.world.rank: encoded} if everyone else dict(enumerate(gather_objects([encoded], run.world)))
+
+    def work() -> Work:
+        mine = Work(file_name(run.world.rank))
+        for task in tasks:
+            mine.add_task(task, content)
+        for unit, groups in firsts(portraits, range(run.world.size)).items():
+            for first, ranks in groups.items():
+                holders = range(run.world.size) if ranks == "all" else ranks
+                writer = next((rank for rank in members if rank in holders), members[0])
+                if writer == run.world.rank:
+                    mine.add_object(unit, ranks, encodings.get(writer if writer in holders else first, encoded)[unit])
+        return mine
+
+    return on_each_rank(run.world, "to begin writing", work), portraits
+
+
+def _window(run: Run) -> tuple[int, bool]:
+    """How many micro-batches of an open window are done, and whether they have left gradients."""
+    check_moment(run)
+    return run.accumulation.position if run.accumulation.open else 0, has_pending(run)
+
+
+def _check_units(portraits: Sequence[Portrait]) -> None:
+    """Raises for what was prepared or registered on some ranks only: no run could be given it back."""
+    every = [set(portrait.digests) for portrait in portraits]
+    partial = {unit: [rank for rank, units in enumerate(every) if unit in units] for unit in set().union(*every)}
+    lines = [f"  {unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]
+    if lines:
+        raise CheckpointError(
+            f"Not all of {len(every)} ranks have prepared and registered the same, so there is something to save of\n"
+            + "\n".join(lines)
+            + "\nCall prepare() and register_for_checkpointing() with the same objects, in the same order, on every rank."
+        )
+
+
+def _check_visible(draft: Draft, rank: int) -> None:
+    deadline = time.monotonic() + VISIBLE
+    while not draft.data.is_dir():
+        if time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # a network file system may remember for a while that nothing was there
+                os.listdir(draft.folder)
+            time.sleep(0.1)
+            continue
+        raise CheckpointError(
+            f"{draft.data} was made by the main process, and rank {rank} does not see it: the ranks do not share this folder. "
+            f"Save into one that they share, or let every node save a full set: ProjectConfiguration(save_on_each_node=True)."
+        )

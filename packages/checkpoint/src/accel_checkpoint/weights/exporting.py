@@ -1,0 +1,167 @@
+"""Weights that lie on the disk as plain safetensors: out of a checkpoint of any strategy and world size, or out of other files.
+
+No process group, no model and no class of the user's is needed. One tensor after another is read, verified where the source has
+hashes, and written, so that this takes the memory of one tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from accel_checkpoint.files.manifest import Flaw, unreplaced, unseal
+from accel_checkpoint.reading import Checkpoint
+from accel_checkpoint.run_state import MODEL
+from accel_checkpoint.weights import saving, sources
+from accel_checkpoint.weights.sources import Stored, listed
+from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES, Tensors
+from accel_core import CheckpointError
+from accel_core.api.layouts import Box
+
+Report = Callable[[str, int, int], None]
+
+_SUFFIXES = (".safetensors", ".bin", ".index.json")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: names of files, the entry first, how many tensors, how many further names of them, and their bytes."""
+
+    files: tuple[str, ...]
+    tensors: int
+    aliases: int
+    nbytes: int
+
+
+def export_weights(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    model: int | None = None,
+    overwrite: bool = False,
+    report: Report | None = None,
+) -> Exported:
+    """Writes weights under the user's names, as `save_model` does: tied ones once, published whole or not at all.
+
+    Not a collective: one process does it.
+
+    Args:
+        source: a folder of `save_state`; or a directory, a `.safetensors` or `.bin` file, or an `.index.json` as
+            `load_checkpoint_in_model` takes it.
+        directory: made if it does not exist. Other files in it stay.
+        max_shard_size: of one file, as for `save_model`.
+        model: which one of a checkpoint that holds several, by its number.
+        overwrite: whether safetensors that `save_model` wrote there before are replaced.
+        report: is called after each tensor with its name, the bytes written so far, and all bytes.
+
+    Raises:
+        CheckpointError: for a source that is damaged, and for weights that are no plain tensors. What stood in the directory
+            before stays.
+        FileNotFoundError: if there is no such source.
+        FileExistsError: if weights are there already.
+        NotADirectoryError: if `directory` is a file.
+        ValueError: for several models of which none was chosen, for a size that is none, …
+    """
+    source, directory = Path(source), Path(directory)
+    limit = saving.parse_size(max_shard_size)
+    _check_target(directory, overwrite)
+    with ExitStack() as files:
+        stored = unreplaced(source, lambda: _opened(source, model, files))
+        aliases = {name: each.key for name, each in stored.items() if each.key != name and each.key in stored}
+        unique = {name: each for name, each in stored.items() if name not in aliases}
+        sketch = {name: _sketch(source, name, each) for name, each in unique.items()}
+        parts = saving._split(sketch, aliases, limit)
+        directory.mkdir(parents=True, exist_ok=True)
+        saving._publish(directory, saving._SAFETENSORS, parts, _Reading(unique, sketch, report))
+    names = saving._SAFETENSORS.names(len(parts))
+    entry = [saving._SAFETENSORS.index] if len(parts) > 1 else []
+    return Exported((*entry, *names), len(unique), len(aliases), _nbytes(sketch))
+
+
+class _Reading:
+    """Gives the data of one tensor after another, and says how far it is."""
+
+    def __init__(self, stored: Mapping[str, Stored], sketch: Tensors, report: Report | None) -> None:
+        self._stored = stored
+        self._sketch = sketch
+        self._report = report
+        self._done, self._all = 0, _nbytes(sketch)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        value = torch.empty_like(self._sketch[name], device="cpu")
+        self._stored[name].read_box(Box.whole(tuple(value.shape)), value)
+        self._done += value.nbytes
+        if self._report is not None:
+            self._report(name, self._done, self._all)
+        return value
+
+
+def _nbytes(sketch: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in sketch.values())
+
+
+def _sketch(source: Path, name: str, stored: Stored) -> torch.Tensor:
+    if stored.obstacle is not None or stored.dtype not in SAFETENSORS_DTYPES:
+        raise CheckpointError(
+            f"The weights in {source} were to be written as safetensors, which hold plain tensors, but {name!r} is "
+            f"{stored.words}. Load them into the model, make it a plain one there, and call accelerator.save_model()."
+        )
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+
+def _check_target(directory: Path, overwrite: bool) -> None:
+    if directory.suffix in {".safetensors", ".bin"} or (directory.exists() and not directory.is_dir()):
+        text = "should be a directory for model.safetensors and its parts, but this is a file. Pass a directory"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(directory))
+    there = saving._SAFETENSORS.entry(directory)
+    if there is not None and not overwrite:
+        text = f"holds weights already: {there}. Pass another directory, or overwrite=True (--force)"
+        raise FileExistsError(errno.EEXIST, text, str(directory))
+
+
+def _opened(source: Path, model: int | None, files: ExitStack) -> dict[str, Stored]:
+    if not source.exists():
+        text = "is neither a file nor a directory. Pass a checkpoint, or weights that save_model wrote"
+        raise FileNotFoundError(errno.ENOENT, text, str(source))
+    found = unseal(source)
+    if not isinstance(found, Flaw) or found.kind in {"newer", "damaged"}:
+        checkpoint = files.enter_context(Checkpoint(source))
+        if model is None and not checkpoint.units(MODEL):
+            return sources.stored_in(source, files)  # a hook may have written files there
+        unit = _unit(checkpoint, model)
+        return {name: sources._of_checkpoint(checkpoint, unit, name) for name in checkpoint.names(unit)}
+    if model is not None:
+        raise ValueError(
+            f"Model {model} of {source} was asked for, but that is no checkpoint ({found.found}), and files of weights hold one "
+            f"model. Leave the number out, or pass a folder that save_state wrote."
+        )
+    if source.is_file() and not source.name.endswith(_SUFFIXES):
+        raise ValueError(
+            f"{source} was given, which is no file of weights: {', '.join(_SUFFIXES)}. Pass one of these, or a directory."
+        )
+    return sources.stored_in(source, files)
+
+
+def _unit(checkpoint: Checkpoint, model: int | None) -> str:
+    """The unit of the one model, or of the one that was chosen."""
+    units = {int(unit.rpartition(".")[2]): unit for unit in checkpoint.units(MODEL)}
+    left = checkpoint.manifest.record["left_to_hooks"]
+    if model is None and len(units) == 1:
+        model = next(iter(units))
+    if model in units:
+        return units[model]
+    words = [f"{number} ({len(checkpoint.names(unit))} tensors)" for number, unit in units.items()]
+    beside = f", beside {listed(left)}, left to a hook" if left else ""
+    advice = f"Say which: model={min(units)} (--model {min(units)})" if units else "Pass another checkpoint"
+    asked = "The weights" if model is None else f"Model {model}"
+    raise ValueError(
+        f"{asked} of {checkpoint.folder} were to be written, but the checkpoint has {len(units)} models: "
+        f"{listed(words) or 'none'}{beside}. {advice}."
+    )

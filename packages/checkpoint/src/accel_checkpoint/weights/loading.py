@@ -1,0 +1,348 @@
+"""Reads weights into a model: those of a checkpoint, and what `save_model` and other libraries write, as safetensors or by
+`torch.save`.
+
+What is read and where it goes are compared before anything is changed, so weights that do not fit leave the model as it was.
+Then one tensor after another goes from its file into the parameter: into its very memory where dtype and layout are equal,
+else through one copy. A `.bin` is mapped into memory; one in the format of torch before 1.6 is read whole.
+
+Where a rank has only parts of a model, it reads those parts alone. They are found in the entries that the hook `model_state`
+gives; a strategy that lays out parameters in its own way leaves a function that returns these on the prepared model, under the
+name `accel_state`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from accel_checkpoint.weights.sources import CALL, Stored, listed, stored_in, words_for
+from accel_checkpoint.weights.weight_targets import Slot, check_memory, moved, slots_in, slots_of, unwrapped
+from accel_core import CheckpointError, NotInstalledError
+from accel_core.api.layouts import Box
+
+if TYPE_CHECKING:
+    from accel_core.api.layouts import State
+
+_SLAB = 16 << 20
+"""Bytes of a tied weight that are compared at a time, if the files have it twice."""
+
+_UNSERVED = "No package offers it yet: leave it out."
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, int | str | torch.device] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = True,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Reads weights into a model: all of them, or it raises. No collective: a rank that calls it reads by itself.
+
+    Parameters and buffers stay the same objects, so an optimizer that holds them trains the new values. Names that share
+    memory in the model (tied weights) need one name in the files, and stay tied.
+
+    Args:
+        model: its parameters have memory. What is inside a compiled or data-parallel wrapper is filled; of a prepared model that
+            is cut into shards, what this rank has.
+        checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a directory that holds a
+            checkpoint of one model, as `save_state` writes it under any strategy, model.safetensors, pytorch_model.bin, an
+            index of one of these names, or a single `.safetensors` file. Where there is more than one, the first in this
+            order, the index of a name behind its file.
+        device_map: {"": device} moves the model there first. Not for shards.
+        offload_folder: not offered yet.
+        dtype: which floating tensors that are read have afterwards. None: parameters keep theirs, and values are cast. Not for
+            shards.
+        offload_state_dict: not offered yet.
+        offload_buffers: not offered yet.
+        keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of them is float32 whatever
+            `dtype` says.
+        offload_8bit_bnb: not offered yet.
+        strict: False reads what fits, and warns of the rest.
+        full_state_dict: only True: in the files, weights are whole.
+        broadcast_from_rank0: only False: every rank reads by itself.
+
+    Raises:
+        CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the weights do not fit, listing
+            what is missing, unexpected or different. The model is as it was, unless the message says that it is filled in
+            part: whether the values in a checkpoint are undamaged is known when they have been read.
+        FileNotFoundError: if there is no such file or directory, or no weights in it.
+        NotInstalledError: for what no package offers yet: other device maps, and offloading.
+        ValueError: for arguments that cannot be followed, a checkpoint of several models, and a model without memory.
+    """
+    _refuse_offloading(offload_folder, offload_state_dict, offload_buffers, offload_8bit_bnb)
+    _refuse_sharding(full_state_dict, broadcast_from_rank0)
+    device = _device(device_map)
+    inner = unwrapped(model)
+    declared: Callable[[], State] | None = getattr(inner, "accel_state", None)
+    if declared is not None:
+        _refuse_changes(device_map=device_map, dtype=dtype, keep_in_fp32_modules=keep_in_fp32_modules)
+        slots = slots_of(declared())
+    else:
+        check_memory(inner)
+        slots = slots_in(inner)
+    casts = _casts(slots, _dtype(dtype), keep_in_fp32_modules)
+    with ExitStack() as files:
+        stored = stored_in(Path(checkpoint), files)
+        misfits = _compare(slots, stored)
+        if misfits.any:
+            text = misfits.text(type(inner).__name__, checkpoint)
+            if strict:
+                raise CheckpointError(
+                    f"{text}\nRead the weights of the same model, or pass strict=False to read what fits."
+                )
+            warnings.warn(f"{text}\nThe rest was read, because of strict=False.", stacklevel=2)
+        if device is not None:
+            slots = moved(inner, slots, device)
+        _fill(slots, stored, misfits, casts, type(inner).__name__)
+
+
+def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) -> None:
+    """Reads weights into the entries of a model, as the hook `model_state` gives them: all of them, or it raises.
+
+    No collective: each rank reads what it has of them, and nothing else, but for a buffer.
+
+    Args:
+        state: what is filled. Values are cast to the dtypes in it.
+        checkpoint: as for `load_checkpoint_in_model`.
+        name: of the model, in messages.
+
+    Raises:
+        CheckpointError, FileNotFoundError, ValueError: as `load_checkpoint_in_model`; on every rank alike, if all see the same
+            files, and the damage to a file does not lie in what one of them reads.
+    """
+    slots = slots_of(state)
+    with ExitStack() as files:
+        stored = stored_in(Path(checkpoint), files)
+        misfits = _compare(slots, stored)
+        if misfits.any:
+            raise CheckpointError(f"{misfits.text(name, checkpoint)}\nPass the weights of the same model.")
+        _fill(slots, stored, misfits, lambda _: None, name)
+
+
+@dataclass
+class _Misfits:
+    """What does not fit, by name."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    different: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def any(self) -> bool:
+        return bool(self.missing or self.unexpected or self.different)
+
+    def text(self, model: str, checkpoint: str | os.PathLike[str]) -> str:
+        kinds = {
+            "missing in the file": self.missing,
+            "not in the model": self.unexpected,
+            "different": [f"{name}: {words}" for name, words in self.different.items()],
+        }
+        lines = [f"  {kind} ({len(names)}): {listed(names, '; ')}" for kind, names in kinds.items() if names]
+        return "\n".join([f"{CALL} was asked to fill {model} from {checkpoint}, but they do not fit:", *lines])
+
+
+def _casts(
+    slots: Iterable[Slot], dtype: torch.dtype | None, keep_in_fp32: Sequence[str] | None
+) -> Callable[[Slot], torch.dtype | None]:
+    """Which dtype a slot is to have; None: the one it has."""
+    modules = list(keep_in_fp32 or ())
+    if modules and dtype is None:
+        raise ValueError(
+            f"keep_in_fp32_modules={modules} was given without dtype, so there is nothing to keep them from. Pass the dtype of "
+            f"the others, or leave it out."
+        )
+    names = [name for slot in slots for name in slot.names]
+    unknown = [module for module in modules if not any(_is_below(name, module) for name in names)]
+    if unknown:
+        raise ValueError(
+            f"keep_in_fp32_modules={modules} was given, but the model has no weights below {listed(unknown)}. "
+            f"Pass names of modules as they stand in the state dict, which begins with {listed(names)}."
+        )
+
+    def cast(slot: Slot) -> torch.dtype | None:
+        if dtype is None or slot.dtype is None or not slot.dtype.is_floating_point:
+            return None
+        kept = any(_is_below(name, module) for name in slot.names for module in modules)
+        return torch.float32 if kept else dtype
+
+    return cast
+
+
+def _is_below(name: str, module: str) -> bool:
+    return f".{module}." in f".{name}"
+
+
+def _compare(slots: Sequence[Slot], stored: Mapping[str, Stored]) -> _Misfits:
+    names = {name for slot in slots for name in slot.names}
+    misfits = _Misfits(unexpected=[name for name in stored if name not in names])
+    for slot in slots:
+        found = [name for name in slot.names if name in stored]
+        if not found:
+            misfits.missing.append(slot.names[0])
+        fitting: list[Stored] = []
+        for name in found:
+            words = _difference(slot, stored[name]) or _contradiction(fitting, stored[name])
+            if words is None:
+                fitting.append(stored[name])
+            else:
+                misfits.different[name] = words
+    return misfits
+
+
+def _difference(slot: Slot, stored: Stored) -> str | None:
+    if slot.obstacle is not None:
+        return slot.obstacle
+    if stored.obstacle or slot.shape != stored.shape or _kind(slot.dtype) != _kind(stored.dtype):
+        return f"{stored.words} in the file, {words_for(slot.dtype, slot.shape)} in the model"
+    return None
+
+
+def _contradiction(tied: Sequence[Stored], stored: Stored) -> str | None:
+    """What to say if the model ties a tensor to those, and the files have another value for it."""
+    if not tied or (tied[0].file, tied[0].key) == (stored.file, stored.key):
+        return None
+    if stored.dtype == tied[0].dtype and all(
+        torch.equal(_bytes_of(stored, box), _bytes_of(tied[0], box)) for box in _slabs(stored)
+    ):
+        return None
+    return f"tied to {tied[0].key} in the model, but of another value in the file"
+
+
+def _slabs(stored: Stored) -> Iterator[Box]:
+    """Boxes of a tensor that follow each other, so small that two of them need no memory worth mentioning."""
+    assert stored.dtype is not None, "it fits"
+    nbytes = math.prod(stored.shape) * stored.dtype.itemsize
+    if nbytes <= _SLAB:
+        yield Box.whole(stored.shape)
+        return
+    length, *rest = stored.shape
+    rows = max(_SLAB * length // nbytes, 1)
+    for start in range(0, length, rows):
+        yield Box((start, *(0 for _ in rest)), (min(rows, length - start), *rest))
+
+
+def _bytes_of(stored: Stored, box: Box) -> torch.Tensor:
+    value = torch.empty(box.sizes, dtype=stored.dtype)
+    stored.read_box(box, value)
+    return value.view(-1).view(torch.uint8)
+
+
+def _kind(dtype: torch.dtype | None) -> str:
+    """Values of one kind can be cast to each other as training does."""
+    if dtype is None or dtype is torch.bool:
+        return str(dtype)
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
+
+
+@torch.no_grad()
+def _fill(
+    slots: Iterable[Slot],
+    stored: Mapping[str, Stored],
+    misfits: _Misfits,
+    casts: Callable[[Slot], torch.dtype | None],
+    model: str,
+) -> None:
+    try:
+        for slot in slots:
+            source = next((name for name in slot.names if name in stored and name not in misfits.different), None)
+            if source is not None:
+                _cast(slot.tensors, casts(slot))
+                for box, data in slot.pieces:
+                    stored[source].read_box(box, data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {model} is filled in part: fill it anew before it is used.") from error
+
+
+def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Gives tensors of one memory another one, of `dtype`, for values to come."""
+    if dtype is None or tensors[0].dtype == dtype:
+        return
+    memory = torch.empty_like(tensors[0], dtype=dtype)
+    for tensor in tensors:
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = memory
+        if gradient is not None:
+            tensor.grad = gradient.to(dtype)
+
+
+def _refuse_offloading(
+    offload_folder: object, offload_state_dict: bool, offload_buffers: bool, offload_8bit_bnb: bool
+) -> None:
+    given = {
+        "offload_folder": offload_folder,
+        "offload_state_dict": offload_state_dict,
+        "offload_buffers": offload_buffers,
+        "offload_8bit_bnb": offload_8bit_bnb,
+    }
+    asked = [f"{name}={value!r}" for name, value in given.items() if value not in (None, False)]
+    if asked:
+        raise NotInstalledError(
+            f"{CALL} was asked for {', '.join(asked)}, but accel-core keeps models in memory. {_UNSERVED}"
+        )
+
+
+def _refuse_changes(**given: object) -> None:
+    asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if asked:
+        raise ValueError(
+            f"{CALL} was asked for {' and '.join(asked)}, but this model is cut into shards, which stay where they are and as "
+            f"they are. Leave it out: values are cast to the dtypes that the parameters have. Choose these before prepare(), or "
+            f"by mixed_precision=."
+        )
+
+
+def _refuse_sharding(full_state_dict: bool, broadcast_from_rank0: bool) -> None:
+    asked = []
+    if not full_state_dict:
+        asked.append("full_state_dict=False")
+    if broadcast_from_rank0:
+        asked.append("broadcast_from_rank0=True")
+    if asked:
+        raise ValueError(
+            f"{CALL} was asked for {' and '.join(asked)}, but every rank reads whole weights by itself, or "
+            f"what it has of them where a prepared model is cut into shards. Leave it out."
+        )
+
+
+def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> torch.device | None:
+    if device_map is None:
+        return None
+    if isinstance(device_map, str) or list(device_map) != [""] or device_map[""] == "disk":
+        raise NotInstalledError(
+            f"{CALL} was given device_map={device_map!r}, but accel-core puts a model on one device, as in {{'': 'cpu'}}. "
+            f"{_UNSERVED}"
+        )
+    try:
+        device = torch.device(device_map[""])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device_map={device_map!r} names no device: {error}. Pass one such as {{'': 'cpu'}}."
+        ) from error
+    if device.type == "meta":
+        raise ValueError(f"device_map={device_map!r} leaves no memory to read weights into. Pass another device.")
+    return device
+
+
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"dtype={given!r} is no floating dtype. Pass one such as torch.bfloat16 or 'bfloat16', or leave it out."
+        )
+    return dtype

@@ -1,0 +1,382 @@
+"""A model's weights as plain files that any library loads: what `Accelerator.save_model` and `Accelerator.save` write.
+
+    model.safetensors                       everything, if it fits into one file; else
+    model-00001-of-00003.safetensors, …     the parts, and
+    model.safetensors.index.json            which tensor is in which part
+
+With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`.
+
+**Saving again** into the same directory is safe: new files are written under temporary names and synced to the disk, then
+renamed, the one through which readers enter last; only then our stale parts are removed. At every moment a reader finds
+one whole set, the old or the new, so neither a full disk nor a kill costs the weights that were there; the disk needs room
+for both. Files with other names are never touched. A set in the other format stays; a `.bin` beside safetensors is refused,
+because readers prefer the latter.
+
+**Tied weights** are written once, under the first of their names. The other names stand in the metadata of the safetensors
+file: `"aliases": '{"head.weight": "embedding.weight"}'`. `read_weights` gives them back, so that a strict `load_state_dict`
+passes; `safetensors.torch.load_model` and transformers know by themselves which weights of the model are tied. A `.bin`
+holds all names.
+
+**A model that is cut into shards** is written tensor by tensor: the main process reads one from the ranks that have it, writes
+it, and drops it, so it holds its shard, one tensor and a buffer. `torch.save` wants the tensors of a file all at once: choose a
+`max_shard_size` that fits into memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import nn
+
+from accel_checkpoint.assembling import WeightGather
+from accel_checkpoint.weights import tensor_files
+from accel_checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
+from accel_core.api.component import flatten
+
+if TYPE_CHECKING:
+    from accel_core import World
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?((?:[KMGT]i?)?)B")
+
+
+def save_weights(
+    weights: nn.Module | Tensors | WeightGather,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    world: World,
+) -> None:
+    """Writes the weights of a model. Collective: the main process writes, and every rank returns when all is on the disk.
+
+    Args:
+        weights: the unwrapped model, or a whole state dict, on any device. Only the main process reads it: the others may
+            pass an empty one. Or, on every rank, a gathering of what the ranks have.
+        directory: made if it does not exist.
+        max_shard_size: of one file, as bytes or as text: "5GB" is 5 * 10**9 bytes, "5GiB" is 5 * 2**30. A tensor that is
+            larger than that has a file to itself.
+        safe_serialization: safetensors, else `torch.save`.
+
+    Raises:
+        ValueError: for weights that cannot be written, naming the tensor; for a size that is none; for a `.bin` beside
+            safetensors.
+        OSError: if the disk is full, the directory is a file or cannot be written to, …
+
+    All are raised on every rank, with the same message.
+    """
+    if isinstance(weights, WeightGather):
+        gathering = weights
+        gathering.together(
+            "save_model()", lambda: write_weights(gathering, directory, max_shard_size, safe_serialization)
+        )
+        return
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+            write_weights(state, directory, max_shard_size, safe_serialization)
+        except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
+            failure = error
+    _raise_on_all(failure, world)
+
+
+def write_weights(
+    weights: Tensors | WeightGather,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """What `save_weights` does on the main process. Not a collective; a gathering is read within its `together`."""
+    limit = parse_size(max_shard_size)
+    folder, files = Path(directory), _SAFETENSORS if safe_serialization else _PICKLED
+    if folder.exists() and not folder.is_dir():
+        text = "save_model writes into a directory, but this is a file. Pass another path, or remove it"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(folder))
+    preferred = None if safe_serialization else _SAFETENSORS.entry(folder)
+    if preferred is not None:
+        raise ValueError(
+            f"save_model(safe_serialization=False) was asked to write into {folder}, which holds {preferred}: whoever loads "
+            f"from there takes that file, and not the new weights. Pass another directory, or remove it first."
+        )
+    unique, aliases, read = _contents(weights)
+    if safe_serialization:
+        tensor_files.check_safetensors(unique)
+    folder.mkdir(parents=True, exist_ok=True)
+    _publish(folder, files, _split(unique, aliases, limit), read)
+
+
+def _contents(weights: Tensors | WeightGather) -> tuple[dict[str, torch.Tensor], dict[str, str], Read]:
+    """What is to be written, further names, and how the data is read when its turn comes."""
+    if not isinstance(weights, WeightGather):
+        unique, aliases = tensor_files.untie(weights)
+        return unique, aliases, unique.__getitem__
+    awaited = weights.awaited
+    unique, aliases = tensor_files.untie(weights.sketch(), awaited)
+    return unique, aliases, lambda name: weights[name] if name in awaited else unique[name]
+
+
+def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The safetensors weights in a directory, on the CPU and under all their names: tied names have one tensor.
+
+    `model.load_state_dict(read_weights(directory))` is strict, and leaves the ties of the model as they are.
+
+    Raises:
+        FileNotFoundError: if there are none.
+    """
+    from safetensors import safe_open
+
+    folder = Path(directory)
+    entry = _SAFETENSORS.entry(folder)
+    if entry is None:
+        text = f"holds neither {_SAFETENSORS.single} nor {_SAFETENSORS.index}. Pass the directory that save_model wrote into"
+        raise FileNotFoundError(errno.ENOENT, text, str(folder))
+    names = [entry] if entry == _SAFETENSORS.single else sorted({*_read_index(folder / entry)["weight_map"].values()})
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            weights.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  (it is no mapping)
+            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        weights.update({alias: weights[kept] for alias, kept in aliases.items()})
+    return weights
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str],
+    safe_serialization: bool = False,
+    *,
+    world: World,
+    save_on_each_node: bool = False,
+) -> None:
+    """Writes one object on the main process and does nothing elsewhere. Not a collective.
+
+    A file that exists is replaced once the new one is complete.
+
+    Args:
+        obj: whatever `torch.save` takes; for safetensors, a mapping from names to tensors.
+        f: where to; the folder must exist.
+        safe_serialization: as safetensors, instead of with `torch.save`.
+        save_on_each_node: writes on the local main process of every node.
+
+    Raises:
+        TypeError, ValueError: for an object that safetensors cannot hold; on every rank that calls it, for tensors of which it
+            has a part.
+        OSError: if the file cannot be written.
+    """
+    _refuse_parts(obj)
+    if not (world.is_local_main if save_on_each_node else world.is_main):
+        return
+    if not safe_serialization:
+        replace_file(Path(f), lambda file: tensor_files.torch_save(obj, file))
+        return
+    if not isinstance(obj, Mapping) or not all(isinstance(name, str) for name in obj):
+        raise TypeError(
+            f"save(safe_serialization=True) takes a mapping from names to tensors, but got {type(obj).__name__}: {obj!r:.80}. "
+            f"Pass a state dict, or leave out safe_serialization: torch.save takes any object."
+        )
+    unique, aliases = tensor_files.untie(obj)
+    tensor_files.check_safetensors(unique)
+    replace_file(Path(f), partial(tensor_files.write_safetensors, unique, aliases, unique.__getitem__))
+
+
+def _refuse_parts(obj: Any) -> None:
+    # DTensors have `full_tensor`. Their module is not imported for this.
+    if any(isinstance(each, torch.Tensor) and hasattr(each, "full_tensor") for each in flatten(obj)[0]):
+        raise ValueError(
+            "save() was given tensors of which each rank has a part (DTensors), so the file would hold that of this rank alone. "
+            "Gather them on every rank first: state = accelerator.get_state_dict(model), then accelerator.save(state, file); or "
+            "hand the state on as state_dict=. accelerator.save_model(model, folder) does all of it."
+        )
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes, at least 1. An int is that many; "10GB" is 10 * 10**9, "10GiB" is 10 * 2**30."""
+    number = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        number = size
+    elif isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
+        number = int(Decimal(match[1]) * _UNITS[match[2]])
+    if number < 1:
+        raise ValueError(
+            f"max_shard_size={size!r} is not the size of a file. Pass a positive number of bytes, or a text such as "
+            f'"5GB": B, KB, MB, GB, TB count in powers of 1000, KiB, MiB, GiB, TiB in powers of 1024.'
+        )
+    return number
+
+
+@dataclass(frozen=True)
+class _Files:
+    """How the files of one format are named, and how one is written."""
+
+    stem: str
+    suffix: str
+    write: Callable[[Tensors, Aliases, Read, BinaryIO], None]
+    holds_aliases: bool  # under their own names, or in the metadata
+
+    @property
+    def single(self) -> str:
+        return f"{self.stem}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        return f"{self.single}.index.json"
+
+    def names(self, count: int) -> list[str]:
+        if count == 1:
+            return [self.single]
+        return [f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}" for number in range(1, count + 1)]
+
+    def set_aside(self, name: str) -> str:
+        """What a part of the old set is called while a new one takes its name."""
+        return name.replace(self.stem, f"{self.stem}-previous", 1)
+
+    def entry(self, folder: Path) -> str | None:
+        """The file through which readers enter: they all look for the single one first."""
+        return next((name for name in (self.single, self.index) if (folder / name).is_file()), None)
+
+    def ours(self, folder: Path) -> list[str]:
+        """The files of this format, the entries first, and what a kill left of such: `<name>.<8 digits>.tmp`."""
+        part = rf"{re.escape(self.stem)}(?:(?:-previous)?-\d{{5}}-of-\d{{5}})?{re.escape(self.suffix)}"
+        pattern = re.compile(rf"(?:{part}|{re.escape(self.index)})(?:\.[0-9a-f]{{8}}\.tmp)?")
+        names = [path.name for path in folder.iterdir() if pattern.fullmatch(path.name)]
+        return sorted(names, key=lambda name: (name not in {self.single, self.index}, name))
+
+
+_SAFETENSORS = _Files("model", ".safetensors", tensor_files.write_safetensors, holds_aliases=False)
+_PICKLED = _Files("pytorch_model", ".bin", tensor_files.write_pickled, holds_aliases=True)
+
+
+@dataclass
+class _Part:
+    """What goes into one file."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _split(tensors: Tensors, aliases: Aliases, limit: int) -> list[_Part]:
+    """Fills parts in the order of the state dict. An alias goes where its tensor is."""
+    parts = [_Part()]
+    holder: dict[str, _Part] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1].tensors and size + tensor.nbytes > limit:
+            parts.append(_Part())
+            size = 0
+        size += tensor.nbytes
+        parts[-1].tensors[name] = tensor
+        holder[name] = parts[-1]
+    for alias, kept in aliases.items():
+        holder[kept].aliases[alias] = kept
+    return parts
+
+
+def _publish(folder: Path, files: _Files, parts: list[_Part], read: Read) -> None:
+    """Writes all parts under temporary names, and then puts them in the place of the set that is there."""
+    names = files.names(len(parts))
+    _remove(folder, [name for name in files.ours(folder) if name.endswith(".tmp")])  # a killed save left them
+    staged: dict[Path, Path] = {}
+    try:
+        for name, part in zip(names, parts, strict=True):
+            path = folder / name
+            staged[path] = stage(path, partial(files.write, part.tensors, part.aliases, read))
+        if len(parts) > 1:
+            index = _index(names, parts, files.holds_aliases)
+            staged[folder / files.index] = stage(folder / files.index, lambda file: _write_json(index, file))
+            _free_names(folder, files, names)
+        for path, temporary in staged.items():
+            sync_folder(folder)  # each before the next, so that the index is the last one also after a power cut
+            temporary.replace(path)
+    finally:
+        _remove(folder, [temporary.name for temporary in staged.values()])
+    sync_folder(folder)
+    new = {path.name for path in staged}
+    # Entries first: a single file that is there hides the new index until it goes, and no index may name what is gone.
+    _remove(folder, [name for name in files.ours(folder) if name not in new])
+
+
+def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
+    """Lets the index that is there point to other names of its parts, where the new set is about to take theirs.
+
+    Parts are replaced one by one. An index that went on naming them would meanwhile describe a mixture of two models.
+    """
+    index = folder / files.index
+    if not index.is_file():
+        return
+    content = _read_index(index)
+    taken = sorted({*content["weight_map"].values()} & {*names})
+    aside = {name: files.set_aside(name) for name in taken if (folder / name).is_file()}
+    for name, other in aside.items():
+        (folder / other).unlink(missing_ok=True)  # left by a save that was killed before the index named it
+        _link_or_copy(folder / name, folder / other)
+    content["weight_map"] = {key: aside.get(name, name) for key, name in content["weight_map"].items()}
+    replace_file(index, lambda file: _write_json(content, file))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
+def _index(names: list[str], parts: list[_Part], holds_aliases: bool) -> dict[str, Any]:
+    weight_map: dict[str, str] = {}
+    for name, part in zip(names, parts, strict=True):
+        weight_map.update(dict.fromkeys(part.tensors, name))
+        if holds_aliases:
+            weight_map.update(dict.fromkeys(part.aliases, name))
+    return {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": weight_map}
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        set(content["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} should be an index of weights, a JSON object with a weight_map, but it is not ({error!r}). "
+            f"Remove it, or use another directory."
+        ) from error
+    return content
+
+
+def _write_json(content: Any, file: BinaryIO) -> None:
+    file.write(json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _remove(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _raise_on_all(failure: Exception | None, world: World) -> None:
+    if world.size > 1:
+        from accel_core.api.component import broadcast_object
+
+        outcome = broadcast_object(_portable(failure), world)
+        failure = failure or outcome
+    if failure is not None:
+        raise failure
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    # Other exceptions may have constructors with which they do not unpickle; the others would wait for ever.
+    if error is None or type(error).__module__ == "builtins":
+        return error
+    return RuntimeError(f"{type(error).__qualname__} on the main process: {error}")

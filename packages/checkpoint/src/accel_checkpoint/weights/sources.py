@@ -1,0 +1,345 @@
+"""What files of weights hold, one tensor at a time: safetensors, what `torch.save` writes if it is nothing but tensors, and the
+model in a checkpoint of `save_state`, whose hashes are verified while it is read.
+
+Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data is read from here, because
+a mapping of the file would take memory beside the model's, and is killed where the file becomes shorter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import json
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_checkpoint.files.disk import read_file
+from accel_checkpoint.files.manifest import LARGEST, Flaw, unreplaced, unseal
+from accel_checkpoint.plan import StoredBox, StoredBoxes
+from accel_checkpoint.reading import Checkpoint
+from accel_checkpoint.run_state import MODEL
+from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
+from accel_core import CheckpointError
+from accel_core.api.layouts import Box
+
+CALL = "load_checkpoint_in_model()"
+"""For whom the files are read, in messages."""
+
+SHOWN = 8
+"""How many names a message lists of each kind."""
+
+_INDEX = ".index.json"
+_ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        file, key: where it is; tied weights are in one place.
+        dtype: None where torch has none such.
+        shape: of the tensor.
+        read_box: fills a tensor, of any dtype and on any device, with the values in a box of this one. No others are read.
+        obstacle: why it cannot be read, if so.
+    """
+
+    file: Path
+    key: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    read_box: Callable[[Box, torch.Tensor], None]
+    obstacle: str | None = None
+
+    @property
+    def words(self) -> str:
+        """What it is, in a message."""
+        return self.obstacle or words_for(self.dtype, self.shape)
+
+
+def stored_in(checkpoint: Path, files: ExitStack) -> dict[str, Stored]:
+    """By name what the weights at a path hold: a checkpoint, a file, an index or a directory. Files stay open as long as `files`.
+
+    Raises:
+        CheckpointError: for a checkpoint or a file that is damaged, and a file that holds no weights.
+        FileNotFoundError: if there is none.
+        ValueError: if the path leads to something else, and for a checkpoint of several models.
+    """
+    held = unreplaced(checkpoint, lambda: _stored_in_checkpoint(checkpoint, files))
+    if held is not None:
+        return held
+    path = _entry(checkpoint)
+    if path.name.endswith(_INDEX):
+        return _stored_in_parts(path, files)
+    return _open(path, files)
+
+
+def _entry(checkpoint: Path) -> Path:
+    """The file through which the weights are entered."""
+    if checkpoint.is_file():
+        return checkpoint
+    if not checkpoint.is_dir():
+        text = (
+            f"is neither a file nor a directory. Give {CALL} the directory that save_model wrote into, or a file of it"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, str(checkpoint))
+    named = next((checkpoint / name for name in _ENTRIES if (checkpoint / name).is_file()), None)
+    if named is not None:
+        return named
+    single = sorted(checkpoint.glob("*.safetensors"))
+    if len(single) == 1:
+        return single[0]
+    raise _nothing_in(checkpoint, [path.name for path in single])
+
+
+def _nothing_in(directory: Path, unnamed: Sequence[str]) -> FileNotFoundError:
+    """The error for a directory with none or several of the files that no index names."""
+    manifest = unseal(directory)
+    why = manifest.found if isinstance(manifest, Flaw) else "has none of the models: all were left to hooks"
+    found = f"are several files, {listed(unnamed)}, and no index" if unnamed else "is none of these"
+    text = (
+        f"should hold a checkpoint, but it {why}; or weights ({', '.join(_ENTRIES)}, or one .safetensors file), but there "
+        f"{found}. Pass the file itself"
+    )
+    return FileNotFoundError(errno.ENOENT, text, str(directory))
+
+
+def _stored_in_checkpoint(folder: Path, files: ExitStack) -> dict[str, Stored] | None:
+    """The weights of the one model in a checkpoint. None if there is no checkpoint, or if it has no model, but left it to hooks."""
+    found = unseal(folder)
+    if isinstance(found, Flaw) and found.kind not in ("newer", "damaged"):
+        return None
+    checkpoint = files.enter_context(Checkpoint(folder))
+    units = checkpoint.units(MODEL)
+    left = checkpoint.manifest.record["left_to_hooks"]
+    if not units:
+        return None
+    if len(units) + len(left) > 1:
+        models = [f"{unit} ({len(checkpoint.names(unit))} tensors)" for unit in units]
+        models += [f"{unit} (left to a hook)" for unit in left]
+        raise ValueError(
+            f"{CALL} was asked to fill a model from {folder}, but this checkpoint has {len(models)}: {listed(sorted(models))}. "
+            f"Restore all with accelerator.load_state(folder), or save each with accelerator.save_model(model, folder), and "
+            f"pass that folder."
+        )
+    return {name: _of_checkpoint(checkpoint, units[0], name) for name in checkpoint.names(units[0])}
+
+
+def _of_checkpoint(checkpoint: Checkpoint, unit: str, name: str) -> Stored:
+    index = checkpoint.index
+    full = index.aliases.get(f"{unit}/{name}", f"{unit}/{name}")
+    key, record = full.removeprefix(f"{unit}/"), index.tensors[full]
+    if record["kind"] not in ("elementwise", "replicated"):
+        forms = sorted({part["signature"] for part in record["parts"] if "signature" in part})
+        return Stored(checkpoint.folder, key, None, (), _never, f"{record['kind']} ({listed(forms)}), no plain tensor,")
+    whole = Box.whole(tuple(record["shape"]))
+    # What every rank had alike is there once, as one box.
+    boxes = [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
+    stored = StoredBoxes(full, index.boxes(full) if record["kind"] == "elementwise" else boxes)
+    for copy in stored.copies(whole):
+        checkpoint.reader(copy.stored.file)  # is opened here, so that damage is found before anything is changed
+    return Stored(checkpoint.folder, key, index.dtype(full), whole.sizes, partial(_read_copies, checkpoint, stored))
+
+
+def _read_copies(checkpoint: Checkpoint, stored: StoredBoxes, box: Box, target: torch.Tensor) -> None:
+    data = target.detach().as_subclass(torch.Tensor)
+    for copy in stored.copies(box):
+        read = checkpoint.reader(copy.stored.file).read_box
+        read(copy.stored.key, copy.source, data[copy.target.slices], cast=True)
+    torch.autograd.graph.increment_version(target)  # it has not seen what was read into its very memory
+
+
+def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:
+    weight_map = _weight_map(index)
+    stored: dict[str, Stored] = {}
+    for part in sorted({*weight_map.values()}):
+        path = index.parent / part
+        if not path.is_file():
+            text = f"is named by {index.name}, but it is not there. Copy the whole directory, or save the weights again"
+            raise FileNotFoundError(errno.ENOENT, text, str(path))
+        held = _open(path, files)
+        absent = [name for name, of in weight_map.items() if of == part and name not in held]
+        if absent:
+            raise CheckpointError(
+                f"{index} names tensors of {part} that it does not hold: {listed(absent)}. The files are of different "
+                f"models, or damaged; save or download them again."
+            )
+        stored.update({name: each for name, each in held.items() if weight_map.get(name, part) == part})
+    return stored
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(read_file(index, LARGEST))["weight_map"]
+        parts = [Path(part) for part in weight_map.values()]
+        sound = all(isinstance(part, str) for part in weight_map.values()) and bool(parts)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound or any(part.is_absolute() or ".." in part.parts for part in parts):
+        raise CheckpointError(
+            f"{index} should be an index of weights, a JSON object whose weight_map names files beside it, but it is not. "
+            f"Save or download it again, or pass a file of weights."
+        )
+    result: dict[str, str] = weight_map
+    return result
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, Stored]:
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path, files)
+    if path.suffix == ".bin":
+        return _open_bin(path)
+    raise ValueError(
+        f"{CALL} was given {path}, which is neither a .safetensors, nor a .bin, nor an {_INDEX} file. Pass one of these; "
+        f"rename a file that torch.save wrote, if it holds a state dict and nothing else."
+    )
+
+
+def _open_safetensors(path: Path, files: ExitStack) -> dict[str, Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as checked:  # that no tensor lies outside of the file, or in another one
+            metadata = checked.metadata() or {}
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} should hold weights as safetensors, but it does not: {error}. It is damaged or cut short; save or "
+            f"download it again."
+        ) from error
+    file = files.enter_context(FileIO(path))
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    stored = {}
+    for key, entry in header.items():
+        dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+        obstacle = f"of dtype {entry['dtype']}, which torch lacks," if dtype is None else None
+        read_box = partial(_read_box, file, 8 + length + entry["data_offsets"][0], dtype, shape)
+        stored[key] = Stored(path, key, dtype, shape, read_box, obstacle)
+    return {**stored, **{alias: stored[kept] for alias, kept in _aliases(path, metadata, stored).items()}}
+
+
+def _aliases(path: Path, metadata: Mapping[str, str], stored: Mapping[str, Stored]) -> dict[str, str]:
+    """The further names of tied weights, as `save_model` writes them into the metadata."""
+    try:
+        aliases: dict[str, str] = json.loads(metadata.get("aliases", "{}"))
+        sound = all(kept in stored for kept in aliases.values()) and not aliases.keys() & stored.keys()
+    except (ValueError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{path} should name tied weights in its metadata, as JSON from further names to names of its tensors, but has "
+            f"{metadata['aliases']!r:.80}. It is damaged; save or download it again."
+        )
+    return aliases
+
+
+def _read_box(
+    file: FileIO, position: int, dtype: torch.dtype | None, shape: tuple[int, ...], box: Box, target: torch.Tensor
+) -> None:
+    """Fills a tensor with a box of what lies at a position: its own memory if it can be, else by way of a copy."""
+    plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    direct = plain and target.dtype == dtype
+    memory = target if direct else torch.empty(target.shape, dtype=dtype)
+    if memory.numel():
+        view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+        for run in _runs(shape, box):
+            nbytes = len(run) * memory.itemsize
+            file.seek(position + run.start * memory.itemsize)
+            _fill(view[:nbytes], file)
+            view = view[nbytes:]
+    if direct:
+        torch.autograd.graph.increment_version(target)  # it has not seen the change
+    else:
+        target.copy_(memory)
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> Iterator[range]:
+    """The elements of a box that is not empty, as they follow each other in the whole tensor, in row-major order."""
+    cut = len(shape)
+    while cut and box.sizes[cut - 1] == shape[cut - 1]:
+        cut -= 1  # what is whole in the last dims hangs together, and the dim before them goes with it
+    outer = max(cut - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(box.sizes[outer:])
+    for index in itertools.product(*(range(size) for size in box.sizes[:outer])):
+        place = map(sum, itertools.zip_longest(box.offsets, index, fillvalue=0))
+        start = sum(at * stride for at, stride in zip(place, strides, strict=True))
+        yield range(start, start + length)
+
+
+def _fill(view: memoryview, file: FileIO) -> None:
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise CheckpointError(
+                f"{file.name} has become shorter while it was read. Read it again when it is complete."
+            )
+        view = view[count:]
+
+
+def _open_bin(path: Path) -> dict[str, Stored]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever a damaged or hostile file brings about)
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"its pickle asks for {wanted[1]}" if wanted else f"torch cannot read it ({type(error).__name__})"
+        raise CheckpointError(
+            f"{path} should hold weights and nothing else, but {reason}. Nothing of it was run, and nothing was loaded. "
+            f"Save or download the weights again, best as safetensors."
+        ) from None  # torch's own message advises to run whatever is in the file
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise CheckpointError(
+            f"{path} should hold a state dict, a mapping from names to tensors, but it holds a {type(content).__name__}. "
+            f"Save model.state_dict() alone."
+        )
+    return dict(_stored_in_bin(path, content))
+
+
+def _stored_in_bin(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Stored]]:
+    first: dict[Any, str] = {}
+    for name, value in content.items():
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+            yield name, Stored(path, name, None, (), _never, f"a {type(value).__name__}, no plain tensor,")
+            continue
+        key = first.setdefault(memory_of(value), name)
+        yield name, Stored(path, key, value.dtype, tuple(value.shape), partial(_copy_box, value.detach()))
+
+
+def _never(box: Box, target: torch.Tensor) -> None:  # noqa: ARG001  (it stands where one is taken)
+    raise AssertionError("what has an obstacle is not read")
+
+
+def _copy_box(value: torch.Tensor, box: Box, target: torch.Tensor) -> None:
+    target.copy_(value[box.slices])
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """What is equal for plain tensors that are the same memory."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def words_for(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
+    """A tensor in a message: float32[3, 4]."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Names in a message, not too many."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return separator.join(names[:SHOWN]) + more

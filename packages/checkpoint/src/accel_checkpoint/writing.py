@@ -1,0 +1,211 @@
+"""What one rank writes of a checkpoint: its tasks of the plan, and the objects that it is the first to have."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+
+from accel_checkpoint.codec import Encoded, encode
+from accel_checkpoint.files.index import Index
+from accel_checkpoint.files.part_file import write_part
+from accel_checkpoint.files.stored import StoredFile
+from accel_checkpoint.plan import Claim, Description, Task
+from accel_core.api.layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
+
+if TYPE_CHECKING:
+    from accel_checkpoint.run_state import Content
+
+
+class Portrait(NamedTuple):
+    """What a rank tells the others of what it has; picklable, without data.
+
+    Args:
+        claims: of its entries.
+        aliases: other names of entries.
+        digests: of its encoded objects, so that what is the same on several ranks is written once.
+    """
+
+    claims: Description
+    aliases: Mapping[str, str]
+    digests: Mapping[str, str]
+
+
+@dataclass
+class Written:
+    """What a rank has written, as the index tells it.
+
+    Args:
+        file: None if there was nothing to write.
+        tensors: parts by name, as JSON.
+        objects: entries by unit, as JSON.
+    """
+
+    file: StoredFile | None = None
+    tensors: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    objects: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        file = None if self.file is None else {"name": self.file.name, "content": self.file.to_json()}
+        return {"file": file, "tensors": self.tensors, "objects": self.objects}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Written:
+        """What `to_json` gave."""
+        file = value["file"]
+        stored = None if file is None else StoredFile.from_json(file["name"], file["content"])
+        return cls(stored, value["tensors"], value["objects"])
+
+
+@dataclass
+class Work:
+    """What a rank is going to write: tensors by their keys in its file, and what the index will say.
+
+    Args:
+        name: of the file.
+        lasting: the keys of tensors that only a step of an optimizer changes, with the versions that they have until then: they
+            may be copied a little later.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    lasting: dict[str, int] = field(default_factory=dict)
+    written: Written = field(default_factory=Written)
+
+    def add_task(self, task: Task, content: Content) -> None:
+        """Something of the plan."""
+        entry = content.state[task.name]
+        parts = self.written.tensors.setdefault(task.name, [])
+        if isinstance(entry, Elementwise):
+            assert task.box is not None, "the plan names boxes"
+            key = task.name if task.box.sizes == entry.shape else f"{task.name}@{','.join(map(str, task.box.offsets))}"
+            number = next(number for number, piece in enumerate(entry.pieces) if piece.box == task.box)
+            data = self.tensors[key] = entry.pieces[number].data.detach()
+            if entry.versioned and not data.is_inference():
+                kept = content.versions.get(task.name)
+                self.lasting[key] = data._version if kept is None else kept[number]
+            box = {"offsets": list(task.box.offsets), "sizes": list(task.box.sizes)}
+            parts.append({**box, "file": self.name, "key": key})
+        elif isinstance(entry, Opaque):
+            encoded = entry.value if isinstance(entry.value, Encoded) else encode(entry.value, task.name)
+            skeleton = self._encoded(f"{task.name}#{task.part}", encoded)
+            parts.append({"part": task.part, "signature": entry.signature, **skeleton})
+        else:
+            assert isinstance(entry, (Replicated, Partial)), "an alias has no task"
+            self.tensors[task.name] = entry.data.detach()
+            rank = {"rank": int(task.part.removeprefix("rank "))} if isinstance(entry, Partial) else {}
+            parts.append({**rank, "file": self.name, "key": task.name})
+
+    def add_object(self, unit: str, ranks: list[int] | str, encoded: Encoded) -> None:
+        """An object that is the same on `ranks`."""
+        self.written.objects.setdefault(unit, []).append({"ranks": ranks, **self._encoded(unit, encoded)})
+
+    def _encoded(self, prefix: str, encoded: Encoded) -> dict[str, Any]:
+        places = {}
+        for path, tensor in encoded.tensors.items():
+            key = f"{prefix}/{path}"
+            self.tensors[key] = tensor
+            places[path] = {"file": self.name, "key": key}
+        return {"skeleton": encoded.skeleton, "tensors": places}
+
+    def write(self, data: Path) -> Written:
+        """Writes the file, all of it on the disk."""
+        if self.tensors:
+            self.written.file = write_part(data / self.name, self.tensors)
+        return self.written
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def encode_objects(content: Content) -> dict[str, Encoded]:
+    """The objects of this rank, encoded."""
+    return {unit: encode(value, f"the state of {unit}") for unit, value in content.objects.items()}
+
+
+def keep(content: Content, encoded: dict[str, Encoded]) -> None:
+    """Takes copies of all that is not sure to stay as it is until an optimizer steps, and notes the versions of the rest."""
+    for name, entry in content.state.items():
+        if isinstance(entry, (Replicated, Partial)):
+            content.state[name] = replace(entry, data=_copied(entry.data))
+        elif isinstance(entry, Opaque):
+            content.state[name] = replace(entry, value=_cloned(encode(entry.value, name)))
+        elif isinstance(entry, Elementwise):
+            if entry.versioned and not any(piece.data.is_inference() for piece in entry.pieces):
+                content.versions[name] = tuple(piece.data._version for piece in entry.pieces)
+            else:
+                copies = tuple(Piece(piece.box, _copied(piece.data)) for piece in entry.pieces)
+                content.state[name] = replace(entry, pieces=copies)
+    for unit, value in encoded.items():
+        encoded[unit] = _cloned(value)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)  # the device may have no room for it
+
+
+def _cloned(encoded: Encoded) -> Encoded:
+    return Encoded(encoded.skeleton, {path: _copied(tensor) for path, tensor in encoded.tensors.items()})
+
+
+def portray(content: Content, encoded: Mapping[str, Encoded]) -> Portrait:
+    """What the other ranks are to know."""
+    claims, aliases = {}, {}
+    for name, entry in content.state.items():
+        if isinstance(entry, Alias):
+            aliases[name] = entry.of
+        else:
+            claims[name] = Claim.of(entry)
+    return Portrait(claims, aliases, {unit: _digest(value) for unit, value in encoded.items()})
+
+
+def firsts(portraits: Sequence[Portrait], members: Sequence[int]) -> dict[str, dict[int, list[int] | str]]:
+    """For each unit, which rank writes it for which ranks: the lowest of those on which it is the same, for all of them."""
+    found: dict[str, dict[int, list[int] | str]] = {}
+    units = dict.fromkeys(unit for rank in members for unit in portraits[rank].digests)
+    for unit in units:
+        groups: dict[str, list[int]] = {}
+        for rank in members:
+            digest = portraits[rank].digests.get(unit)
+            if digest is not None:
+                groups.setdefault(digest, []).append(rank)
+        found[unit] = {ranks[0]: "all" if len(groups) == 1 else ranks for ranks in groups.values()}
+    return found
+
+
+def index_of(portraits: Sequence[Portrait], written: Sequence[Written]) -> Index:
+    """The index of what all ranks have written."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for portrait in portraits:
+        for name, claim in portrait.claims.items():
+            if name not in tensors:
+                form = {"shape": list(claim.shape), "dtype": claim.dtype.removeprefix("torch.")}
+                tensors[name] = {"kind": claim.kind, **({} if claim.kind == "opaque" else form), "parts": []}
+    objects: dict[str, list[dict[str, Any]]] = {}
+    for each in written:
+        for name, parts in each.tensors.items():
+            tensors[name]["parts"] += parts
+        for unit, entries in each.objects.items():
+            objects.setdefault(unit, []).extend(entries)
+    files = {each.file.name: each.file for each in written if each.file is not None}
+    aliases = {alias: name for portrait in portraits for alias, name in portrait.aliases.items()}
+    return Index(files, tensors, aliases, objects)
+
+
+def _digest(encoded: Encoded) -> str:
+    digest = xxhash.xxh3_128(json.dumps(encoded.skeleton, sort_keys=True).encode())
+    for path, tensor in sorted(encoded.tensors.items()):
+        digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        content = tensor.detach().contiguous().cpu()
+        if content.numel():
+            digest.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
+    return digest.hexdigest()

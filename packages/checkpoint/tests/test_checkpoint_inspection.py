@@ -1,0 +1,358 @@
+"""Looking into checkpoints: what is in them, whether they are whole, in what two differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from accel_checkpoint.files.folder import Draft
+from accel_checkpoint.files.index import Index
+from accel_checkpoint.files.manifest import Manifest
+from accel_checkpoint.files.part_file import write_part
+from accel_checkpoint.files.stored import DTYPES
+from accel_checkpoint.inspection.command import add_arguments, describe, list_checkpoints, run, verify
+from accel_checkpoint.inspection.comparison import compare
+from accel_core import CheckpointError
+
+DAY = "2030-01-31T12:00:00+00:00"
+WEIGHT = torch.arange(12.0).reshape(4, 3)
+
+
+class Writer:
+    """Writes checkpoints by hand: what is in which file, and what the index says of it."""
+
+    def __init__(self):
+        self.files, self.tensors, self.aliases, self.objects = {}, {}, {}, {}
+
+    def put(self, rank, key, tensor):
+        self.files.setdefault(f"rank-{rank:05d}.safetensors", {})[key] = tensor
+        return {"file": f"rank-{rank:05d}.safetensors", "key": key}
+
+    def tensor(self, name, tensor, rows=None, kind="elementwise"):
+        """`rows`: how many of them each rank has."""
+        parts, start = [], 0
+        for rank, count in enumerate(rows or [len(tensor) if tensor.dim() else 1]):
+            part = tensor[start : start + count] if tensor.dim() else tensor
+            offsets = [start, *[0] * (tensor.dim() - 1)] if tensor.dim() else []
+            box = {"offsets": offsets, "sizes": list(part.shape)} if kind == "elementwise" else {}
+            parts.append({**box, **self.put(rank, f"{name}@{start}", part)})
+            start += count
+        self._describe(name, tensor, kind, parts)
+        return self
+
+    def terms(self, name, terms):
+        """A term of a mean for each rank."""
+        parts = [{"rank": rank, **self.put(rank, name, term)} for rank, term in terms.items()]
+        self._describe(name, next(iter(terms.values())), "partial", parts)
+        return self
+
+    def opaque(self, name, tensor, signature="codes", part="whole"):
+        place = {"codes": self.put(0, f"{name}#{part}/codes", tensor)}
+        self.tensors.setdefault(name, {"kind": "opaque", "parts": []})["parts"].append(
+            {"part": part, "signature": signature, "skeleton": {"is": "codes"}, "tensors": place}
+        )
+        return self
+
+    def object(self, unit, skeleton, tensors=(), ranks="all"):
+        rank = 0 if ranks == "all" else ranks[0]
+        places = {path: self.put(rank, f"{unit}/{path}", tensor) for path, tensor in dict(tensors).items()}
+        self.objects.setdefault(unit, []).append({"ranks": ranks, "skeleton": skeleton, "tensors": places})
+        return self
+
+    def alias(self, name, of):
+        self.aliases[name] = of
+        return self
+
+    def _describe(self, name, tensor, kind, parts):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.tensors[name] = {"kind": kind, "shape": list(tensor.shape), "dtype": dtype, "parts": parts}
+
+    def publish(self, folder, record=()):
+        draft = Draft.begin(folder)
+        stored = {name: write_part(draft.data / name, tensors) for name, tensors in self.files.items()}
+        index = Index(stored, self.tensors, self.aliases, self.objects).write(draft.data)
+        draft.publish(
+            Manifest(draft.id, DAY, index, {name: each.nbytes for name, each in stored.items()}, dict(record))
+        )
+        return folder
+
+
+def training(rows=(4,)):
+    """A model, its optimizer, a schedule, a loader, an object of the user's, and the random streams of two ranks."""
+    writer = Writer().tensor("model.0/weight", WEIGHT, rows).tensor("model.0/count", torch.tensor(3), kind="replicated")
+    writer.alias("model.0/head", "model.0/weight").tensor("optimizer.0/weight/exp_avg", WEIGHT / 2, rows)
+    writer.object("optimizer.0", {"kind": "torch.optim.adamw:AdamW", "groups": [{"lr": 0.1}]})
+    writer.object("optimizer.0.values", {"weight": {}})
+    writer.object("scheduler.0", {"last_epoch": 7, "rates": [0.1, 0.2]})
+    writer.object("loader.10", {"samples": 64, "epoch": 1}).object("loader.2", {"samples": 320, "epoch": 0})
+    writer.object("object.0", {"best": {"tag": "tensor"}}, {"best": torch.ones(2)})
+    for rank in (0, 1):
+        writer.object("random", {"python": [3, rank]}, {"torch": torch.full((4,), rank)}, ranks=[rank])
+    return writer
+
+
+def command(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([str(word) for word in words]))
+
+
+def data_files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path, position=-1):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def said(folder, other):
+    return {difference.name: difference.what for difference in compare(folder, other)}
+
+
+def test_a_checkpoint_is_described_unit_by_unit(tmp_path, capsys):
+    folder = training((1, 3)).publish(tmp_path / "run", {"world": {"size": 2, "source": "torchrun"}, "step": 7})
+    assert command(folder) == 0
+    text = capsys.readouterr().out
+    assert "created     2030-01-31T12:00:00+00:00" in text
+    assert "world       2" in text
+    assert "2 files with tensors" in text
+    assert '"step": 7' in text
+    rows = [line.split()[0] for line in text.partition("unit ")[2].splitlines()[1:] if line][:7]
+    assert rows == ["model.0", "optimizer.0", "scheduler.0", "loader.2", "loader.10", "object.0", "random"]
+    assert "samples=320, epoch=0" in text
+    assert "kind=torch.optim.adamw:AdamW" in text
+
+
+def test_a_description_as_json_counts_what_is_stored(tmp_path, capsys):
+    folder = training((1, 3)).publish(tmp_path / "run", {"world": 2})
+    assert command(folder, "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads(json.dumps(describe(folder)))
+    units = {unit["name"]: unit for unit in content["units"]}
+    assert (units["model.0"]["tensors"], units["model.0"]["nbytes"]) == (2, 12 * 4 + 8)
+    assert (units["optimizer.0"]["tensors"], units["optimizer.0"]["nbytes"]) == (1, 12 * 4)
+    assert units["loader.2"] == {"name": "loader.2", "tensors": 0, "nbytes": 0, "holds": {"samples": 320, "epoch": 0}}
+    assert units["object.0"]["nbytes"] == 8
+    index = next(folder.glob("data-*/index.json"))
+    assert content["bytes"] == index.stat().st_size + sum(content["files"].values())
+
+
+def test_a_folder_of_checkpoints_is_a_table_by_number(tmp_path, capsys):
+    for number in (2, 10, 11):
+        training().publish(tmp_path / f"checkpoint_{number}")
+    Draft.begin(tmp_path / "checkpoint_12")
+    flip(tmp_path / "checkpoint_2" / "manifest.json")
+    next((tmp_path / "checkpoint_11").glob("data-*/rank-00001.safetensors")).unlink()
+    rows = list_checkpoints(tmp_path)
+    states = ["damaged", "complete", "damaged", "unfinished"]
+    assert [(row["number"], row["state"]) for row in rows] == list(zip((2, 10, 11, 12), states, strict=True))
+    assert rows[1]["bytes"] == describe(tmp_path / "checkpoint_10")["bytes"]
+    assert command(tmp_path) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[-1] for line in text.splitlines()[1:5]] == states
+    assert "rank-00001.safetensors is missing" in text
+    assert command(tmp_path, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"checkpoints": rows}
+
+
+def test_what_is_whole_is_verified_file_by_file(tmp_path, capsys):
+    folder = training((1, 3)).publish(tmp_path / "run")
+    assert command(folder, "--verify") == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"intact: {folder}\n"
+    assert "rank-00000.safetensors" in printed.err
+    assert "file 2 of 2" in printed.err
+
+
+def test_one_flipped_byte_in_any_file_is_found_and_the_file_is_named(tmp_path, capsys):
+    folder = training((1, 3)).publish(tmp_path / "run")
+    files = data_files(folder)
+    assert [path.name for path in files] == [
+        *("index.json", "rank-00000.safetensors", "rank-00001.safetensors"),
+        "manifest.json",
+    ]
+    for path in files:
+        for position in (0, path.stat().st_size // 2, -1):
+            if path.name == "manifest.json" and position == 0:
+                continue  # then it is a manifest of another kind
+            flip(path, position)
+            assert [damage.file for damage in verify(folder)] == [str(path)]
+            flip(path, position)
+    flip(files[1])
+    flip(files[2], 20)
+    assert command(folder, "--verify") == 1
+    text = capsys.readouterr().out
+    assert f"damaged: {files[1]}" in text
+    assert f"damaged: {files[2]}" in text
+    assert "intact" not in text
+
+
+def test_files_that_are_gone_or_cut_are_damaged(tmp_path):
+    folder = training((1, 3)).publish(tmp_path / "run")
+    index, first, second, _ = data_files(folder)
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    assert [damage.file for damage in verify(folder)] == [str(first), str(second)]
+    index.unlink()
+    assert [damage.file for damage in verify(folder)] == [str(index), str(first), str(second)]
+
+
+def test_all_checkpoints_of_a_folder_are_verified(tmp_path, capsys):
+    folders = [training().publish(tmp_path / f"checkpoint_{number}") for number in range(3)]
+    Draft.begin(tmp_path / "checkpoint_3")
+    broken = data_files(folders[1])[1]
+    flip(broken)
+    assert command(tmp_path, "--verify", "--json") == 1
+    content = json.loads(capsys.readouterr().out)
+    assert [damage["file"] for damage in content["damaged"]] == [str(broken)]
+    assert content["verified"] == [str(folder) for folder in folders]
+
+
+def test_how_a_state_lies_in_files_is_no_difference(tmp_path, capsys):
+    whole = training().publish(tmp_path / "whole", {"world": 1})
+    cut = training((1, 3)).publish(tmp_path / "cut", {"world": 2})
+    cut_again = training((2, 0, 2)).publish(tmp_path / "again", {"world": 3})
+    assert compare(whole, cut) == compare(cut, cut_again) == []
+    assert command(whole, "--compare", cut) == 0
+    assert capsys.readouterr().out == f"no difference between {whole} (the first) and {cut} (the second)\n"
+
+
+def test_every_difference_is_listed(tmp_path, capsys):
+    first = training().tensor("model.1/gone", WEIGHT).tensor("model.1/turned", WEIGHT).tensor("model.1/half", WEIGHT)
+    first.opaque("optimizer.1/a", WEIGHT).opaque("optimizer.1/b", WEIGHT).object("object.1", {}).alias(
+        "x", "model.0/weight"
+    )
+    first.terms("gradient/0.weight", {0: WEIGHT, 1: WEIGHT})
+    second = training((1, 3)).tensor("model.1/turned", WEIGHT.T).tensor("model.1/half", WEIGHT.half())
+    second.opaque("optimizer.1/a", WEIGHT, "others").opaque("optimizer.1/b", WEIGHT + 1).object("object.2", {})
+    second.terms("gradient/0.weight", {0: WEIGHT - 1})
+    second.files["rank-00001.safetensors"]["model.0/weight@1"] = WEIGHT[1:] + torch.eye(3) / 4
+    second.objects["scheduler.0"][0]["skeleton"] = {"last_epoch": 8, "rates": [0.1, 0.5]}
+    second.objects["random"][1]["skeleton"] = {"python": [3, True]}
+    second.files["rank-00001.safetensors"]["random/torch"] = torch.full((4,), 5)
+    one, two = first.publish(tmp_path / "one"), second.publish(tmp_path / "two")
+    assert said(one, two) == {
+        "model.1/gone": "only in the first",
+        "x": "only in the first",
+        "gradient/0.weight, rank 1": "only in the first",
+        "gradient/0.weight, rank 0": "12 of 12 values differ, by at most 1",
+        "model.0/head": "3 of 12 values differ, by at most 0.25",
+        "model.1/half": "float32 [4, 3] in the first, float16 [4, 3] in the second",
+        "model.1/turned": "float32 [4, 3] in the first, float32 [3, 4] in the second",
+        "optimizer.1/a, part whole": "codes in the first, others in the second",
+        "optimizer.1/b, part whole: codes": "12 of 12 values differ, by at most 1",
+        "object.1": "only in the first",
+        "object.2": "only in the second",
+        "scheduler.0: last_epoch": "7 in the first, 8 in the second",
+        "scheduler.0: rates: 1": "0.2 in the first, 0.5 in the second",
+        "random, rank 1: python: 1": "1 in the first, True in the second",
+        "random, rank 1: torch": "4 of 4 values differ, by at most 4",
+    }
+    assert command(one, "--compare", two) == 1
+    assert capsys.readouterr().out.endswith(f"15 differences between {one} (the first) and {two} (the second)\n")
+    assert command(one, "--compare", two, "--json") == 1
+    sizes = {each["name"]: each["largest"] for each in json.loads(capsys.readouterr().out)["differences"]}
+    assert (sizes["model.0/head"], sizes["scheduler.0: last_epoch"], sizes["model.1/half"]) == (0.25, 1.0, None)
+
+
+def test_what_only_some_ranks_have_is_a_difference(tmp_path):
+    one = Writer().object("random", {"a": 1}).publish(tmp_path / "one")
+    two = Writer().object("random", {"a": 1}, ranks=[0]).object("random", {"a": 2}, ranks=[2]).publish(tmp_path / "two")
+    three = Writer().object("random", {"a": 1}, ranks=[0, 1]).publish(tmp_path / "three")
+    assert said(one, two) == {"random, rank 2: a": "1 in the first, 2 in the second"}
+    assert said(two, three) == {"random, rank 1": "only in the second", "random, rank 2": "only in the first"}
+
+
+def test_another_kind_of_state_is_a_difference(tmp_path):
+    one = Writer().tensor("model.0/weight", WEIGHT, kind="replicated").publish(tmp_path / "one")
+    two = Writer().tensor("model.0/weight", WEIGHT).publish(tmp_path / "two")
+    three = Writer().opaque("model.0/weight", WEIGHT).publish(tmp_path / "three")
+    assert compare(one, two) == []
+    assert said(two, three) == {"model.0/weight": "elementwise in the first, opaque in the second"}
+
+
+def test_values_are_compared_bit_by_bit(tmp_path):
+    values = torch.tensor([0.0, 1.0, float("nan"), float("inf")])
+    others = torch.tensor([-0.0, 1.0, float("nan"), float("inf")])
+    one = Writer().tensor("model.0/w", values).tensor("model.0/v", values).publish(tmp_path / "one")
+    two = Writer().tensor("model.0/w", others).tensor("model.0/v", values.flip(0)).publish(tmp_path / "two")
+    assert compare(one, one) == []
+    assert said(one, two) == {
+        "model.0/w": "1 of 4 values differ, by at most 0",
+        "model.0/v": "4 of 4 values differ, not all by a number",
+    }
+    assert [each.largest for each in compare(one, two)] == [None, 0.0]
+
+
+def test_values_of_every_dtype_are_compared(tmp_path):
+    zeros, ones = Writer(), Writer()
+    for name, dtype in DTYPES.items():
+        raw = torch.zeros(2, dtype.itemsize, dtype=torch.uint8)
+        zeros.tensor(f"model.0/{name}", raw.view(dtype).view(2))
+        raw = raw.clone()
+        raw[1, 0] = 1
+        ones.tensor(f"model.0/{name}", raw.view(dtype).view(2))
+    one, two = zeros.publish(tmp_path / "one"), ones.publish(tmp_path / "two")
+    assert compare(two, two) == []
+    differences = compare(one, two)
+    assert {each.name for each in differences} == {f"model.0/{name}" for name in DTYPES}
+    assert all(each.what.startswith("1 of 2 values differ") for each in differences)
+
+
+def test_what_is_large_or_empty_or_a_single_number_is_compared(tmp_path):
+    long = torch.zeros(2**20 + 3)
+    other = long.clone()
+    other[-1], other[5] = 2.0, -1.0
+    one = Writer().tensor("model.0/long", long).tensor("model.0/none", torch.empty(0, 3)).tensor("s", torch.tensor(1.0))
+    two = (
+        Writer().tensor("model.0/long", other).tensor("model.0/none", torch.empty(0, 3)).tensor("s", torch.tensor(4.0))
+    )
+    assert said(one.publish(tmp_path / "one"), two.publish(tmp_path / "two")) == {
+        "model.0/long": f"2 of {2**20 + 3} values differ, by at most 2",
+        "s": "1 of 1 values differ, by at most 3",
+    }
+
+
+@pytest.mark.parametrize("way", [[], ["--verify"], ["--compare", "."]])
+def test_a_folder_without_a_checkpoint_is_no_answer(way, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert command(tmp_path / "empty", *way) == 2
+    assert command(tmp_path / "nowhere", *way) == 2
+    printed = capsys.readouterr()
+    assert "has no manifest.json" in printed.err
+    assert "there is no such folder" in printed.err
+    assert not printed.out
+
+
+def test_a_comparison_with_what_is_damaged_is_no_answer(tmp_path, capsys):
+    one, two = training().publish(tmp_path / "one"), training().publish(tmp_path / "two")
+    flip(data_files(two)[1])
+    assert command(one, "--compare", two) == 2
+    printed = capsys.readouterr()
+    assert "the file is damaged" in printed.err
+    assert not printed.out
+
+
+def test_a_folder_of_unfinished_saves_cannot_be_verified(tmp_path, capsys):
+    Draft.begin(tmp_path / "checkpoint_0")
+    assert command(tmp_path, "--verify") == 2
+    assert "none of them was ever finished. Pass another folder" in capsys.readouterr().err
+
+
+def test_what_a_newer_version_wrote_is_not_called_damaged(tmp_path):
+    folder = training().publish(tmp_path / "run")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text("utf-8").replace('"version": 1', '"version": 2'), "utf-8")
+    with pytest.raises(CheckpointError, match="written by a newer accel-core"):
+        verify(folder)
+
+
+def test_verifying_and_comparing_are_two_calls(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command(tmp_path, "--verify", "--compare", tmp_path)
+    assert "not allowed with argument" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""A run that was saved inside a window of accumulation goes on inside it, on any number of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from sharded_strategies import Rows
+from torch.nn import functional as F
+
+from accel_core import DDP, Accelerator, CheckpointError, Single, World
+from accel_testing import models, run_ranks
+from accel_testing.strategy_jobs import fed
+
+WORLDS = (1, 2, 4)
+BATCHES, STEPS, SAVED = 9, 3, 4  # SAVED: the number of the last batch before the checkpoint, the second one of a window
+ROWS = 8  # of a global batch
+DISTRIBUTED = {
+    "ddp": DDP,
+    "in views": partial(DDP, gradient_as_bucket_view=True),
+    "static": partial(DDP, static_graph=True),
+}
+
+
+def strategies():
+    return {"single": Single} if World.current(cpu=True).size == 1 else DISTRIBUTED
+
+
+class Run:
+    def __init__(self, strategy, seed=0):
+        self.accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=STEPS)
+        self.user_model = models.built(models.Net, seed).double()
+        optimizer = torch.optim.SGD(self.user_model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.accelerator.prepare(self.user_model, optimizer)
+
+    def train(self, first, last):
+        """Yields after each batch."""
+        world = World.current(cpu=True)
+        for index in fed(self.accelerator, last - first):
+            batch = models.samples((first + index) * ROWS, ROWS)
+            x, y = (tensor.double().chunk(world.size)[world.rank] for tensor in batch)
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(F.mse_loss(self.model(x), y))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            yield first + index
+
+    def state(self):
+        return {name: value.clone() for name, value in self.user_model.state_dict().items()}
+
+
+def saved_by_ranks(folder):
+    """Where runs ended that were saved on their way: at once, or written behind."""
+    found = {}
+    modes = [False, "eager", "lazy"]
+    for (name, strategy), mode in zip(strategies().items(), modes, strict=False):
+        run = Run(strategy())
+        for index in run.train(0, BATCHES):
+            if index == SAVED:
+                place = f"{folder}/{name}-{run.accelerator.num_processes}"
+                run.accelerator.save_state(place, asynchronous=mode)
+        run.accelerator.wait_for_checkpoint()
+        found[place] = run.state()
+    return found
+
+
+def loaded_by_ranks(places):
+    """Where runs ended that began elsewhere, and then loaded these."""
+    found = {}
+    for name, strategy in strategies().items():
+        for place in places:
+            run = Run(strategy(), seed=1)
+            list(run.train(0, 1))  # pending, so that there are gradients that have to go
+            run.accelerator.load_state(place)
+            list(run.train(SAVED + 1, BATCHES))
+            found[name, place] = run.state()
+    return found
+
+
+def refusal_of_rows(place):
+    run = Run(Rows())
+    with pytest.raises(CheckpointError) as refusal:
+        run.accelerator.load_state(place)
+    return str(refusal.value)
+
+
+def test_an_open_window_goes_on_on_any_number_of_ranks(tmp_path):
+    saved = {place: state for world in WORLDS for place, state in run_ranks(saved_by_ranks, world, tmp_path)[0].items()}
+    expected = saved[f"{tmp_path}/single-1"]
+    ended = [found for world in WORLDS for found in run_ranks(loaded_by_ranks, world, list(saved))]
+    for where, state in [*saved.items(), *(item for found in ended for item in found.items())]:
+        for name, tensor in expected.items():
+            assert torch.allclose(state[name], tensor, rtol=1e-9), (where, name)
+    [refusal] = run_ranks(refusal_of_rows, 1, f"{tmp_path}/ddp-2")
+    assert "it was saved inside a window, and Rows cannot take pending gradients over" in refusal

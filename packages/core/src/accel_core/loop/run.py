@@ -1,0 +1,157 @@
+"""The run of one Accelerator, as checkpoints see it: what has a state, and what the user has registered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_core.base.errors import CheckpointError
+from accel_core.contract.hook_specs import LAYOUT_HOOKS
+
+if TYPE_CHECKING:
+    from accel_core.contract.optimizer_state import OptimizerState
+    from accel_core.contract.strategy import Strategy
+    from accel_core.contract.tensor_layouts import State
+    from accel_core.loop.accumulation import Accumulation
+    from accel_core.loop.preparation import Prepared, PreparedModel
+    from accel_core.options.project import ProjectConfiguration
+    from accel_core.plugins.explain import Explanation
+    from accel_core.plugins.relay import Relay
+    from accel_core.processes.world import World
+
+SaveHook = Callable[["list[nn.Module]", "list[Mapping[str, Any]]", str], None]
+"""`hook(models, weights, output_dir)`, as for `register_save_state_pre_hook`."""
+LoadHook = Callable[["list[nn.Module]", str], None]
+"""`hook(models, input_dir)`, as for `register_load_state_pre_hook`."""
+Asynchronous = bool | Literal["eager", "lazy"]
+"""How a save is written behind: False, it is not; True as "eager"."""
+
+
+class Recorder(Protocol):
+    """What records the run, as far as a checkpoint is concerned: a run that is resumed goes on in the same record."""
+
+    @property
+    def on_every_rank(self) -> bool:
+        """Whether ranks record something of their own."""
+
+    def state(self) -> Any:
+        """What this rank has begun to record, as JSON."""
+
+    def resume(self, recorded: Any) -> None:
+        """Goes on with what `state` gave when the checkpoint was saved."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of an Accelerator whose state is saved.
+
+    Args:
+        components: the precision, the strategy and the plugins, by the name under which their state is saved; those without
+            `state_dict` and `load_state_dict` have none.
+        project: where checkpoints go that are named automatically; its `iteration` is counted on.
+        recorder: what records the run; None: nothing does.
+        declares_layout: whether the strategy has all of `LAYOUT_HOOKS`.
+        seed: of the run, as far as it is known by now; None: no loader was prepared.
+        explain: as `Accelerator.explain`.
+        registered: what the user registered, in order.
+        save_hooks: what is called by a save, before anything else is written, in this order.
+        load_hooks: what is called by a load, before anything is restored, in this order.
+    """
+
+    world: World
+    relay: Relay
+    prepared: Prepared
+    accumulation: Accumulation
+    strategy: Strategy
+    components: Mapping[str, object]
+    project: ProjectConfiguration
+    recorder: Recorder | None
+    declares_layout: bool
+    seed: Callable[[], int | None]
+    explain: Callable[[], Explanation]
+    registered: list[Any] = field(default_factory=list)
+    save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
+
+    def models(self) -> list[PreparedModel]:
+        """The prepared models, in order."""
+        return self.prepared.models
+
+    def names(self) -> dict[int, str]:
+        """The parameters of all models by `id`: the index of the model, a dot, and the name."""
+        return names_of({number: record.original for number, record in enumerate(self.models())})
+
+    def model_state(self, number: int) -> State:
+        """The live entries of one model, under the names that they have in it."""
+        record = self.models()[number]
+        self._check_layout()
+        return self.relay.model_state(record.original, record.prepared)
+
+    def optimizer_states(self) -> list[OptimizerState]:
+        """The live state of each prepared optimizer, in order."""
+        self._check_layout()
+        names = self.names()
+        return [self.relay.optimizer_state(optimizer, names) for optimizer in self.prepared.optimizers]
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """See `Accelerator.register_for_checkpointing`."""
+        bad = [f"{index}: a {type(each).__name__}" for index, each in enumerate(objects) if not has_state(each)]
+        if bad:
+            raise ValueError(
+                f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(), which these have not "
+                f"(by position in the call): {', '.join(bad)}. Give them these two methods, or leave them out."
+            )
+        known = [each for each in objects if any(each is other for other in self.registered)]
+        if known:
+            raise ValueError(
+                f"register_for_checkpointing() was given a {type(known[0]).__name__} that is registered already, and would be "
+                f"saved twice. Leave it out."
+            )
+        self.registered.extend(objects)
+
+    def on_save(self, hook: SaveHook) -> RemovableHandle:
+        """See `Accelerator.register_save_state_pre_hook`."""
+        return _registered(self.save_hooks, hook, "register_save_state_pre_hook(hook)", "models, weights, output_dir")
+
+    def on_load(self, hook: LoadHook) -> RemovableHandle:
+        """See `Accelerator.register_load_state_pre_hook`."""
+        return _registered(self.load_hooks, hook, "register_load_state_pre_hook(hook)", "models, input_dir")
+
+    def _check_layout(self) -> None:
+        if not (self.declares_layout or self.strategy.replicates_parameters):
+            raise CheckpointError(
+                f"The strategy {type(self.strategy).__name__} does not say how it lays out models and optimizers, so their "
+                f"state cannot be saved or loaded. It has to implement the hooks {', '.join(LAYOUT_HOOKS)}; or to declare "
+                f"replicates_parameters = True, if every rank holds all of it."
+            )
+
+
+def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
+    """A name for every parameter of some models, by its `id`: the number of the model, a dot, and its name there.
+
+    That is the one that it has in `state_dict()`, where wrappers around modules leave their own names out.
+    """
+    found: dict[int, str] = {}
+    for number, model in models.items():
+        for name, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):
+            if isinstance(value, nn.Parameter):
+                found.setdefault(id(value), f"{number}.{name}")
+    return found
+
+
+def has_state(obj: object) -> bool:
+    """Whether an object gives its state, and takes it back."""
+    return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _registered(hooks: OrderedDict[int, Any], hook: Any, call: str, arguments: str) -> RemovableHandle:
+    if not callable(hook):
+        raise TypeError(f"{call} was given a {type(hook).__name__}, expected a function: hook({arguments}).")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

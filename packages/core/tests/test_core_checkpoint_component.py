@@ -1,0 +1,117 @@
+"""Who saves and loads: the component under a default name, a plugin of the user's in its place, or nobody, which is said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from sharded_strategies import Rows
+from torch import nn
+
+import accel_core
+from accel_core import Accelerator, NotInstalledError, hookimpl
+from accel_core.loop.run import Run
+from accel_core.plugins import list_offers
+
+
+class Format:
+    """Saves models with `torch.save`, in a thread that is waited for."""
+
+    def __init__(self):
+        self.told = []
+
+    @hookimpl
+    def save_checkpoint(self, run, folder, asynchronous):
+        assert isinstance(run, Run)
+        states = [run.relay.model_state(record.original, record.prepared) for record in run.models()]
+        torch.save(
+            [{name: entry.pieces[0].data for name, entry in state.items()} for state in states], folder / "all.pt"
+        )
+        self.told.append(("save", asynchronous))
+        return str(folder)
+
+    @hookimpl
+    def load_checkpoint(self, run, folder):
+        for record, state in zip(run.models(), torch.load(folder / "all.pt", weights_only=True), strict=True):
+            record.original.load_state_dict(state)
+        self.told.append("load")
+
+    @hookimpl
+    def wait_for_checkpoint(self):
+        self.told.append("wait")
+
+
+def test_a_plugin_saves_and_loads_in_a_format_of_its_own(tmp_path):
+    own = Format()
+    accelerator = Accelerator(cpu=True, plugins=[own])
+    model = accelerator.prepare(nn.Linear(2, 2))
+    before = model.weight.detach().clone()
+    assert accelerator.save_state(tmp_path, asynchronous="eager") == str(tmp_path)
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, before)
+    accelerator.wait_for_checkpoint()
+    accelerator.end_training()
+    assert own.told == [("save", "eager"), "load", "wait", "wait"]
+    assert [path.name for path in tmp_path.iterdir()] == ["all.pt"]
+    assert accelerator.explain().owners["save_checkpoint"] == "plugin 'Format'"
+
+
+def test_nothing_is_imported_for_a_run_that_saves_nothing(monkeypatch):
+    monkeypatch.setattr("accel_core.plugins.offers.Offer.load", lambda self: pytest.fail(f"{self} was imported"))
+    accelerator = Accelerator(
+        cpu=True, strategy=accel_core.Single(), mixed_precision=accel_core.Precision(), loader=object()
+    )
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.register_for_checkpointing(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+    accelerator.wait_for_checkpoint()
+    accelerator.end_training()
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Stands in for an environment without accel-checkpoint; `tests/matrix_job.py` runs in a real one."""
+
+    def listed(group=None):
+        return [offer for offer in list_offers(group) if offer.group != "accel.checkpoints"]
+
+    monkeypatch.setattr("accel_core.build.list_offers", listed)
+    monkeypatch.setattr("accel_core.plugins.offers.list_offers", listed)
+
+
+CALLS = {
+    "save_state()": lambda accelerator, model, folder: accelerator.save_state(folder),
+    "load_state()": lambda accelerator, model, folder: accelerator.load_state(folder),
+    "save_model()": lambda accelerator, model, folder: accelerator.save_model(model, folder),
+    "save()": lambda accelerator, model, folder: accelerator.save({}, folder / "a"),
+    "build_model(checkpoint=...)": lambda accelerator, model, folder: accelerator.build_model(lambda: model, folder),
+    "export_weights()": lambda accelerator, model, folder: accel_core.export_weights(folder, folder),
+    "load_checkpoint_in_model()": lambda accelerator, model, folder: accel_core.load_checkpoint_in_model(model, folder),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_without_accel_checkpoint_a_call_says_what_to_type(without, call, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    expected = f"{call} needs accel-checkpoint, which is not installed. Type: pip install accel-checkpoint"
+    with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
+        CALLS[call](accelerator, model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    accelerator.end_training()
+
+
+def test_weights_that_a_strategy_lays_out_are_gathered_by_it_too(without):
+    accelerator = Accelerator(cpu=True, strategy=Rows())
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(NotInstalledError, match=r"^get_state_dict\(\) needs accel-checkpoint"):
+        accelerator.get_state_dict(model)
+
+
+def test_the_command_says_so_too(without, monkeypatch):
+    from accel_core.__main__ import main
+
+    monkeypatch.setattr("accel_core.plugins.offers.list_offers", lambda group=None: [])
+    with pytest.raises(NotInstalledError, match="^python -m accel_core checkpoint needs accel-checkpoint"):
+        main(["checkpoint", "."])
