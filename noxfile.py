@@ -53,6 +53,8 @@ SERVICES = (
 )
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 """Two processes take one file after the other, in the order that tests/conftest.py gives them: tests of a file share launches."""
+TESTED_WITH = {"core": ("diagnostics",)}
+"""Packages that the tests of another one ask for by a default name; accel-testing brings accel-checkpoint."""
 VERIFIED = ROOT / ".ci" / "verified.json"
 VERIFIED_BY_FULL = {
     "suites": (
@@ -128,8 +130,8 @@ def due(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", TESTED)
 def tests_package(session: nox.Session, package: str) -> None:
-    """The tests of one package from its wheel, with only its own dependencies installed."""
-    install(session, [package, "testing"], *GROUPS["test"])
+    """The tests of one package from its wheel, with only its own dependencies installed, and what its tests train with."""
+    install(session, [package, "testing", *TESTED_WITH.get(package, ())], *GROUPS["test"])
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 
 

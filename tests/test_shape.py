@@ -168,7 +168,6 @@ ROOMS = (
     "loading",
     "loop",
     "strategies",
-    "nonfinite",
     "tracking",
     "facade",
     "accel_core",  # the modules of the root

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from together import Together
 
 from accel_core.base.errors import CollectiveMismatchError
-from accel_core.collectives.reduce_gather import broadcast_object, broadcast_object_list, gather, gather_objects, reduce
+from accel_core.collectives.reduce_gather import (
+    broadcast_object,
+    broadcast_object_list,
+    gather,
+    gather_objects,
+    reduce_tree,
+)
 from accel_core.processes import channel as channel_module
 from accel_core.processes.channel import Channel, Letter, from_bytes, to_bytes
 from accel_core.processes.mismatch_report import describe, mismatch
@@ -159,7 +165,7 @@ def test_a_world_of_one_copies_nothing() -> None:
     result = gather(leaf, ALONE)
     assert not result.requires_grad
     assert result.data_ptr() == leaf.data_ptr()
-    assert reduce(tensor, ALONE).data_ptr() == tensor.data_ptr()
+    assert reduce_tree(tensor, ALONE).data_ptr() == tensor.data_ptr()
     assert gather_objects([1], ALONE) == [1]
     assert gather_objects((1,), ALONE) == [1]
     assert broadcast_object(batch, ALONE) is batch
@@ -171,7 +177,7 @@ def test_what_is_no_tensor_is_named_with_its_path() -> None:
     ):
         gather({"a": [torch.zeros(1), "text"]}, ALONE)
     with pytest.raises(TypeError, match=r"reduce\(\) takes tensors .*; data is a int.* use_gather_object=True\)\."):
-        reduce(3, ALONE)
+        reduce_tree(3, ALONE)
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo\. Pass data\.to_dense\(\)"):
         gather(torch.eye(2).to_sparse(), ALONE)
     with pytest.raises(TypeError, match=r"gather_object\(dict\): expected a list or a tuple.*Pass \[value\]"):
@@ -187,11 +193,11 @@ def count_in_a_loop() -> dict[str, list[int]]:
     kinds: dict[str, Callable[[int], Any]] = {
         "same": lambda step: gather((logits, labels), world),
         "ragged": lambda step: gather((logits[: 32 - step % 3 - world.rank], labels), world),
-        "reduce": lambda step: reduce(labels, world, "mean"),
+        "reduce": lambda step: reduce_tree(labels, world, "mean"),
         "objects": lambda step: gather_objects(["text"] * 3, world),
         "broadcast": lambda step: broadcast_object({"seed": 7}, world),
         "large": lambda step: gather(large, world),
-        "alternating": lambda step: gather(large, world) if step % 2 else reduce(labels, world),
+        "alternating": lambda step: gather(large, world) if step % 2 else reduce_tree(labels, world),
         "padded to other widths": lambda step: gather(torch.zeros(64, 100 + step), world),
     }
     counts = {}
@@ -223,11 +229,11 @@ def capacities_after_one_large_call() -> list[int]:
     dist.all_gather_single = recording
     try:
         for _ in range(3):
-            reduce(torch.zeros(4), world)
+            reduce_tree(torch.zeros(4), world)
         gather(torch.zeros(1 << 20), world)
         del sent[:]
         for _ in range(12):
-            reduce(torch.zeros(4), world)
+            reduce_tree(torch.zeros(4), world)
     finally:
         dist.all_gather_single = original
     assert len(channel._frames) <= channel_module.KEPT_FRAMES
@@ -261,33 +267,33 @@ def reduce_many() -> None:
         total = 2 * torch.arange(count, dtype=torch.float32) + 1
         kept = values.clone()
         tree = {"f": values, "i": values.long(), "b": values.long() % 2 == 0, "h": (values % 100).bfloat16()}
-        summed = reduce(tree, world)
+        summed = reduce_tree(tree, world)
         assert torch.equal(values, kept)
         assert torch.equal(summed["f"], total)
         assert torch.equal(summed["i"], total.long())
         assert summed["i"].dtype == torch.int64
         assert torch.equal(summed["b"], torch.ones(count, dtype=torch.int64))
         assert summed["h"].dtype == torch.bfloat16
-        mean = reduce(tree, world, "mean")
+        mean = reduce_tree(tree, world, "mean")
         assert torch.equal(mean["f"], total / 2)
         assert torch.equal(mean["i"], total / 2)
         assert mean["i"].dtype == torch.float32
         assert torch.equal(mean["b"], torch.full((count,), 0.5))
-        largest = reduce(tree, world, "max")
+        largest = reduce_tree(tree, world, "max")
         assert torch.equal(largest["f"], values - rank + 1)
         assert largest["b"].dtype == torch.bool
         assert largest["b"].all()
-        scaled = reduce((values, values.long()), world, scale=0.5)
+        scaled = reduce_tree((values, values.long()), world, scale=0.5)
         assert torch.equal(scaled[0], total / 2)
         assert torch.equal(scaled[1], total / 2)
-        assert torch.equal(reduce(values + 1j, world), total + 2j)
-        assert not reduce(values.clone().requires_grad_(), world).requires_grad
-        assert torch.equal(reduce(values.reshape(1, -1).t(), world), total[:, None])
-    scalar = reduce(torch.tensor(rank + 1.0), world, "mean")
+        assert torch.equal(reduce_tree(values + 1j, world), total + 2j)
+        assert not reduce_tree(values.clone().requires_grad_(), world).requires_grad
+        assert torch.equal(reduce_tree(values.reshape(1, -1).t(), world), total[:, None])
+    scalar = reduce_tree(torch.tensor(rank + 1.0), world, "mean")
     assert (scalar.shape, scalar.item()) == ((), 1.5)
-    assert reduce(torch.zeros(0), world).shape == (0,)
+    assert reduce_tree(torch.zeros(0), world).shape == (0,)
     tree = {"x": "anything"}
-    assert reduce(tree, world, "none") is tree
+    assert reduce_tree(tree, world, "none") is tree
 
 
 def test_reduce_sums_averages_and_leaves_its_input_alone() -> None:
@@ -297,22 +303,22 @@ def test_reduce_sums_averages_and_leaves_its_input_alone() -> None:
 
 def test_a_world_of_one_gives_the_dtypes_of_a_larger_one() -> None:
     flags = torch.tensor([True, False])
-    assert reduce(flags, ALONE).dtype == torch.int64
-    assert reduce(flags, ALONE, "max").dtype == torch.bool
-    assert reduce(torch.tensor([3]), ALONE, "mean").dtype == torch.float32
-    assert reduce(torch.tensor([3]), ALONE, scale=0.5).item() == 1.5
+    assert reduce_tree(flags, ALONE).dtype == torch.int64
+    assert reduce_tree(flags, ALONE, "max").dtype == torch.bool
+    assert reduce_tree(torch.tensor([3]), ALONE, "mean").dtype == torch.float32
+    assert reduce_tree(torch.tensor([3]), ALONE, scale=0.5).item() == 1.5
 
 
 def test_an_unknown_reduction_is_an_error_with_the_list() -> None:
     with pytest.raises(ValueError, match=r"reduction='avg'.*Choose one of 'sum', 'mean', 'max', 'none'"):
-        reduce(torch.zeros(1), ALONE, "avg")  # type: ignore[arg-type]
+        reduce_tree(torch.zeros(1), ALONE, "avg")  # type: ignore[arg-type]
 
 
 @ON_TWO
 def reduce_collectives() -> list[list[str]]:
     world = World.current()
     large = [torch.zeros(100_000), torch.zeros(100_000), torch.zeros(4, dtype=torch.int64)]
-    return [count_collectives(lambda tree=tree: reduce(tree, world))[1] for tree in (large[2], large)]
+    return [count_collectives(lambda tree=tree: reduce_tree(tree, world))[1] for tree in (large[2], large)]
 
 
 def test_a_large_reduce_compares_headers_and_calls_all_reduce_once_per_dtype() -> None:
@@ -480,7 +486,7 @@ def in_pairs() -> list[Any]:
     mine = torch.full((world.rank + 1,), world.rank)
     return [
         gather(mine, world, group).tolist(),
-        reduce(torch.tensor(world.rank), world, group=group).item(),
+        reduce_tree(torch.tensor(world.rank), world, group=group).item(),
         gather_objects([world.rank], world, group),
         broadcast_object(world.rank, world, source=1, group=group),
         gather(torch.tensor(world.rank), world).tolist(),
@@ -504,22 +510,22 @@ def mismatched(first: bool, world: World, case: str) -> None:
         "dtype": (lambda: gather((x, y), world), lambda: gather((x, y.long()), world)),
         "trailing": (lambda: gather((x, y), world), lambda: gather((torch.zeros(4, 5), y), world)),
         "dims": (lambda: gather(x, world), lambda: gather(y, world)),
-        "call": (lambda: gather(x, world), lambda: reduce(x, world)),
-        "large call": (lambda: gather(big, world), lambda: reduce(big, world)),
-        "reduction": (lambda: reduce(x, world), lambda: reduce(x, world, "mean")),
-        "scale": (lambda: reduce(x, world), lambda: reduce(x, world, scale=2.0)),
-        "shape": (lambda: reduce(x, world), lambda: reduce(x[:2], world)),
-        "small and large": (lambda: reduce(x, world), lambda: reduce(torch.zeros(400_000), world)),
+        "call": (lambda: gather(x, world), lambda: reduce_tree(x, world)),
+        "large call": (lambda: gather(big, world), lambda: reduce_tree(big, world)),
+        "reduction": (lambda: reduce_tree(x, world), lambda: reduce_tree(x, world, "mean")),
+        "scale": (lambda: reduce_tree(x, world), lambda: reduce_tree(x, world, scale=2.0)),
+        "shape": (lambda: reduce_tree(x, world), lambda: reduce_tree(x[:2], world)),
+        "small and large": (lambda: reduce_tree(x, world), lambda: reduce_tree(torch.zeros(400_000), world)),
         "object": (lambda: gather(x, world), lambda: gather_objects(["a"], world)),
         "large object": (lambda: gather(x, world), lambda: gather_objects(["a" * 100_000], world)),
         "source": (lambda: broadcast_object(1, world, 0), lambda: broadcast_object(1, world, 1)),
         "no tensor": (lambda: gather(x, world), lambda: gather("text", world)),
         "no pickle": (lambda: gather_objects([1], world), lambda: gather_objects([lambda: 1], world)),
         "meta": (lambda: gather(big, world), lambda: gather(big.to("meta"), world)),
-        "large meta": (lambda: reduce(big, world), lambda: reduce(big.to("meta"), world)),
-        "sparse": (lambda: reduce(x, world), lambda: reduce(x.to_sparse(), world)),
-        "no reduction": (lambda: reduce(x, world), lambda: reduce(x, world, "avg")),  # type: ignore[arg-type]
-        "no reduction, large": (lambda: reduce(big, world), lambda: reduce(big, world, "avg")),  # type: ignore[arg-type]
+        "large meta": (lambda: reduce_tree(big, world), lambda: reduce_tree(big.to("meta"), world)),
+        "sparse": (lambda: reduce_tree(x, world), lambda: reduce_tree(x.to_sparse(), world)),
+        "no reduction": (lambda: reduce_tree(x, world), lambda: reduce_tree(x, world, "avg")),  # type: ignore[arg-type]
+        "no reduction, large": (lambda: reduce_tree(big, world), lambda: reduce_tree(big, world, "avg")),  # type: ignore[arg-type]
         "no list": (lambda: gather_objects([1], world), lambda: gather_objects({}, world)),  # type: ignore[arg-type]
     }
     calls[case][0 if first else 1]()
@@ -694,7 +700,7 @@ def maxima_with_nan() -> list[bool]:
         values = torch.ones(size)
         if world.rank == 1:
             values[1] = torch.nan
-        largest = reduce(values, world, "max")
+        largest = reduce_tree(values, world, "max")
         found += [bool(largest[1].isnan()), largest.isnan().sum().item() == 1]
     return found
 

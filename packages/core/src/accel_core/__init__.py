@@ -57,11 +57,11 @@ if TYPE_CHECKING:
         synchronize_rng_states,
         wait_for_everyone,
     )
+    from accel_core.contract.findings import Finding, NonFiniteError
     from accel_core.facade.accelerated import AcceleratedOptimizer, AcceleratedScheduler
     from accel_core.loop.local_sgd import LocalSGD
     from accel_core.loop.memory import clear_device_cache, find_executable_batch_size, release_memory
     from accel_core.loop.profiling import ProfileKwargs
-    from accel_core.nonfinite import Finding, NonFiniteError
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
     from accel_core.tracking.values import Bins, Histogram, Table
@@ -150,8 +150,8 @@ _MODULES = {
     "GeneralTracker": "tracking.tracker",
     "Histogram": "tracking.values",
     "LocalSGD": "loop.local_sgd",
-    "Finding": "nonfinite",
-    "NonFiniteError": "nonfinite",
+    "Finding": "contract.findings",
+    "NonFiniteError": "contract.findings",
     "ProfileKwargs": "loop.profiling",
     "Table": "tracking.values",
     "TrackedRun": "tracking.tracker",

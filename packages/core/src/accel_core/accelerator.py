@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from accel_core.build import Assembly
     from accel_core.collectives.reduce_gather import Reduction
     from accel_core.collectives.stop_signals import Preemption
+    from accel_core.contract.detector import Detector
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
     from accel_core.contract.strategy import Strategy
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from accel_core.loop.forward_backward import Inputs, LossFn
     from accel_core.loop.profiling import ProfileKwargs
     from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook
-    from accel_core.nonfinite import NonFiniteDetector
     from accel_core.options.handlers import AutocastKwargs, KwargsHandler, TorchDynamoPlugin
     from accel_core.options.project import ProjectConfiguration
     from accel_core.plugins.explain import Detail, Explanation
@@ -241,8 +241,6 @@ class Accelerator(ProcessControl):
         self._options = {**parts.options, "project_dir": project}
         self._state = _state_of(parts, chosen)
         self._trackers = None if parts.trackers is None else self._make_trackers(parts.trackers)
-        if parts.detects_nonfinite:
-            self._detect_nonfinite()
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
     def _take(self, parts: Assembly) -> None:
@@ -283,7 +281,11 @@ class Accelerator(ProcessControl):
         self._trigger = Trigger(self._world)
         self._preemption: Preemption | None = None
         self._run_made: Run | None = None
-        self._detector: NonFiniteDetector | None = None
+        self._detector: Detector | None = None
+        if parts.detector is not None:
+            self._detector = parts.detector(
+                self._world, self._feed, self._prepared, strategy=parts.strategy, relay=self._relay, owners=owners
+            )
         self._seed: int | None = None
         self._ended = False
         self._world.enter(self)
@@ -1022,7 +1024,7 @@ class Accelerator(ProcessControl):
         Raises:
             CollectiveMismatchError: on every rank, if structures, dtypes or shapes differ.
         """
-        return reduce_gather.reduce(tensor, self._world, reduction, scale)
+        return reduce_gather.reduce_tree(tensor, self._world, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
@@ -1513,11 +1515,6 @@ class Accelerator(ProcessControl):
                 f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open, which has its length and its "
                 f"batches already. Assign it before the first accumulate() of a window, when accelerator.sync_gradients is True."
             )
-
-    def _detect_nonfinite(self) -> None:
-        from accel_core.nonfinite import NonFiniteDetector
-
-        self._detector = NonFiniteDetector.of(self._parts, self._feed, self._prepared)
 
     def _placement(self, given: bool | None) -> torch.device | None:
         return self.device if (self.device_placement if given is None else given) else None

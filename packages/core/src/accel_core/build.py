@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_core.base.errors import PluginError
+from accel_core.contract.detector import GROUP, NAME
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
@@ -36,9 +37,11 @@ from accel_core.options.option_sources import (
 )
 from accel_core.options.resolution import Option, as_sequence, as_steps, as_text, flag, resolve
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
+from accel_core.plugins.offers import find_default
 from accel_core.processes.world import World
 
 if TYPE_CHECKING:
+    from accel_core.contract.detector import DetectorFactory
     from accel_core.contract.layout import Layout
     from accel_core.tracking.selection import Chosen
 
@@ -68,7 +71,7 @@ class Assembly(NamedTuple):
     autocast: AutocastKwargs
     compile_options: Mapping[str, Any] | None
     handlers: Mapping[type, KwargsHandler]
-    detects_nonfinite: bool
+    detector: DetectorFactory | None
     trackers: Chosen | None
     tracking: TrackingKwargs
 
@@ -107,6 +110,7 @@ def assemble(given: Arguments) -> Assembly:
         given.dynamo_backend, given.dynamo_plugin, lambda: sections.share("dynamo")
     )
     offers = list_offers()
+    detector = find_default(GROUP, NAME, "detect_nonfinite=True", offers).load() if nonfinite.value else None
     precision = _precision(given.mixed_precision, handlers, offers, sections)
     loader, loader_options = _loader(given, offers, sections)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
@@ -144,7 +148,7 @@ def assemble(given: Arguments) -> Assembly:
         autocast=handlers.get(AutocastKwargs) or AutocastKwargs(),
         compile_options=compile_options,
         handlers=handlers,
-        detects_nonfinite=nonfinite.value,
+        detector=detector,
         trackers=trackers,
         tracking=tracking,
     )

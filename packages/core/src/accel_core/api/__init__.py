@@ -7,6 +7,7 @@
     loader        one way to read data
     precision     one way to choose dtypes
     tracker       one service that records
+    diagnostics   one way to look into a loop
     launcher      starting processes, and the options of whatever is installed
 
 Names that scripts use, such as `Strategy`, `Tracker`, `World` and `hookimpl`, are in `accel_core` itself. Other modules of the core move

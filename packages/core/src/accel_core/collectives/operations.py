@@ -95,7 +95,7 @@ def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
         TypeError: on every rank, if a leaf is no tensor.
         CollectiveMismatchError: on every rank, if structures, dtypes, shapes or options differ.
     """
-    return reduce_gather.reduce(tensor, World.current(), reduction, scale)
+    return reduce_gather.reduce_tree(tensor, World.current(), reduction, scale)
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:

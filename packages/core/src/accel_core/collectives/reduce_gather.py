@@ -74,7 +74,7 @@ def gather(tree: T, world: World, group: ProcessGroup | None = None) -> T:
     return unflatten(tree, gather_leaves(channel, tree, leaves, shape))
 
 
-def reduce(
+def reduce_tree(
     tree: T,
     world: World,
     reduction: Reduction = "sum",

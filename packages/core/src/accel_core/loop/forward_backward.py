@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.collectives.reduce_gather import gather, reduce
+from accel_core.collectives.reduce_gather import gather, reduce_tree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,7 +152,7 @@ class WindowLoop:
     def _total(self, parts: list[Part]) -> tuple[float, float]:
         # Collected on the host at once, so that a device is waited for once in a window.
         local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
-        loss, weight = reduce(local, self._world, "sum", group=self._group).tolist()
+        loss, weight = reduce_tree(local, self._world, "sum", group=self._group).tolist()
         return loss, weight
 
 

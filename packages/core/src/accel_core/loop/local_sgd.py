@@ -134,7 +134,9 @@ class LocalSGD:
         self._averaged = self._calls
         parameters = list(self._trained.values())
         with torch.no_grad():
-            means = reduce_gather.reduce([parameter.detach() for parameter in parameters], world, "mean", group=group)
+            means = reduce_gather.reduce_tree(
+                [parameter.detach() for parameter in parameters], world, "mean", group=group
+            )
             for parameter, mean in zip(parameters, means, strict=True):
                 parameter.copy_(mean)
             _take_from_first(list(self._model.buffers()), world.channel(group))

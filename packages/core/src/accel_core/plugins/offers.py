@@ -18,7 +18,13 @@ from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins.versions import admits, canonical, requirement_on
 
 Group = Literal[
-    "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints", "accel.commands"
+    "accel.strategies",
+    "accel.precisions",
+    "accel.loaders",
+    "accel.trackers",
+    "accel.checkpoints",
+    "accel.diagnostics",
+    "accel.commands",
 ]
 """The groups of entry points in which distributions offer names."""
 
@@ -29,6 +35,7 @@ NOUNS: dict[Group, str] = {
     "accel.loaders": "loader",
     "accel.trackers": "tracker",
     "accel.checkpoints": "checkpoint format",
+    "accel.diagnostics": "diagnostic",
     "accel.commands": "command",
 }
 """The groups in which offers are looked for, and what one member of each is called."""

@@ -133,7 +133,7 @@ class GradientSync:
         used = torch.tensor([float(each.grad is not None) for each in self.known], device=self.known[0].device)
         sent = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.known]
         with torch.no_grad():
-            means, used = reduce_gather.reduce((sent, used), world, "mean")
+            means, used = reduce_gather.reduce_tree((sent, used), world, "mean")
             for parameter, mean, share in zip(self.known, means, used.tolist(), strict=True):
                 if parameter.grad is not None:
                     parameter.grad.copy_(mean)

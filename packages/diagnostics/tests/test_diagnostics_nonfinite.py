@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, Precision, hookimpl
-from accel_core.nonfinite import NonFiniteDetector
-from accel_core.nonfinite.findings import Finding, NonFiniteError
+from accel_core import Accelerator, Finding, NonFiniteError, Precision, hookimpl
+from accel_diagnostics import NonFiniteDetector
 from accel_testing import run_ranks
 
 ROWS = 16

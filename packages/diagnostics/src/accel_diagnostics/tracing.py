@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core.base.nested import map_leaves
-from accel_core.nonfinite.recording import Named, floating
+from accel_core.api.diagnostics import map_leaves
+from accel_diagnostics.recording import Named, floating
 
 
 @dataclass

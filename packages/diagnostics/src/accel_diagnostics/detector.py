@@ -4,7 +4,7 @@ A NaN is seen in the loss, or in the gradient, long after it was made: thousands
 has spread it to every rank. So the detector keeps, of every forward of the open window, what it takes to repeat it: references
 to the inputs, the states of the random streams, the buffers, and the gradient that arrived at the outputs. When the window
 closes, the ranks agree by one small collective on whether anybody's loss or gradient is not finite. Mostly nobody's is, and all
-of that is dropped. Else every rank repeats its own micro-batches with a look at every module (`accel_core.nonfinite.replay`), and all
+of that is dropped. Else every rank repeats its own micro-batches with a look at every module (`accel_diagnostics.replay`), and all
 ranks raise the same `NonFiniteError`.
 
 Under loss scaling, gradients that overflow are the scaler's business, which leaves the step out; there only the loss counts, as
@@ -18,26 +18,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accel_core.base.class_override import override_class
-from accel_core.collectives.reduce_gather import gather_objects, reduce
-from accel_core.nonfinite.batch_tracking import CountingFeed, Window
-from accel_core.nonfinite.findings import Finding, NonFiniteError
-from accel_core.nonfinite.recording import Forward, Watcher
+from accel_core import Finding, NonFiniteError
+from accel_core.api.component import gather_objects, override_class
+from accel_core.api.diagnostics import reduce_tree
+from accel_diagnostics.batch_tracking import CountingFeed, Window
+from accel_diagnostics.recording import Forward, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.build import Assembly
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.strategy import Strategy
-    from accel_core.loop.preparation import Prepared
-    from accel_core.nonfinite.batch_tracking import Used
-    from accel_core.nonfinite.replay import Replay
-    from accel_core.plugins import Relay
-    from accel_core.processes.world import World
+    from accel_core import Feed, Strategy, World
+    from accel_core.api.checkpoint import Prepared
+    from accel_core.api.diagnostics import Relay
+    from accel_diagnostics.batch_tracking import Used
+    from accel_diagnostics.replay import Replay
 
 KEPT_WINDOWS = 4
 """A forward that no backward has reached is kept while so many windows close: a generator's, until its critic has stepped."""
@@ -53,14 +50,29 @@ class NonFiniteDetector:
         world: the processes.
         feed: where the loaders are.
         prepared: whose gradients are looked at.
-        scaled: whether losses are scaled, so that gradients may overflow.
+        strategy: which distributes.
+        relay: the bound hooks, which it puts itself around.
+        owners: who owns each hook. Where losses are scaled, gradients may overflow.
+
+    Raises:
+        ValueError: if the strategy runs windows by itself, or does not say that each rank holds the whole model.
     """
 
-    def __init__(self, world: World, feed: Feed, prepared: Prepared, *, scaled: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        feed: Feed,
+        prepared: Prepared,
+        *,
+        strategy: Strategy,
+        relay: Relay,
+        owners: Mapping[str, Any],
+    ) -> None:
+        _check_strategy(strategy, runs_windows=owners["forward_backward"] is not None)
         self._world = world
         self._feed = feed
         self._prepared = weakref.ref(prepared)  # which optimizers that hold the hooks do not keep alive
-        self._scaled = scaled
+        self._scaled = owners["scale_loss"] is not None
         self._watchers: list[Watcher] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._records: list[Forward] = []
@@ -72,22 +84,10 @@ class NonFiniteDetector:
         self.turn = 0
         self.in_backward = False
         self.replaying = False
+        self._install(relay)
 
-    @classmethod
-    def of(cls, parts: Assembly, feed: Feed, prepared: Prepared) -> NonFiniteDetector:
-        """One that is installed among these parts.
-
-        Raises:
-            ValueError: if the strategy runs windows by itself, or does not say that each rank holds the whole model.
-        """
-        owners = parts.activation.owners
-        _check_strategy(parts.strategy, runs_windows=owners["forward_backward"] is not None)
-        detector = cls(parts.world, feed, prepared, scaled=owners["scale_loss"] is not None)
-        detector.install(parts.activation.relay)
-        return detector
-
-    def install(self, relay: Relay) -> None:
-        """Puts itself around the bound hooks, and has the feed count. Call it once, after they are bound."""
+    def _install(self, relay: Relay) -> None:
+        """Puts itself around the bound hooks, and has the feed count."""
         self._scale_loss: Callable[[torch.Tensor], torch.Tensor] = relay.scale_loss
         self._backward: Callable[[torch.Tensor, float, bool, dict[str, Any]], None] = relay.backward
         self._optimizer_step: Callable[[Optimizer, Callable[[], Any]], Any] = relay.optimizer_step
@@ -180,7 +180,7 @@ class NonFiniteDetector:
                 self._raise_found(
                     [self._look(search) or search.unseen("other ranks are not asked in join_uneven_inputs()")]
                 )
-        elif reduce((~finite).to(torch.uint8), self._world, "max"):
+        elif reduce_tree((~finite).to(torch.uint8), self._world, "max"):
             search = self._search(gradients)
             findings = gather_objects([self._look(search)], self._world)
             if not any(findings):
@@ -205,7 +205,7 @@ class NonFiniteDetector:
 
     def _search(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> Replay:
         """The search in this rank's own micro-batches, with these gradients as they are."""
-        from accel_core.nonfinite.replay import Replay
+        from accel_diagnostics.replay import Replay
 
         return Replay(
             rank=self._world.rank,

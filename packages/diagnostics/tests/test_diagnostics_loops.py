@@ -12,15 +12,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from test_core_nonfinite import Layers, LogOf, RootOf, Zeroing, data, place
+from test_diagnostics_nonfinite import Layers, LogOf, RootOf, Zeroing, data, place
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, LocalSGD, Precision, PrecisionPolicy, TorchDynamoPlugin
-from accel_core.nonfinite import NonFiniteDetector
-from accel_core.nonfinite.findings import Finding, NonFiniteError
-from accel_core.strategies.ddp import DDP
+from accel_core import (
+    DDP,
+    Accelerator,
+    Finding,
+    LocalSGD,
+    NonFiniteError,
+    Precision,
+    PrecisionPolicy,
+    TorchDynamoPlugin,
+)
+from accel_diagnostics import NonFiniteDetector
 from accel_testing import run_ranks
 
 BAD = 6
@@ -324,9 +331,16 @@ class Sharding(DDP):
 
 def test_strategies_whose_ranks_do_not_hold_the_model_are_refused() -> None:
     accelerator = Accelerator()
-    parts = accelerator._parts._replace(strategy=Sharding())
+    owners = accelerator._parts.activation.owners
     with pytest.raises(ValueError, match="does not say that every rank holds the whole model.*replicates_parameters"):
-        NonFiniteDetector.of(parts, accelerator._feed, accelerator._prepared)
+        NonFiniteDetector(
+            accelerator._world,
+            accelerator._feed,
+            accelerator._prepared,
+            strategy=Sharding(),
+            relay=accelerator._relay,
+            owners=owners,
+        )
 
 
 def errors(run: Callable[[], object]) -> NonFiniteError | None:

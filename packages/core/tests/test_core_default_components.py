@@ -1,4 +1,4 @@
-"""Who saves and loads: the component under a default name, a plugin of the user's in its place, or nobody, which is said."""
+"""What the core looks up under a default name: who saves and loads, and what searches for the first nan; or nobody, which is said."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_nothing_is_imported_for_a_run_that_saves_nothing(monkeypatch):
 
 @pytest.fixture
 def without(monkeypatch):
-    """Stands in for an environment without accel-checkpoint; `tests/matrix_job.py` runs in a real one."""
+    """Stands in for an environment with the core alone; `tests/matrix_job.py` runs in a real one."""
 
     def listed(group=None):
-        return [offer for offer in list_offers(group) if offer.group != "accel.checkpoints"]
+        return [offer for offer in list_offers(group) if offer.distribution == "accel-core"]
 
     monkeypatch.setattr("accel_core.build.list_offers", listed)
     monkeypatch.setattr("accel_core.plugins.offers.list_offers", listed)
@@ -109,9 +109,14 @@ def test_weights_that_a_strategy_lays_out_are_gathered_by_it_too(without):
         accelerator.get_state_dict(model)
 
 
-def test_the_command_says_so_too(without, monkeypatch):
+def test_without_accel_diagnostics_detection_says_what_to_type(without):
+    expected = "detect_nonfinite=True needs accel-diagnostics, which is not installed. Type: pip install accel-diagnostics"
+    with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
+        Accelerator(cpu=True, detect_nonfinite=True)
+
+
+def test_the_command_says_so_too(without):
     from accel_core.__main__ import main
 
-    monkeypatch.setattr("accel_core.plugins.offers.list_offers", lambda group=None: [])
     with pytest.raises(NotInstalledError, match="^python -m accel_core checkpoint needs accel-checkpoint"):
         main(["checkpoint", "."])

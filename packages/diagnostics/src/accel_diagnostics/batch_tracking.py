@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.class_override import ClassOverride
-from accel_core.contract.loader_progress import Passage
+from accel_core import Passage
+from accel_core.api.component import ClassOverride
 
 if TYPE_CHECKING:
-    from accel_core.contract.loader_progress import Feed, Rows
-    from accel_core.contract.sample_ids import Drawn
+    from accel_core import Feed, Rows
+    from accel_core.api.diagnostics import Drawn
 
 Used = list[tuple["Drawn", "Rows | None"]]
 """What the batches were made of that a forward may use, one entry per iteration, outermost first; see `Feed.current_drawn`."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from accel_core.contract.sample_ids import SampleIds
 
 Kind = Literal["input", "parameter", "output", "loss", "gradient", "not reproduced"]
+"""Where the first value that is not finite was found; see `Finding.kind`."""
 
 
 @dataclass(frozen=True)

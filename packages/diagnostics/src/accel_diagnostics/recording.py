@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from accel_core.contract.loader_progress import Rows
-    from accel_core.contract.sample_ids import Drawn
-    from accel_core.nonfinite import NonFiniteDetector
+    from accel_core import Rows
+    from accel_core.api.diagnostics import Drawn
+    from accel_diagnostics import NonFiniteDetector
 
 Named = tuple[str, torch.Tensor]
 

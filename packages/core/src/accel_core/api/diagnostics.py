@@ -1,0 +1,22 @@
+"""What watches a loop from the inside: the bound hooks, what is prepared, and what loaders say of their batches."""
+
+from __future__ import annotations
+
+from accel_core.base.nested import map_leaves
+from accel_core.collectives.reduce_gather import reduce_tree
+from accel_core.contract.detector import Detector, DetectorFactory
+from accel_core.contract.findings import Kind
+from accel_core.contract.sample_ids import Drawn
+from accel_core.loop.preparation import Prepared
+from accel_core.plugins.relay import Relay
+
+__all__ = [
+    "Detector",
+    "DetectorFactory",
+    "Drawn",
+    "Kind",
+    "Prepared",
+    "Relay",
+    "map_leaves",
+    "reduce_tree",
+]
