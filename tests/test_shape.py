@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 IMPORT_NAMES = {path.parent.parent.parent.name: path.parent.name for path in ROOT.glob("packages/*/src/*/py.typed")}
 MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
-TESTS = sorted([*ROOT.glob("tests/*.py"), *ROOT.glob("packages/*/tests/*.py")])
+TESTS = sorted([*ROOT.glob("tests/*.py"), *ROOT.glob("packages/*/tests/**/*.py")])
 
 SHOWN_MODULE, SHOWN_FUNCTION = 400, 40  # larger ones are listed
 MOST_MODULE, MOST_FUNCTION = 700, 80  # larger ones fail

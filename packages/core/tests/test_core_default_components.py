@@ -8,6 +8,7 @@ import pytest
 import torch
 from sharded_strategies import Rows
 from torch import nn
+from trackers_for_tests import Listing
 
 import accel_core
 from accel_core import Accelerator, NotInstalledError, hookimpl
@@ -110,9 +111,17 @@ def test_weights_that_a_strategy_lays_out_are_gathered_by_it_too(without):
 
 
 def test_without_accel_diagnostics_detection_says_what_to_type(without):
-    expected = "detect_nonfinite=True needs accel-diagnostics, which is not installed. Type: pip install accel-diagnostics"
+    expected = (
+        "detect_nonfinite=True needs accel-diagnostics, which is not installed. Type: pip install accel-diagnostics"
+    )
     with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
         Accelerator(cpu=True, detect_nonfinite=True)
+
+
+def test_without_accel_trackers_log_with_says_what_to_type_for_any_tracker(without):
+    expected = "log_with needs accel-trackers, which is not installed. Type: pip install accel-trackers"
+    with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
+        Accelerator(cpu=True, log_with=Listing())
 
 
 def test_the_command_says_so_too(without):

@@ -19,10 +19,11 @@ from accel_core import (
     TrackingKwargs,
     World,
 )
+from accel_core.contract.recorder import GROUP, NAME
 from accel_core.options.component_options import Sections
 from accel_core.plugins import Offer
+from accel_core.plugins.offers import find_default
 from accel_core.tracking.selection import Chosen, choose
-from accel_core.tracking.trackers import Trackers
 
 
 class First(Listing):
@@ -113,7 +114,9 @@ def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:
 
 
 def test_what_all_leaves_out_is_listed_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    trackers = Trackers(chosen("all"), TrackingKwargs(), World.current(cpu=True), ProjectConfiguration())
+    trackers = find_default(GROUP, NAME, "log_with").load()(
+        chosen("all"), TrackingKwargs(), World.current(cpu=True), ProjectConfiguration()
+    )
     lines = caplog.text.splitlines()
     assert lines[0].endswith("log_with='all' records with first, older. Left out:")
     assert "  absent: absent is not installed. Type: pip install absent" in lines

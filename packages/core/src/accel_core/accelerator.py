@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from accel_core.contract.detector import Detector
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
+    from accel_core.contract.recorder import Recorder
     from accel_core.contract.strategy import Strategy
     from accel_core.contract.tensor_layouts import State
     from accel_core.facade.older_arguments import ChosenStrategy
@@ -83,9 +84,7 @@ if TYPE_CHECKING:
     from accel_core.options.project import ProjectConfiguration
     from accel_core.plugins.explain import Detail, Explanation
     from accel_core.tracking.handle import TrackerHandle
-    from accel_core.tracking.selection import Chosen
     from accel_core.tracking.tracker import GeneralTracker, Tracker
-    from accel_core.tracking.trackers import Trackers
 
     Placements = Sequence[bool] | None
 
@@ -240,7 +239,7 @@ class Accelerator(ProcessControl):
         self._take(parts)
         self._options = {**parts.options, "project_dir": project}
         self._state = _state_of(parts, chosen)
-        self._trackers = None if parts.trackers is None else self._make_trackers(parts.trackers)
+        self._trackers = self._make_recorder(parts)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
     def _take(self, parts: Assembly) -> None:
@@ -1422,10 +1421,10 @@ class Accelerator(ProcessControl):
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
 
-    def _make_trackers(self, chosen: Chosen) -> Trackers:
-        from accel_core.tracking.trackers import Trackers
-
-        return Trackers(chosen, self._parts.tracking, self._world, self._project)
+    def _make_recorder(self, parts: Assembly) -> Recorder | None:
+        if parts.trackers is None or parts.recorder is None:
+            return None
+        return parts.recorder(parts.trackers, parts.tracking, self._world, self._project)
 
     def _details_of_trackers(self) -> list[Detail]:
         from accel_core.plugins.explain import Detail

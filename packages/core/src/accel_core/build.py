@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_core.base.errors import PluginError
-from accel_core.contract.detector import GROUP, NAME
+from accel_core.contract import detector, recorder
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
@@ -43,6 +43,7 @@ from accel_core.processes.world import World
 if TYPE_CHECKING:
     from accel_core.contract.detector import DetectorFactory
     from accel_core.contract.layout import Layout
+    from accel_core.contract.recorder import RecorderFactory
     from accel_core.tracking.selection import Chosen
 
 
@@ -73,6 +74,7 @@ class Assembly(NamedTuple):
     handlers: Mapping[type, KwargsHandler]
     detector: DetectorFactory | None
     trackers: Chosen | None
+    recorder: RecorderFactory | None
     tracking: TrackingKwargs
 
 
@@ -110,11 +112,13 @@ def assemble(given: Arguments) -> Assembly:
         given.dynamo_backend, given.dynamo_plugin, lambda: sections.share("dynamo")
     )
     offers = list_offers()
-    detector = find_default(GROUP, NAME, "detect_nonfinite=True", offers).load() if nonfinite.value else None
+    detects = (
+        find_default(detector.GROUP, detector.NAME, "detect_nonfinite=True", offers).load() if nonfinite.value else None
+    )
     precision = _precision(given.mixed_precision, handlers, offers, sections)
     loader, loader_options = _loader(given, offers, sections)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
-    trackers, tracking = _trackers(given.log_with, handlers, offers, sections)
+    trackers, records, tracking = _trackers(given.log_with, handlers, offers, sections)
     world = _world(cpu.value, handlers, sections)
     strategy = _strategy(given.strategy, world, handlers, offers, sections)
     _warn_of_idle(handlers, strategy, precision, world, trackers)
@@ -148,8 +152,9 @@ def assemble(given: Arguments) -> Assembly:
         autocast=handlers.get(AutocastKwargs) or AutocastKwargs(),
         compile_options=compile_options,
         handlers=handlers,
-        detector=detector,
+        detector=detects,
         trackers=trackers,
+        recorder=records,
         tracking=tracking,
     )
 
@@ -212,16 +217,18 @@ def _world(cpu: bool, handlers: Mapping[type, Any], sections: Sections) -> World
 
 def _trackers(
     argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections
-) -> tuple[Chosen | None, TrackingKwargs]:
-    """The trackers, None where none was asked for, and how they are treated. They are no owners and no listeners of hooks."""
+) -> tuple[Chosen | None, RecorderFactory | None, TrackingKwargs]:
+    """The trackers, None where none was asked for, what records with them, and how they are treated. They are no owners and no listeners of hooks."""
     rules = handlers.get(TrackingKwargs)
     if rules is not None:
         sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
     if argument is None and given_outside(variable_of("log_with")) is None:
-        return None, rules or TrackingKwargs()
+        return None, None, rules or TrackingKwargs()
     from accel_core.tracking.selection import choose  # which most runs need not import
 
-    return choose(argument, offers, sections), rules or TrackingKwargs(**sections.share("tracking"))
+    chosen = choose(argument, offers, sections)
+    factory = find_default(recorder.GROUP, recorder.NAME, "log_with", offers).load()
+    return chosen, factory, rules or TrackingKwargs(**sections.share("tracking"))
 
 
 def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 
 from accel_core import Bins, Table
-from accel_core.api.tracker import plain_value, readable_config
+from accel_trackers import plain_value, readable_config
 
 if TYPE_CHECKING:
     from accel_core import TrackedRun, Tracker

@@ -6,6 +6,8 @@ run starts, and importing this package imports none of them.
 
 from __future__ import annotations
 
+from accel_trackers.recording.config_json import readable_config
+from accel_trackers.recording.scalars import plain_value
 from accel_trackers.throughput import Throughput
 
-__all__ = ["Throughput"]
+__all__ = ["Throughput", "plain_value", "readable_config"]

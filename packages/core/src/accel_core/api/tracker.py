@@ -1,11 +1,19 @@
-"""What a tracker needs beside `accel_core.Tracker` and `TrackedRun`: what values and configurations become on their way to a service."""
+"""What records with trackers: those that were chosen, and what each of them is called."""
 
 from __future__ import annotations
 
-from accel_core.tracking.config_json import readable_config
-from accel_core.tracking.scalars import plain_value
+from accel_core.base.deprecation import level_of_the_user
+from accel_core.contract.recorder import Recorder, RecorderFactory
+from accel_core.processes.world import end_worlds, fatal_error
+from accel_core.tracking.selection import Chosen, known_names, name_of
 
 __all__ = [
-    "plain_value",
-    "readable_config",
+    "Chosen",
+    "Recorder",
+    "RecorderFactory",
+    "end_worlds",
+    "fatal_error",
+    "known_names",
+    "level_of_the_user",
+    "name_of",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +15,7 @@ from accel_core.contract.hook_specs import LAYOUT_HOOKS
 
 if TYPE_CHECKING:
     from accel_core.contract.optimizer_state import OptimizerState
+    from accel_core.contract.recorder import Recorder
     from accel_core.contract.strategy import Strategy
     from accel_core.contract.tensor_layouts import State
     from accel_core.loop.accumulation import Accumulation
@@ -30,20 +31,6 @@ LoadHook = Callable[["list[nn.Module]", str], None]
 """`hook(models, input_dir)`, as for `register_load_state_pre_hook`."""
 Asynchronous = bool | Literal["eager", "lazy"]
 """How a save is written behind: False, it is not; True as "eager"."""
-
-
-class Recorder(Protocol):
-    """What records the run, as far as a checkpoint is concerned: a run that is resumed goes on in the same record."""
-
-    @property
-    def on_every_rank(self) -> bool:
-        """Whether ranks record something of their own."""
-
-    def state(self) -> Any:
-        """What this rank has begun to record, as JSON."""
-
-    def resume(self, recorded: Any) -> None:
-        """Goes on with what `state` gave when the checkpoint was saved."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ Group = Literal[
     "accel.trackers",
     "accel.checkpoints",
     "accel.diagnostics",
+    "accel.recorders",
     "accel.commands",
 ]
 """The groups of entry points in which distributions offer names."""
@@ -36,6 +37,7 @@ NOUNS: dict[Group, str] = {
     "accel.trackers": "tracker",
     "accel.checkpoints": "checkpoint format",
     "accel.diagnostics": "diagnostic",
+    "accel.recorders": "recorder",
     "accel.commands": "command",
 }
 """The groups in which offers are looked for, and what one member of each is called."""

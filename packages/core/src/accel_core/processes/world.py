@@ -474,14 +474,20 @@ def _end_all() -> None:
     """
     if any(world._process != os.getpid() for world in _all):
         return
-    error = _fatal_error()
+    error = fatal_error()
     if error is not None:
         _tell_why(error)
     for world in list(_all):
         world._end(patient=error is None)
 
 
-def _fatal_error() -> BaseException | None:
+def end_worlds() -> None:
+    """Ends at once the worlds that still have a group, which ends at exit otherwise: for what takes long in this process alone."""
+    atexit.unregister(_end_all)
+    _end_all()
+
+
+def fatal_error() -> BaseException | None:
     """The exception that nobody caught, as the interpreter has reported it; `atexit` callbacks run after that."""
     return getattr(sys, "last_value", None)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_core.contract.recorder import Recorder
     from accel_core.tracking.tracker import Tracker
-    from accel_core.tracking.trackers import Trackers
 
 
 class TrackerHandle:
@@ -19,7 +19,7 @@ class TrackerHandle:
     Made by the Accelerator; there is no reason to make one.
     """
 
-    def __init__(self, trackers: Trackers, tracker: Tracker) -> None:
+    def __init__(self, trackers: Recorder, tracker: Tracker) -> None:
         self._trackers = trackers
         self._tracker = tracker
         self.name: str = tracker.name

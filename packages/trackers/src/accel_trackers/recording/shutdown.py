@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import signal
@@ -15,11 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from accel_core.processes import random_state, world
+from accel_core.api.component import capture_random_state, restore_random_state
+from accel_core.api.tracker import end_worlds, fatal_error
 
 if TYPE_CHECKING:
-    from accel_core.options.handlers import TrackingKwargs
-    from accel_core.tracking.recorder import Recorder
+    from accel_core import TrackingKwargs
+    from accel_trackers.recording.recorder import Recorder
 
 _QUIET = 5.0  # seconds of waiting at the end, before it is said what for
 _HURRY = 30.0  # seconds that a program which ends because of an exception waits for its trackers
@@ -33,7 +33,7 @@ def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterat
 
     The device's is left alone: asking for it would wait for the device, and no service computes there.
     """
-    states = random_state.capture_random_state(None)
+    states = capture_random_state(None)
     deadline = time.monotonic() + rules.start_timeout
     try:
         yield
@@ -41,7 +41,7 @@ def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterat
             if not each.lane.wait(_left(deadline)):
                 each.lane.give_up(f"start() has taken more than {rules.start_timeout:g} s", stuck=True)
     finally:
-        random_state.restore_random_state(states, None)
+        restore_random_state(states, None)
 
 
 def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> None:
@@ -66,12 +66,11 @@ def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, p
     if os.getpid() != process:
         return  # forked from the one that records, whose threads are not here
     recorders = [each for each in (reference() for reference in references) if each is not None]
-    failed = world._fatal_error() is not None
+    failed = fatal_error() is not None
     with _ends_already():
         try:
             # The others are parted from first: they would wait for this rank, and no longer than seconds.
-            atexit.unregister(world._end_all)
-            world._end_all()
+            end_worlds()
         except BaseException:
             failed = True
             raise

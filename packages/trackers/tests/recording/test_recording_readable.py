@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.tracking.config_json import DEEPEST, readable_config
+from accel_trackers.recording.config_json import DEEPEST, readable_config
 
 
 class Colour(Enum):

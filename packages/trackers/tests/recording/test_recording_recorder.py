@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end, said
 
 from accel_core import Accelerator, Histogram, Tracker, TrackingKwargs
-from accel_core.tracking.older import takes_objects
+from accel_trackers.recording.older import takes_objects
 
 # --- histograms -----------------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def test_a_histogram_that_cannot_be_counted_costs_no_tracker_and_no_other_value(
         assert tracker.logged() == [({"loss": 1.0}, 0), ({"loss": 2.0}, 1)]
         assert [[*call[1]] for call in tracker.calls if call[0] == "histograms"] == [["even"]]
         for name in ("odd", "deep/odd"):
-            start = f"The tracker {tracker.name!r} leaves out the value {name!r}, which is a Histogram of"
+            start = f"The tracker {tracker.name!r} leaves out the value {name!r}, which is a Histogram that cannot be counted"
             assert start in text
     assert "that cannot be counted: NotImplementedError: " in text
     assert "switched off" not in text

@@ -19,7 +19,7 @@ from trackers_for_tests import Listing, Older, Wrong  # noqa: F401  (the scripts
 from accel_core import Accelerator, TrackingKwargs
 from accel_testing import RanksFailed, run_ranks
 
-TESTS = str(Path(__file__).parent)
+TESTS = [str(Path(__file__).parent), str(Path(__file__).parents[4] / "tests" / "strategies")]
 
 
 def begun(*trackers: Any, rules: TrackingKwargs | None = None) -> Accelerator:
@@ -32,7 +32,7 @@ def begun(*trackers: Any, rules: TrackingKwargs | None = None) -> Accelerator:
 
 def output_of(script: str, *, code: int = 0) -> tuple[str, str]:
     """What a program prints, and what it says beside that."""
-    lines = f"import sys; sys.path.insert(0, {TESTS!r})\nfrom test_core_tracking_ends import *\n{script}"
+    lines = f"import sys; sys.path[:0] = {TESTS!r}\nfrom test_recording_ends import *\n{script}"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr

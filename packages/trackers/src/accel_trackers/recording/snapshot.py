@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.device_copy import Mark, send, wait
-from accel_core.tracking.scalars import (
+from accel_core import Histogram
+from accel_trackers.recording.device_copy import Mark, send, wait
+from accel_trackers.recording.flat_values import flatten
+from accel_trackers.recording.histograms import CopiedHistogram
+from accel_trackers.recording.scalars import (
     LeftOut,
     UnreadableError,
     clean,
@@ -21,7 +24,6 @@ from accel_core.tracking.scalars import (
     said,
     written,
 )
-from accel_core.tracking.values import Histogram, flatten
 
 DEEPEST = 20
 """How many dicts may stand in each other."""
@@ -141,7 +143,7 @@ class _Taking:
             if isinstance(value, torch.Tensor):
                 return self._tensor(value, place)
             if isinstance(value, Histogram):
-                copy = value.copied()
+                copy = CopiedHistogram(value)
                 self.elements += copy.elements
                 return copy
             found = plain_value(value)

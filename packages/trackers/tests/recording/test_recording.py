@@ -47,6 +47,8 @@ from accel_core import (
 )
 from accel_testing import run_ranks
 
+TOYS = str(Path(__file__).parents[4] / "tests" / "strategies")
+"""Where scripts find `trackers_for_tests`."""
 QUICK = TrackingKwargs(start_timeout=1.0, stall_timeout=0.3, finish_timeout=1.0)
 
 
@@ -958,7 +960,7 @@ main()
     ids=["falls out of scope", "is still there", "raises"],
 )
 def test_nothing_is_lost_by_a_program_that_does_not_call_end_training(end: str, code: int, failed: bool) -> None:
-    script = SCRIPT.format(tests=str(Path(__file__).parent), end=end)
+    script = SCRIPT.format(tests=TOYS, end=end)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=dict(os.environ), check=False
     )
@@ -981,6 +983,6 @@ def test_trackers_die_with_their_accelerator() -> None:
 
 
 def test_importing_the_core_imports_nothing_of_this() -> None:
-    script = "import sys, accel_core; accel_core.Accelerator(cpu=True); print([m for m in sys.modules if m.startswith('accel_core.tracking')])"
+    script = "import sys, accel_core; accel_core.Accelerator(cpu=True); print([m for m in sys.modules if m.startswith(('accel_core.tracking', 'accel_trackers'))])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[]"

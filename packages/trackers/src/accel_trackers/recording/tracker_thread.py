@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from accel_core.tracking.scalars import said
+from accel_trackers.recording.scalars import said
 
 if TYPE_CHECKING:
-    from accel_core.options.handlers import TrackingKwargs
+    from accel_core import TrackingKwargs
 
 Job = Callable[[], None]
 

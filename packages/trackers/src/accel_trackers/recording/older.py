@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core.tracking.tracker import GeneralTracker, Tracker
+from accel_core import GeneralTracker, Tracker
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core.tracking.tracker import TrackedRun
-    from accel_core.tracking.values import Table
+    from accel_core import Table, TrackedRun
 
 
 class OlderAsTracker(Tracker):

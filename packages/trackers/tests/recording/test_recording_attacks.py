@@ -22,9 +22,12 @@ from torch import nn
 from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end
 
 from accel_core import Accelerator, Histogram, TrackerError, TrackingKwargs
-from accel_core.tracking.snapshot import Snapshot
-from accel_core.tracking.tracker_thread import Lane
 from accel_testing import run_ranks
+from accel_trackers.recording.snapshot import Snapshot
+from accel_trackers.recording.tracker_thread import Lane
+
+TOYS = str(Path(__file__).parents[4] / "tests" / "strategies")
+"""Where scripts find `trackers_for_tests`."""
 
 
 @pytest.fixture
@@ -147,7 +150,7 @@ def test_threads_that_log_get_a_step_each() -> None:
 def test_a_run_whose_start_was_interrupted_is_still_recorded_at_the_exit() -> None:
     script = f"""
 import _thread, sys, threading, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {TOYS!r})
 from accel_core import Accelerator
 from trackers_for_tests import Listing
 
@@ -191,8 +194,8 @@ def test_a_tracker_that_never_started_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_in_the_same_second_have_ids_of_their_own() -> None:
-    from accel_core.processes.world import World
-    from accel_core.tracking.plan import new_id
+    from accel_core import World
+    from accel_trackers.recording.plan import new_id
 
     world = World.current(cpu=True)
     ids = [new_id(world) for _ in range(3000)]
@@ -610,7 +613,7 @@ accelerator.end_training()
     ],
 )
 def test_a_forked_process_neither_hangs_nor_records(act: str) -> None:
-    script = FORKED.format(tests=str(Path(__file__).parent), act=act)
+    script = FORKED.format(tests=TOYS, act=act)
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -670,7 +673,7 @@ for _ in range(1000):
 @pytest.mark.full
 def test_the_failure_of_the_main_process_is_recorded_under_a_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(FAILING_RANK.format(tests=str(Path(__file__).parent)))
+    script.write_text(FAILING_RANK.format(tests=TOYS))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launcher, capture_output=True, text=True, timeout=100, env=environment, check=False)

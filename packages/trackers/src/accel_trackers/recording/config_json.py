@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.scalars import as_array, clean, fits, is_array, plain_value, said, written
+from accel_trackers.recording.scalars import as_array, clean, fits, is_array, plain_value, said, written
 
 DEEPEST = 50
 """How many containers may stand in each other; what lies deeper is "…"."""

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core.tracking.tracker import TrackedRun
+from accel_core import TrackedRun
 
 if TYPE_CHECKING:
-    from accel_core.options.project import ProjectConfiguration
-    from accel_core.processes.world import World
+    from accel_core import ProjectConfiguration, World
 
 RUNS = "runs"
 """The folder of local trackers where neither `logging_dir` nor `project_dir` was given."""

@@ -6,20 +6,17 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.errors import RecordRefusedError
-from accel_core.tracking.logged import Values, View
-from accel_core.tracking.null_tracker import Blank
-from accel_core.tracking.older import OlderAsTracker
-from accel_core.tracking.scalars import LeftOut, describe
-from accel_core.tracking.tracker import GeneralTracker, Tracker
-from accel_core.tracking.tracker_thread import Lane
+from accel_core import GeneralTracker, RecordRefusedError, Tracker
+from accel_trackers.recording.logged import Values, View
+from accel_trackers.recording.null_tracker import Blank
+from accel_trackers.recording.older import OlderAsTracker
+from accel_trackers.recording.scalars import LeftOut, describe
+from accel_trackers.recording.tracker_thread import Lane
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core.options.handlers import TrackingKwargs
-    from accel_core.tracking.tracker import TrackedRun
-    from accel_core.tracking.values import Table
+    from accel_core import Table, TrackedRun, TrackingKwargs
 
 _KINDS = {"log": "values", "log_histograms": "histograms", "log_images": "images", "log_table": "tables"}
 """What the methods of trackers record."""

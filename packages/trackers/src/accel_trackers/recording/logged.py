@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.tracking.scalars import LeftOut, describe, said
-from accel_core.tracking.values import Histogram, flatten
+from accel_trackers.recording.flat_values import flatten
+from accel_trackers.recording.histograms import CopiedHistogram
+from accel_trackers.recording.scalars import LeftOut, describe, said
 
 if TYPE_CHECKING:
-    from accel_core.tracking.snapshot import Snapshot
-    from accel_core.tracking.values import Bins, Flat
+    from accel_core import Bins
+    from accel_trackers.recording.flat_values import Flat
+    from accel_trackers.recording.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def _counted(flat: Flat) -> View:
         try:
             bins[name] = histogram.resolve()
         except Exception as error:  # noqa: BLE001  (a dtype that torch cannot convert, no memory left: no tracker's fault)
-            others[name] = LeftOut(f"{describe(histogram)} that cannot be counted: {said(error)}")
+            others[name] = LeftOut(f"a Histogram that cannot be counted: {said(error)}")
     nonfinite = {f"{name}/nonfinite": each.nonfinite for name, each in bins.items() if each.nonfinite}
     return View({**nonfinite, **flat.numbers_and_texts}, bins, others)
 
@@ -81,7 +83,7 @@ def _nested(tree: Mapping[str, Any], above: str, others: dict[str, object]) -> d
     for name, value in tree.items():
         if type(value) is dict:
             found[name] = _nested(value, f"{above}{name}/", others)
-        elif not isinstance(value, (LeftOut, Histogram)):
+        elif not isinstance(value, (LeftOut, CopiedHistogram)):
             try:
                 found[name] = _listed(value)
             except Exception as error:  # noqa: BLE001  (a dtype that has no numbers)

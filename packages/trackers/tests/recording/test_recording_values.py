@@ -22,10 +22,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.tracking import device_copy, snapshot
-from accel_core.tracking.scalars import LeftOut, UnreadableError, plain_value
-from accel_core.tracking.snapshot import Snapshot
-from accel_core.tracking.values import Bins, Flat, Histogram, Table, as_table, describe, flatten
+from accel_core import Bins, Histogram, Table
+from accel_trackers.recording import device_copy, snapshot
+from accel_trackers.recording.flat_values import Flat, flatten
+from accel_trackers.recording.histograms import CopiedHistogram
+from accel_trackers.recording.scalars import LeftOut, UnreadableError, describe, plain_value
+from accel_trackers.recording.snapshot import Snapshot
+from accel_trackers.recording.tables import as_table
 
 
 class Colour(Enum):
@@ -209,10 +212,10 @@ class Speechless:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (Unreadable(a=1), "an Unreadable of test_core_tracking_values whose items cannot be read: KeyError: 'no'"),
+        (Unreadable(a=1), "an Unreadable of test_recording_values whose items cannot be read: KeyError: 'no'"),
         (
             {Speechless(): 1},
-            "a dict with a Speechless of test_core_tracking_values as a key, which no text can be made of: OSError: no words",
+            "a dict with a Speechless of test_recording_values as a key, which no text can be made of: OSError: no words",
         ),
     ],
 )
@@ -505,18 +508,18 @@ def test_a_distributed_number_is_read_where_it_is_whole_and_left_out_where_it_ta
     reason = found["part"].reason
     assert "a DTensor of shape () with the placements (Partial(sum),): its value lies on several ranks" in reason
     assert "Take value.full_tensor() on every rank, or value.to_local()" in reason
-    assert Histogram(whole, bins=1).resolve().counts == (1,)
+    assert CopiedHistogram(Histogram(whole, bins=1)).resolve().counts == (1,)
     with pytest.raises(
         TypeError, match=r"Histogram\(values\) was given a DTensor of shape \(\).*Take value.full_tensor"
     ):
-        Histogram(part).copied()
+        CopiedHistogram(Histogram(part))
 
 
 # Flat values
 
 
 def test_nested_values_get_joined_names_by_kind() -> None:
-    histogram, figure = Histogram([1, 2]), Figure()
+    histogram, figure = CopiedHistogram(Histogram([1, 2])), Figure()
     flat = flatten(
         {
             "loss": 1.5,
@@ -574,7 +577,7 @@ def test_plain_leaves_alone_what_it_does_not_know() -> None:
 
 
 def counted(values: Any, bins: int = 4) -> Bins:
-    return Histogram(values, bins).resolve()
+    return CopiedHistogram(Histogram(values, bins)).resolve()
 
 
 def test_values_are_counted_between_the_least_and_the_greatest() -> None:
@@ -653,7 +656,7 @@ def test_every_finite_value_is_in_the_bin_whose_edges_are_around_it(values: list
 def test_many_values_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(1000.0)
     whole = counted(values, 10)
-    monkeypatch.setattr("accel_core.tracking.values._PART", 7)
+    monkeypatch.setattr("accel_trackers.recording.histograms._PART", 7)
     assert counted(values, 10) == whole
     assert whole.counts == (100,) * 10
     assert whole.total_of_squares == sum(number**2 for number in range(1000))
@@ -672,19 +675,19 @@ def test_a_histogram_is_of_the_values_when_it_was_logged(make: Any) -> None:
 
 
 def test_a_histogram_does_not_keep_the_graph_of_its_values() -> None:
-    copy = Histogram(torch.ones(2, requires_grad=True) * 2).copied()
+    copy = CopiedHistogram(Histogram(torch.ones(2, requires_grad=True) * 2))
     assert not copy._values.requires_grad
 
 
 def test_a_copy_lets_go_of_its_values_and_keeps_its_counts() -> None:
-    copy = Histogram([1, 2], 2).copied()
+    copy = CopiedHistogram(Histogram([1, 2], 2))
     assert copy.resolve() is copy.resolve()
     assert not any(isinstance(each, torch.Tensor) for each in vars(copy).values())
 
 
 def test_a_histogram_on_a_device_is_neither_waited_for_nor_copied_from_there(device: Device) -> None:
     histogram = Histogram(torch.ones(3), 1)
-    assert isinstance(Snapshot.take({"h": histogram}).resolve()["h"], Histogram)
+    assert isinstance(Snapshot.take({"h": histogram}).resolve()["h"], CopiedHistogram)
     assert not device.copies
     assert [event.asked for event in device.events] == [0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.scalars import as_array, describe, is_array, readable_here
+from accel_trackers.recording.scalars import as_array, describe, is_array, readable_here
 
 
 def as_tensor(values: Any) -> torch.Tensor:

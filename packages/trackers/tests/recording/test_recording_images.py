@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_core.tracking.images import FORMATS, as_images
+from accel_trackers.recording.images import FORMATS, as_images
 
 HEIGHT, WIDTH = 2, 5
 BYTES = (torch.arange(3 * HEIGHT * WIDTH, dtype=torch.uint8) * 7).view(HEIGHT, WIDTH, 3)  # (H, W, C)

@@ -34,7 +34,7 @@ def test_a_tracker_that_cannot_be_closed_either() -> None:
 
 
 def test_waiting_at_the_end(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_core.tracking.shutdown._QUIET", 0.05)
+    monkeypatch.setattr("accel_trackers.recording.shutdown._QUIET", 0.05)
     with opened_at_the_end() as event:
 
         class Slow(Listing):
@@ -128,7 +128,7 @@ def test_older_trackers_get_images_as_arrays_and_tables_as_lists() -> None:
 
 
 def test_what_is_recorded_is_flushed_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_core.tracking.tracker_thread.REST", 0.05)
+    monkeypatch.setattr("accel_trackers.recording.tracker_thread.REST", 0.05)
 
     class Flushed(Listing):
         def flush(self) -> None:

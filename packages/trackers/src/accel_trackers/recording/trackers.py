@@ -22,29 +22,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_core.base.deprecation import level_of_the_user
-from accel_core.base.errors import TrackerError
-from accel_core.tracking.arguments import as_step, check_mapping, unknown_tracker
-from accel_core.tracking.config_json import readable_config
-from accel_core.tracking.handle import TrackerHandle
-from accel_core.tracking.images import as_images
-from accel_core.tracking.logged import Values
-from accel_core.tracking.null_tracker import Blank
-from accel_core.tracking.older import takes_objects
-from accel_core.tracking.plan import NO_OPTIONS, Plan, new_id
-from accel_core.tracking.recorder import Recorder
-from accel_core.tracking.selection import known_names, name_of
-from accel_core.tracking.shutdown import finish, finish_at_exit, is_failing, let_go, streams_kept
-from accel_core.tracking.snapshot import Snapshot
-from accel_core.tracking.tracker import GeneralTracker
-from accel_core.tracking.values import as_table
+from accel_core import GeneralTracker, TrackerError, TrackerHandle
+from accel_core.api.tracker import known_names, level_of_the_user, name_of
+from accel_trackers.recording.arguments import as_step, check_mapping, unknown_tracker
+from accel_trackers.recording.config_json import readable_config
+from accel_trackers.recording.images import as_images
+from accel_trackers.recording.logged import Values
+from accel_trackers.recording.null_tracker import Blank
+from accel_trackers.recording.older import takes_objects
+from accel_trackers.recording.plan import NO_OPTIONS, Plan, new_id
+from accel_trackers.recording.recorder import Recorder
+from accel_trackers.recording.shutdown import finish, finish_at_exit, is_failing, let_go, streams_kept
+from accel_trackers.recording.snapshot import Snapshot
+from accel_trackers.recording.tables import as_table
 
 if TYPE_CHECKING:
-    from accel_core.options.handlers import TrackingKwargs
-    from accel_core.options.project import ProjectConfiguration
-    from accel_core.processes.world import World
-    from accel_core.tracking.selection import Chosen
-    from accel_core.tracking.tracker import TrackedRun, Tracker
+    from accel_core import ProjectConfiguration, TrackedRun, Tracker, TrackingKwargs, World
+    from accel_core.api.tracker import Chosen
 
 _MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
 _GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."
@@ -201,7 +195,7 @@ class Trackers:
                 getattr(each, method)(*content, number, options.get(each.name, NO_OPTIONS))
         self._tell()
 
-    def get(self, name: str, unwrap: bool) -> Any:
+    def get(self, name: str, unwrap: bool = False) -> Any:
         """See `Accelerator.get_tracker`."""
         if name not in self._names:
             raise ValueError(unknown_tracker(f"get_tracker({name!r})", name, self._names, "log_with has"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from accel_core.tracking.tracker import GeneralTracker
+from accel_core import GeneralTracker
 
 
 class Blank(GeneralTracker):

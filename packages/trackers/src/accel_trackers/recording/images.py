@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_core.tracking.scalars import UnreadableError, as_array, describe, is_array, readable_here, said
+from accel_trackers.recording.scalars import UnreadableError, as_array, describe, is_array, readable_here, said
 
 FORMATS = ("HW", "CHW", "HWC", "NHW", "NCHW", "NHWC")
 """How the dimensions of images are ordered: number, height, width, channels."""
