@@ -157,7 +157,7 @@ class Run:
         """All that a checkpoint brings back, whole, on every rank, by the user's names."""
         return {
             "weights": {name: full(value) for name, value in self.own.state_dict().items()},
-            "optimizers": [self._optimizer(each) for each in self.accelerator._checkpoints._run.optimizer_states()],
+            "optimizers": [self._optimizer(each) for each in self.accelerator._run.optimizer_states()],
             "schedule": self.scheduler.last_epoch,
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scale": self._scale(),
