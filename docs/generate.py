@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 import re
 import runpy
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from types import ModuleType
 import accel_core
 from accel_core import accelerator, api
 from accel_core.contract import hook_specs
-from accel_core.facade import older_arguments, process_methods
+from accel_core.facade import older_arguments
 from accel_core.options.option_fields import expected, to_data
 from accel_core.plugins import list_offers
 from accel_launch.settings import catalog
@@ -44,7 +45,7 @@ component's, else the core's default) or **many listeners** (everyone who implem
 """
 
 ACCELERATOR_HEAD = """\
-<!-- Written by docs/generate.py from accel_core/accelerator.py: change it there, then run `nox -s docs`. -->
+<!-- Written by docs/generate.py from accel_core/accelerator.py and accel_core/facade: change it there, then run `nox -s docs`. -->
 # Accelerator
 
 Everything that `accel_core.Accelerator` offers. Where a docstring says *collective*, every rank has to make the call, in the
@@ -201,8 +202,11 @@ def hooks_page() -> str:
 def accelerator_page() -> str:
     """The whole of docs/reference/accelerator.md. Raises `ValueError` if GROUPS and the class do not have the same members."""
     node = class_in(accelerator, "Accelerator")
-    # A member of the base that the Accelerator has of its own stands where the Accelerator says it.
-    members = public_members(class_in(process_methods, "ProcessControl")) | public_members(node)
+    # The bases first: a member that the Accelerator has of its own stands where the Accelerator says it.
+    bases = [base for base in reversed(accelerator.Accelerator.__mro__) if base.__module__.startswith("accel_core.")]
+    members: dict[str, str] = {}
+    for base in bases:
+        members |= public_members(class_in(sys.modules[base.__module__], base.__name__))
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(members):
         missing, stale = members.keys() - set(grouped), set(grouped) - members.keys()

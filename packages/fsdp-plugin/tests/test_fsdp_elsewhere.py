@@ -151,5 +151,7 @@ def test_any_call_of_the_library_against_any_other_ends_all_ranks(
             bad = [str(report) for report in reports if "killed" in report.state or report.exit_code not in (0, 1)]
             if bad or not re.search("rank [01]: ", said):
                 wrong[pair] = "\n".join(bad or map(str, reports))
-    together = {pair for pair in PAIRS if strategy == "ddp" and set(pair) == {"clip", "forward"}}
+    # Under DDP clipping is local, and ends with the run; under FSDP it is a reduction of torch's own, which gloo aborts beside another.
+    beside = {"clip", "forward"} if strategy == "ddp" else {"clip", "all_reduce"}
+    together = {pair for pair in PAIRS if set(pair) == beside}
     assert set(wrong) <= together, "\n\n".join(f"{pair}: {text}" for pair, text in wrong.items())

@@ -201,6 +201,14 @@ class Accumulation:
         """Whether a window may have several micro-batches."""
         return self.steps > 1 or self.by_caller
 
+    def refuse_in_window(self, option: str, value: object) -> None:
+        """Raises `RuntimeError` for what may be assigned between two windows only, if one is open."""
+        if self.open or self.inside:
+            raise RuntimeError(
+                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open, which has its length and its "
+                f"batches already. Assign it before the first accumulate() of a window, when accelerator.sync_gradients is True."
+            )
+
     def resize(self, steps: int) -> None:
         """Windows have so many micro-batches from now on. Between two windows only."""
         self._settle()

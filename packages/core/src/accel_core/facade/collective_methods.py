@@ -1,0 +1,140 @@
+"""What ranks share: tensors, objects for metrics, flags, and signals to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from accel_core.base.deprecation import Deprecation
+from accel_core.collectives import metrics, reduce_gather
+from accel_core.facade.accelerator_parts import AcceleratorParts
+
+if TYPE_CHECKING:
+    import signal
+
+    from accel_core.collectives.reduce_gather import Reduction
+    from accel_core.collectives.stop_signals import Preemption
+
+
+T = TypeVar("T")
+
+_CHECK_BREAKPOINT = Deprecation("check_breakpoint()", "check_trigger()", removed_in="1.0")
+
+
+class CollectiveMethods(AcceleratorParts):
+    """The methods that ranks call together."""
+
+    def set_trigger(self) -> None:
+        """Sets a flag that all ranks see at their next `check_trigger`: a loss that is nan, a signal, a time that is up.
+
+        No collective. A signal handler may call it.
+        """
+        self._trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since this was last true; the same answer on every rank. Collective.
+
+        if accelerator.check_trigger():
+            break                                   # on all ranks, so that nobody waits for the others
+        """
+        return self._trigger.check()
+
+    def check_breakpoint(self) -> bool:
+        """An older spelling of `check_trigger`. Collective."""
+        _CHECK_BREAKPOINT.warn()
+        return self._trigger.check()
+
+    def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
+        """From now on a signal does not end this process, but makes `should_stop` true. No collective.
+
+        One that arrives 5 seconds after the first, or later, does what it did before. `end_training` gives signals back what they did before.
+
+        Args:
+            signals: such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a machine away.
+
+        Raises:
+            ValueError: for what is no signal here, or cannot be caught; outside of the main thread.
+        """
+        self._preempted().watch(*signals)
+
+    def should_stop(self) -> bool:
+        """Whether any rank was told to stop, by a signal of `stop_on_signal`; the same answer on every rank. Collective.
+
+        if accelerator.should_stop():
+            accelerator.save_state(folder)          # on all ranks, at the same step
+            break
+        """
+        return self._preempted().check()
+
+    def gather(self, tensor: T) -> T:
+        """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
+
+        Args:
+            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure on all ranks. Sizes may differ in
+                dim 0 only. A 0-d tensor gives one element per rank.
+
+        Returns:
+            The same structure, detached, on every rank.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+        """
+        return reduce_gather.gather(tensor, self._world)
+
+    def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
+        """Combines tensors over the ranks: their sum, mean or maximum. Collective.
+
+        Args:
+            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure and shape on all ranks.
+            reduction: "sum", "mean", "max", or "none", which returns the input.
+            scale: a factor for the result.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if structures, dtypes or shapes differ.
+        """
+        return reduce_gather.reduce_tree(tensor, self._world, reduction, scale)
+
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
+
+        Args:
+            tensor: a tensor, or nested tuples, lists and dicts of them; those without that dim stay as they are.
+            dim: the dim in which ranks may differ; negative ones count from the end.
+            pad_index: the value that fills up.
+            pad_first: whether it stands before the values instead of behind them.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if structures, dtypes or numbers of dims differ.
+        """
+        from accel_core.collectives.padding import pad_across_processes
+
+        return pad_across_processes(tensor, self._world, dim, pad_index, pad_first)
+
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+    @overload
+    def gather_for_metrics(self, input_data: Sequence[T], use_gather_object: Literal[True]) -> list[T]: ...
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
+
+        Samples that only fill the last batch are left out. Which those are is known of the batch that a prepared loader has
+        yielded last: call it inside the loop, before the next batch is drawn (not on a list of batches drawn before).
+
+        Args:
+            input_data: tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of per-sample
+                objects.
+            use_gather_object: whether `input_data` is a list of objects although it holds tensors.
+
+        Raises:
+            ValueError: in a world larger than one, if a tensor has another number of rows than the batch.
+            CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+        """
+        rows = self._feed.current_rows()
+        return metrics.gather_for_metrics(input_data, rows, self._world, self._layout.data_group, use_gather_object)
+
+    def _preempted(self) -> Preemption:
+        if self._preemption is None:
+            from accel_core.collectives.stop_signals import Preemption
+
+            self._preemption = Preemption(self._world)
+        return self._preemption

@@ -1,0 +1,397 @@
+"""One step after the other: windows of accumulation, backwards, gradients, and the contexts in which models are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_core.facade.accelerator_parts import AcceleratorParts
+from accel_core.loop import fused_backward, gradients
+from accel_core.loop.accumulation import Accumulate
+from accel_core.loop.forward_backward import default_inputs
+from accel_core.loop.optimizer_gate import gate_of
+from accel_core.loop.preparation import (
+    check_reading,
+    held_by,
+)
+from accel_core.options.handlers import GradientAccumulationPlugin
+
+if TYPE_CHECKING:
+    from accel_core.loop.forward_backward import Inputs, LossFn
+    from accel_core.loop.profiling import ProfileKwargs
+    from accel_core.options.handlers import AutocastKwargs
+
+
+class LoopMethods(AcceleratorParts):
+    """The methods of a training step."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a full window of `accumulate`. It may be assigned between two windows."""
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        GradientAccumulationPlugin(num_steps=steps)  # which checks it
+        self._accumulation.refuse_in_window("gradient_accumulation_steps", steps)
+        self._accumulation.resize(steps)
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether `scheduler.step()` waits for the optimizer."""
+        return self._scheduler_rule.with_optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """What scales losses, with `state_dict` and `load_state_dict`, for checkpoints of one's own; None where nothing does."""
+        return next(iter(self._scales()), None) if self._parts.activation.owners["scale_loss"] else None
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the open window so far; 0 when none is open."""
+        return self._accumulation.position
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether no window of accumulation is open: `optimizer.step()` would step now."""
+        return not self._accumulation.open
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer left the parameters as they were (an overflow, say)."""
+        gates = (gate_of(optimizer) for optimizer in self._prepared.optimizers)
+        return any(gate.was_skipped for gate in gates if gate is not None)
+
+    def accumulate(self, *models: nn.Module, closes: bool | None = None) -> AbstractContextManager[None]:
+        """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
+
+        A window has `gradient_accumulation_steps` micro-batches, and closes early at the end of a prepared loader. Its
+        gradient is the mean over the micro-batches that are in it.
+
+        Args:
+            models: the prepared models whose gradients need not be synchronised before the window closes; none: all.
+            closes: for loops that count themselves: whether this micro-batch closes the window, however many are in it. Say it in
+                all micro-batches, and the same on every rank. None: the number of micro-batches decides.
+        """
+        return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync, closes)
+
+    def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
+        """Use it instead of `loss.backward()`: scales for the window and the precision, and synchronises when it closes.
+
+        Outside `accumulate` the gradient is divided by `gradient_accumulation_steps`.
+
+        Args:
+            loss: a scalar tensor, the mean over this rank's micro-batch.
+            learning_rate: for an optimizer that updates the parameters during the backward, such as LOMO's, and only for
+                such a one: see `accel_core.loop.fused_backward`.
+            kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may have dimensions.
+
+        Raises:
+            TypeError: if the loss is not a tensor.
+            ValueError: if it is not a scalar.
+            RuntimeError: in a world larger than one, if an optimizer holds parameters of no prepared model.
+        """
+        if self._prepared.unchecked:
+            self._prepared.check_orphans()
+            check_reading(self._feed, self._layout.shard.count)
+        if type(loss) is not torch.Tensor or loss.dim():
+            _check_loss(loss, kwargs)
+        if learning_rate is not None or self._prepared.fused:
+            self._fused_backward(loss, learning_rate, kwargs)
+            return
+        accumulation = self._accumulation
+        accumulation.count_backward()
+        relay = self._relay
+        weight = accumulation.weight if accumulation.inside else 1.0 / accumulation.steps
+        closes = not accumulation.open
+        if closes and self._world.watch is not None:
+            with self._world.watch.collective("backward()"):
+                relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
+            relay.synchronise_gradients()  # behind the mark: a rank that has more to send than the others is told from them
+        else:
+            relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """`backward(loss, learning_rate=learning_rate)` under its older name."""
+        self.backward(loss, learning_rate=learning_rate)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: LossFn,
+        inputs: Inputs | None = None,
+    ) -> torch.Tensor:
+        """Runs a whole window, so that batches of different sizes weigh what they hold.
+
+        The gradient is that of (sum of all losses) / (sum of all weights), over the micro-batches and the data-parallel
+        ranks: the same as one big batch on one rank. Step, clip and schedule afterwards as usual, without `accumulate`.
+        Collective over the data-parallel ranks, which may have different numbers of micro-batches.
+
+        Args:
+            model: a prepared model.
+            micro_batches: the batches of this rank's window, at least one.
+            loss_fn: `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, a scalar tensor, and its weight,
+                a number: over how many tokens or samples it is summed. A weight of 0 is fine.
+            inputs: `inputs(batch)` gives the positional arguments (a tuple) and keyword arguments (a dict) of the model.
+                Not given: a mapping is passed as keywords, of a tuple or list the first element, anything else as it is.
+
+        Returns:
+            The weighted mean loss over the window and the ranks: 0-d, detached, on `device`; nan if all weights are 0.
+
+        Raises:
+            ValueError: without a micro-batch, or if the sum is not a scalar.
+            RuntimeError: inside `accumulate`, while a window is open, or where `join_uneven_inputs` joins models.
+        """
+        if self._prepared.fused:
+            fused_backward.refuse("forward_backward()", self._prepared.optimizers)
+        if self._feed.joining:
+            raise RuntimeError(
+                "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take "
+                "the block away and call it on all ranks equally often; numbers of micro-batches may differ."
+            )
+        if self._accumulation.inside or self._accumulation.open:
+            raise RuntimeError(
+                "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out "
+                "of accumulate(), and let that window end before."
+            )
+        if self._prepared.unchecked:
+            self._prepared.check_orphans()
+            check_reading(self._feed, self._layout.shard.count)
+        self._accumulation.whole_window()
+        with self._world.collective("forward_backward()"):
+            mean = self._relay.forward_backward(
+                model, micro_batches, loss_fn, inputs or default_inputs, self._relay.scale_loss
+            )
+        self._accumulation.count_backward()
+        return mean
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.
+
+        A backward outside stays local too if its forward ran inside, until `trigger_sync_in_backward` or the next
+        forward outside.
+
+        Args:
+            model: a prepared model; None: all that are trained.
+        """
+        return self._on_models(self._relay.no_sync, model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward of `model` synchronises all its gradients, although its forward ran inside `no_sync`."""
+        return self._relay.trigger_sync_in_backward(model)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A block in which ranks may train on different numbers of batches, none included; at its end all ranks agree again.
+
+        A rank that has ended takes part in the others' steps with zeros, which still count in the mean. Then models,
+        prepared optimizers and schedulers are those of the rank that went on longest. Inside, windows of accumulation close
+        by count alone, and one that is open at the end is dropped with a warning. Leave other collectives, evaluation too,
+        out of the block: a rank that has ended does not make them. Collective, if models are joined.
+
+        Args:
+            joinables: the prepared models that are trained, and other objects of torch's `Joinable`. None at all: only
+                `even_batches` acts, for loops that communicate nothing.
+            even_batches: overrides the option of that name for iterations of prepared loaders that begin inside; None
+                leaves it.
+
+        Raises:
+            TypeError: in a world larger than one, for a model that cannot join; for an `even_batches` of another type.
+        """
+        from accel_core.loop.uneven_inputs import as_joinables, evenness, joined
+
+        joining = as_joinables(joinables) if self.use_distributed else []
+        with ExitStack() as stack:
+            stack.enter_context(evenness(self._feed, even_batches, bool(joining)))
+            if joining:
+                stack.enter_context(joined(joining, self._world, self._prepared, self._accumulation, self._scales()))
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
+
+        While a window is open nothing is clipped: the gradients are parts, and local ones. Collective under a strategy whose
+        gradients lie in parts on the ranks.
+
+        Args:
+            parameters: one, or any iterable of them: all, a subset, a generator. Those without gradient count nothing.
+            max_norm: the largest norm.
+            norm_type: the order of the norm; `inf` for the largest component.
+
+        Returns:
+            The norm before clipping, 0-d; while a window is open that of this rank's pending gradients, still scaled.
+        """
+        if self._prepared.fused:
+            fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
+        clipped = gradients.as_list(parameters)
+        if not self._accumulation.open:
+            self._unscale_holders(clipped)
+        if self._clips_kept:
+            clipped = self._whole_gradients(clipped)
+        if not self._accumulation.open:
+            return self._relay.clip_gradients(clipped, max_norm, norm_type)
+        if self._parts.activation.owners["clip_gradients"] is None:
+            return nn.utils.get_total_norm([each.grad for each in clipped if each.grad is not None], norm_type)
+        return self._relay.clip_gradients(clipped, torch.inf, norm_type)  # the strategy's norm: nothing is larger
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
+        if self._prepared.fused:
+            fused_backward.refuse("clip_grad_value_()", self._prepared.optimizers)
+        clipped = gradients.as_list(parameters)
+        if not self._accumulation.open:
+            self._unscale_holders(clipped)
+            if self._prepared.gradients.are_elsewhere:
+                clipped = self._prepared.gradients.stand_ins(clipped)
+            nn.utils.clip_grad_value_(clipped, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Undoes the loss scaling of gradients, once between two steps; nothing happens where nothing is scaled.
+
+        Args:
+            optimizer: one, or several; None: all that are prepared.
+        """
+        given = self._prepared.optimizers if optimizer is None else optimizer
+        for each in [given] if isinstance(given, Optimizer) else given:
+            gate = gate_of(each)
+            if gate is None:
+                raise ValueError(
+                    f"unscale_gradients() was given a {type(each).__name__} that is not prepared. Pass it to prepare() "
+                    f"first."
+                )
+            if not self._accumulation.open:
+                gate.unscale(each)
+
+    def autocast(
+        self, cache_enabled: bool | None = None, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
+        """Runs a block in the precision's compute dtype; in full precision nothing happens.
+
+        Args:
+            cache_enabled: whether weights that were cast are kept until the block ends; None: as the handler says.
+            autocast_handler: options for this block instead of the Accelerator's.
+        """
+        compute = self._parts.precision.policy.compute
+        if compute is None:
+            return nullcontext()
+        handler = autocast_handler or self._parts.autocast
+        cache = handler.cache_enabled if cache_enabled is None else cache_enabled
+        return torch.autocast(self.device.type, dtype=compute, enabled=handler.enabled, cache_enabled=cache)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Shares sequences out over the ranks of a context-parallel strategy; without one, nothing happens.
+
+        with accelerator.maybe_context_parallel([ids, labels], [1, 1]):
+            loss = loss_fn(model(ids), labels)      # each rank has a part of every sequence
+            accelerator.backward(loss)
+
+        Args:
+            buffers: tensors that lie along the sequence: ids, labels, masks, tables of positions. They are changed in place.
+            buffer_seq_dims: for each of them, the dim of the sequence.
+            no_restore_buffers: those of them that are not needed whole behind the block.
+
+        Raises:
+            ValueError: if there is not one dim per tensor, or a tensor has no such dim.
+        """
+        given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+        if len(given) != len(dims):
+            raise ValueError(
+                f"maybe_context_parallel() was given {len(given)} buffers and {len(dims)} buffer_seq_dims. Give the dim of the "
+                f"sequence for each tensor, in the same order."
+            )
+        for number, (buffer, dim) in enumerate(zip(given, dims, strict=True)):
+            if not -buffer.dim() <= dim < buffer.dim():
+                raise ValueError(
+                    f"maybe_context_parallel(): buffer {number} has the shape {tuple(buffer.shape)}, and buffer_seq_dims says that its "
+                    f"sequence lies along dim {dim}. Give one of its dims."
+                )
+        return self._relay.context_parallel(given, dims, list(no_restore_buffers or ()))
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
+
+        Args:
+            profile_handler: options for this block instead of those among `kwargs_handlers`. With `output_trace_dir` each
+                rank writes a Chrome trace there.
+        """
+        from accel_core.loop.profiling import ProfileKwargs, profile
+
+        handler = profile_handler or self._parts.handlers.get(ProfileKwargs) or ProfileKwargs()
+        assert isinstance(handler, ProfileKwargs), "handlers are kept by their class"
+        return profile(handler, self._world)
+
+    def _scales(self) -> list[Any]:
+        """What changes with the steps of this rank, and has to be the same on all: the precision, if it has a state."""
+        from accel_core.loop.run import has_state
+
+        return [self._parts.precision] if has_state(self._parts.precision) else []
+
+    def _fused_backward(self, loss: torch.Tensor, learning_rate: float | None, options: dict[str, Any]) -> None:
+        fused_backward.fused_backward(
+            loss,
+            learning_rate,
+            self._prepared.optimizers,
+            self._accumulation,
+            self._world,
+            self._parts.activation.owners,
+            options,
+        )
+
+    def _on_models(
+        self, hook: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        return hook(model) if model is not None else _on_all(hook, self._prepared.trained())
+
+    def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Stand-ins whose `.grad` are the gradients that the strategy keeps, all of them here."""
+        strategy = self._parts.strategy
+        if not strategy.replicates_parameters:
+            raise RuntimeError(
+                f"clip_grad_norm_() was called, but the strategy {type(strategy).__name__} keeps gradients in a way of its own "
+                f"(gradient_state) and does not say that a rank has all of them, so nobody knows their norm. It has to implement the hook "
+                f"clip_gradients; or declare replicates_parameters = True. Leave the call out until then."
+            )
+        return self._prepared.gradients.stand_ins(parameters)
+
+    def _unscale_holders(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._parts.activation.owners["unscale_gradients"] is None:
+            return
+        clipped = {id(parameter) for parameter in parameters}
+        for optimizer in self._prepared.optimizers:
+            gate = gate_of(optimizer)
+            if gate is not None and any(id(parameter) in clipped for parameter in held_by(optimizer)):
+                gate.unscale(optimizer)
+
+
+@contextmanager
+def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: Sequence[nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(hook(model))
+        yield
+
+
+def _check_loss(loss: object, options: dict[str, Any]) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"backward() was given a {type(loss).__name__}, expected the loss as a tensor: what the loss function "
+            f"returned, without .item()."
+        )
+    if loss.numel() != 1 and "gradient" not in options:
+        raise ValueError(
+            f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
+            f"pass gradient=."
+        )

@@ -1,0 +1,373 @@
+"""From what the user built to what the loop trains: models, optimizers, schedulers and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from accel_core.collectives.run_seed import agree_seed
+from accel_core.contract.precision_policy import remove_policy
+from accel_core.facade.accelerator_parts import AcceleratorParts
+from accel_core.loading.batch_stream import as_data_loader
+from accel_core.loop import fused_backward
+from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, place_state
+from accel_core.loop.parameter_replacement import ParameterReplacement
+from accel_core.loop.preparation import (
+    ORDER,
+    PreparedModel,
+    PrepareRequest,
+    check_device_map,
+    check_device_placement,
+    check_state_kept,
+    has_device_map,
+    kind_of,
+    require,
+    stays_in_place,
+    warn_of_empty,
+)
+from accel_core.loop.scheduler_gate import gate_scheduler, is_scheduler
+
+if TYPE_CHECKING:
+    import os
+
+    Placements = Sequence[bool] | None
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+class PreparationMethods(AcceleratorParts):
+    """The methods by which objects of the user's are prepared, and given back."""
+
+    @overload
+    def prepare(self, a: A, /, *, device_placement: Placements = None) -> A: ...
+    @overload
+    def prepare(self, a: A, b: B, /, *, device_placement: Placements = None) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Placements = None) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: D, /, *, device_placement: Placements = None) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: Placements = None
+    ) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(self, *objects: Any, device_placement: Placements = None) -> Any: ...
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
+
+        Models, optimizers, loaders and LR schedulers are prepared, in any order, in any number of calls. Anything else is
+        passed through, unless it would be trained on half prepared. An object that was prepared before comes back as it
+        is. Collective under strategies that exchange parameters (DDP does), and when the first loader is prepared.
+
+        Args:
+            objects: what the loop uses.
+            device_placement: per object, whether it is moved to the device; None: as the Accelerator was told.
+
+        Raises:
+            TypeError: for a list or dict of models and the like, and for a bare tensor that requires a gradient.
+            ValueError: if `device_placement` does not fit the objects, or the strategy places models by itself.
+        """
+        check_device_placement(device_placement, objects, self._parts.strategy.places_models)
+        kinds = [kind_of(obj) for obj in objects]
+        results = list(objects)
+        optimizers = [obj for obj, kind in zip(objects, kinds, strict=True) if kind == "optimizer"]
+        for kind in ORDER:
+            for index, obj in enumerate(objects):
+                if kinds[index] == kind:
+                    placement = None if device_placement is None else device_placement[index]
+                    results[index] = self._prepare_one(obj, kind, placement, optimizers)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_model(
+        self, model: ModelT, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> ModelT:
+        """Prepares one model.
+
+        Args:
+            model: the user's model.
+            device_placement: whether it is moved to the device; None: as the Accelerator was told.
+            evaluation_mode: whether it is only evaluated: precision and compilation apply, and nothing else.
+        """
+        check_device_placement(
+            None if device_placement is None else [device_placement], [model], self._parts.strategy.places_models
+        )
+        return cast("ModelT", self._prepare_model(model, device_placement, (), evaluation_mode))
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
+
+        Args:
+            data_loader: the user's loader, which is not changed; or any iterable of batches that has `state_dict` and
+                `load_state_dict`.
+            device_placement: whether batches are moved to the device; None: as the Accelerator was told.
+            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts the part of one process out of
+                a global batch, where batches are dispatched from one process; None: every tensor along dim 0.
+        """
+        data_loader = as_data_loader(data_loader)
+        if any(data_loader is known for known in self._prepared.loaders):
+            return data_loader
+        if self._seed is None:
+            self._seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
+        prepared = self._relay.prepare_loader(
+            data_loader,
+            self._layout.shard,
+            self._feed,
+            self._placement(device_placement),
+            self._seed,
+            len(self._prepared.loaders),
+            self._layout.data_group,
+            slice_fn_for_dispatch,
+        )
+        warn_of_empty(prepared)
+        self._prepared.loaders.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
+
+        They are counted from the beginning of the epoch, also where `load_state` has put the loader inside it: a script that
+        skips by hand lands in the same place. 0 leaves out nothing, and goes on where `load_state` has put it.
+
+        It shares the epochs of the prepared loader: loop over it for the rest of an epoch, and over the loader itself from
+        then on. Samples that have indices are not read.
+
+        Args:
+            dataloader: a prepared loader.
+            num_batches: how many batches are left out.
+
+        Raises:
+            TypeError: if the loader is not prepared, or its component cannot leave out batches.
+            ValueError: if the number is negative, or no whole number.
+        """
+        behind = getattr(dataloader, "behind", None)
+        if not callable(behind):
+            raise TypeError(
+                f"skip_first_batches() was given a {type(dataloader).__name__} that cannot leave out batches. Pass the loader "
+                f"that prepare() returned; one of a loader component that cannot do it is to be skipped by hand."
+            )
+        skipped: DataLoader[Any] = behind(num_batches)
+        return skipped
+
+    def prepare_optimizer(self, optimizer: OptimizerT, device_placement: bool | None = None) -> OptimizerT:
+        """Prepares one optimizer, in place: `step` and `zero_grad` wait for the end of the window.
+
+        Args:
+            optimizer: built before or after its model was prepared.
+            device_placement: whether the state that it has already is moved to the device of its parameters; None: as the
+                Accelerator was told.
+        """
+        require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
+        self._relay.check_optimizer(optimizer)
+        if self._detector is not None:
+            fused_backward.refuse_detection(optimizer)
+        if not self._has_gate(optimizer):
+            if device_placement if device_placement is not None else self.device_placement:
+                place_state(optimizer)
+            OptimizerGate(
+                optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward, self._engine
+            )
+        if not any(optimizer is known for known in self._prepared.optimizers):
+            self._prepared.optimizers.append(optimizer)
+            self._prepared.unchecked = True
+            self._prepared.fused |= fused_backward.is_fused(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: T) -> T:
+        """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
+        if not is_scheduler(scheduler):
+            raise TypeError(
+                f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
+                f"step(), state_dict(), and the optimizer that it drives as `optimizer`."
+            )
+        gate_scheduler(scheduler, self._scheduler_rule)
+        if not any(scheduler is known for known in self._prepared.schedulers):
+            self._prepared.schedulers.append(scheduler)
+        return scheduler
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The user's model inside a prepared one.
+
+        Args:
+            model: a prepared model, or one that was compiled since; any other model is returned as it is.
+            keep_fp32_wrapper: whether calls of the result still go through the precision's casts. False gives the model its
+                original class back, for good.
+        """
+        inner = getattr(model, "_orig_mod", model)
+        record = self._prepared.find_model(inner)
+        if record is not None:
+            inner = record.original
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        if not keep_fp32_wrapper:
+            remove_policy(inner)
+        return inner
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        """Has another method of a prepared model run as its forward does: under the strategy, and in the precision.
+
+            model = accelerator.prepare(agent)
+            accelerator.mark_forward_method(model, "act")
+            loss = loss_fn(model.act(observation))  # gradients are averaged as after model(observation)
+
+        No collective. Copies of the model have it too; `free_memory` takes it away.
+
+        Args:
+            model: a prepared model.
+            name: of a method that computes with parameters.
+
+        Raises:
+            ValueError: if the model is not prepared, or has no such method.
+        """
+        record = self._prepared.find_model(model)
+        if record is None:
+            raise ValueError(
+                f"mark_forward_method() was given a {type(model).__name__} that is not prepared. Pass the model that prepare() "
+                f"returned."
+            )
+        from accel_core.loop.forward_methods import mark_forward_method
+
+        mark_forward_method(record.prepared, record.original, name)
+
+    def build_model(
+        self, factory: Callable[[], nn.Module], checkpoint: str | os.PathLike[str] | None = None
+    ) -> nn.Module:
+        """Builds a model that may be too large for one process; pass it to `prepare`, and build its optimizer from it as usual.
+
+            model = accelerator.build_model(lambda: GPT(config))
+
+        Under a strategy that cuts models it has no data until `prepare`, where each process is given its part. Elsewhere it is
+        what the factory gives. Collective, as `prepare` is.
+
+        Args:
+            factory: builds the model, called without arguments, the same on every rank. What it does beside that, such as printing,
+                may happen on any rank, and more than once.
+            checkpoint: a file or a folder whose weights the model gets, as in `load_checkpoint_in_model`. None: those that the
+                factory gives on rank 0.
+
+        Raises:
+            TypeError: if the factory gives no module.
+            CheckpointError: if the weights do not fit, or cannot be read.
+        """
+        if not callable(factory):
+            raise TypeError(
+                f"build_model() was given a {type(factory).__name__}, expected what builds the model: a function without arguments, "
+                f"e.g. build_model(lambda: GPT(config)). A model that is built already goes to prepare()."
+            )
+        with self._world.collective("build_model()"):
+            model = self._relay.build_model(factory, None if checkpoint is None else Path(checkpoint))
+        require("build_model()", model, nn.Module, "a factory that returns a torch.nn.Module")
+        return model
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a submodule of `model` is spread over several places by its `hf_device_map`."""
+        return has_device_map(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Undresses and forgets everything that was prepared, and frees what memory that gives.
+
+        Args:
+            objects: what the caller is about to drop: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+
+        Returns:
+            As many times None as objects were given.
+        """
+        count = len(objects)
+        del objects
+        self._prepared.await_copies()
+        self._prepared.release_models(self._relay.release_model)
+        models = [record.original for record in self._prepared.models]
+        self._prepared.release()
+        for model in models:
+            self._relay.revert_model(model)
+        del models[:]
+        self._accumulation.reset()
+        if self._detector is not None:
+            self._detector.release()
+        from accel_core.loop.memory import clear_device_cache
+
+        clear_device_cache(garbage_collection=True)
+        return [None] * count
+
+    clear = free_memory
+
+    def _prepare_one(self, obj: Any, kind: str, placement: bool | None, optimizers: Sequence[Optimizer]) -> Any:
+        if kind == "model":
+            return self._prepare_model(obj, placement, optimizers, evaluation=False)
+        if kind == "loader":
+            return self.prepare_data_loader(obj, placement)
+        if kind == "optimizer":
+            return self.prepare_optimizer(obj, placement)
+        if kind == "scheduler":
+            return self.prepare_scheduler(obj)
+        return obj
+
+    def _prepare_model(
+        self, model: nn.Module, placement: bool | None, optimizers: Sequence[Optimizer], evaluation: bool
+    ) -> nn.Module:
+        require("prepare_model()", model, nn.Module, "a torch.nn.Module")
+        known = self._prepared.find_model(model)
+        if known is not None:
+            if known.evaluation and not evaluation:
+                raise ValueError(
+                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be "
+                    f"synchronised. Prepare it for training first; a prepared model can be evaluated too."
+                )
+            return known.prepared
+        check_device_map(model, self._world, self._parts.precision.policy.param)
+        request = PrepareRequest(
+            policy=self._parts.precision.policy,
+            device=None if stays_in_place(model) else self._placement(placement),
+            device_type=self.device.type,
+            evaluation=evaluation,
+            compile_options=self._parts.compile_options,
+            autocast=self._parts.autocast,
+        )
+        with self._world.collective("prepare()"):
+            holders = self._prepared.holders(model, optimizers)
+            replacement = ParameterReplacement(model, holders)
+            self._relay.convert_model(model, evaluation)
+            replacement.apply()
+            prepared = self._relay.prepare_model(model, holders, request)
+            check_state_kept(holders)
+        # What is given may be a wrapper already, that of an earlier Accelerator for instance.
+        inner = self.unwrap_model(model)
+        named = dict(inner.named_parameters(remove_duplicate=False))
+        self._prepared.models.append(PreparedModel(inner, prepared, evaluation, tuple(prepared.parameters()), named))
+        if self._detector is not None and not evaluation:
+            self._detector.watch(inner)
+        return prepared
+
+    def _placement(self, given: bool | None) -> torch.device | None:
+        return self.device if (self.device_placement if given is None else given) else None
+
+    def _has_gate(self, optimizer: Optimizer) -> bool:
+        """Whether this Accelerator gates it. One that has gone has left its gate behind, which is taken off."""
+        gate = gate_of(optimizer)
+        if gate is None or gate.owner() is self._prepared:
+            return gate is not None
+        if gate.owner() is not None:
+            raise ValueError(
+                f"This {type(optimizer).__name__} is prepared by another Accelerator, whose windows hold its steps back. "
+                f"Use that one, or call its free_memory() first."
+            )
+        gate.remove(optimizer)
+        return False
