@@ -1,6 +1,6 @@
 """The benchmarks run: every row, one tiny round of it, without the peers. Nothing here depends on how long anything takes.
 
-What three of the rows count is tested in every run where it is made: one collective for `gather_for_metrics` in test_core_metrics.py, messages
+What three of the rows count is tested in every run where it is made: one collective for `gather_for_metrics` in test_metrics.py, messages
 without pickles in test_data_mailbox.py and test_data_wire.py, and going on deep in a huge set in test_resume.py.
 """
 

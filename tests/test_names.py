@@ -100,7 +100,7 @@ class OfManyNames(Strategy):
         raise NotImplementedError
 
 
-@pytest.mark.filterwarnings("ignore:.*is an older spelling:FutureWarning")  # its own test is test_core_deprecation.py
+@pytest.mark.filterwarnings("ignore:.*is an older spelling:FutureWarning")  # its own test is test_deprecation.py
 @pytest.mark.filterwarnings("ignore:kwargs_handlers has a AutocastKwargs")  # full precision takes none
 @pytest.mark.parametrize("argument", OLDER_ARGUMENTS)
 def test_the_constructor_takes_older_arguments_that_its_signature_does_not_have(argument):

@@ -202,6 +202,12 @@ def test_the_root_of_the_core_has_the_accelerator_and_what_it_is_built_of():
     assert folders == set(ROOMS) - {"accel_core"}
 
 
+def test_the_tests_of_the_core_stand_in_the_rooms_of_what_they_test():
+    tests = PACKAGES["core"] / "tests"
+    assert not [*tests.glob("test_*.py")]
+    assert {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")} <= set(ROOMS)
+
+
 def is_door(module: str) -> bool:
     """The root of a package, of the core the modules of `api`, of the testing tools every module: what others import."""
     package, _, rest = module.partition(".")

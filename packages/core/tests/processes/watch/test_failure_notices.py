@@ -189,7 +189,7 @@ def test_long_errors_travel_by_their_end_and_name_the_line_that_raised() -> None
         second.post(error, certain=True)
     told = first.read()
     assert "the point" in told
-    assert "test_core_notices.py" in told
+    assert "test_failure_notices.py" in told
     assert len(told) < 5000
 
 

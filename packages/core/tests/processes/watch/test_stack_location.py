@@ -62,7 +62,7 @@ def test_line_is_the_users_and_not_the_machinerys() -> None:
 
     found: list[str] = []
     torch.func.vmap(lambda x: called_from_torch(found) + x)(torch.ones(2))
-    assert "test_core_whereabouts.py, line" in found[0]
+    assert "test_stack_location.py, line" in found[0]
     assert "in called_from_torch: line.append(calling_line())" in found[0]
 
 
@@ -134,7 +134,7 @@ def test_presence_counts_how_long_a_thread_has_been_in_the_same_collective(monke
     now[0] += 1.5
     (call,) = presence.report().calls
     assert (call.name, call.seconds, call.members) == ("gather()", 1.5, (0, 3))
-    assert "test_core_whereabouts.py" in call.line
+    assert "test_stack_location.py" in call.line
     presence.inside[thread] = entry("gather()", 0, 3)  # the next one, of the same name
     assert presence.report().calls[0].seconds == 0
     presence.inside[thread] = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 # Whatever is named so may run what it reads.

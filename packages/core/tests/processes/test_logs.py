@@ -43,7 +43,7 @@ def logger_with_records(name, level=logging.DEBUG):
 
 @pytest.fixture
 def logged(request):
-    name = f"test_core_logs.{request.node.name}"
+    name = f"test_logs.{request.node.name}"
     logger, handler = logger_with_records(name)
     yield logger, handler
     logging.getLogger(name).removeHandler(handler)
@@ -94,7 +94,7 @@ def test_nothing_global_is_configured():
     """S9: no handler, no root level."""
     root = logging.getLogger()
     before = root.level, list(root.handlers), logging.root.manager.disable
-    logger = get_logger("test_core_logs.plain", "debug")
+    logger = get_logger("test_logs.plain", "debug")
     logger.info("nobody listens")
     assert (root.level, list(root.handlers), logging.root.manager.disable) == before
     assert not logger.logger.handlers
@@ -185,11 +185,11 @@ def test_warning_once_logs_each_message_once(logged):
 def test_the_level_may_be_a_name_in_either_case_or_a_number(given, expected, monkeypatch):
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "ERROR")
     logging.addLevelName(25, "NOTICE")
-    assert get_logger("test_core_logs.level", given).logger.level == expected
+    assert get_logger("test_logs.level", given).logger.level == expected
 
 
 def test_the_environment_gives_the_level_where_the_code_gives_none(monkeypatch):
-    name = "test_core_logs.environment"
+    name = "test_logs.environment"
     monkeypatch.delenv("ACCELERATE_LOG_LEVEL", raising=False)
     assert get_logger(name).logger.level == logging.NOTSET
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
@@ -201,13 +201,13 @@ def test_an_unknown_level_is_refused(level):
     with pytest.raises(
         ValueError, match=r"get_logger\(log_level=…\) is .*, which is no logging level\. Use DEBUG, INFO"
     ):
-        get_logger("test_core_logs.refused", level)
+        get_logger("test_logs.refused", level)
 
 
 def test_an_unknown_level_in_the_environment_is_refused_by_its_name(monkeypatch):
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "loud")
     with pytest.raises(ValueError, match=r"ACCELERATE_LOG_LEVEL is 'loud', which is no logging level\. Use DEBUG"):
-        get_logger("test_core_logs.refused")
+        get_logger("test_logs.refused")
 
 
 def test_in_order_before_the_group_runs_says_what_to_do(logged, place):
