@@ -66,7 +66,7 @@ def readable_config(config: object) -> dict[str, Any]:
 
 
 def _data(value: Any, above: tuple[int, ...]) -> Any:
-    """What JSON has for a value; `above`: the containers that it stands in."""
+    """The JSON form of a value; `above`: the ids of the containers that it is in."""
     try:
         data = _known(value, above)
         return _cut(_ADDRESS.sub("", repr(value))) if data is _OPAQUE else data
@@ -129,7 +129,7 @@ def _fields(value: Any) -> _Pairs | None:
 
 
 def _attributes(value: Any) -> _Pairs:
-    """What an object, or a class, has been given: no methods, no properties, nothing with a leading underscore."""
+    """The attributes of an object or class: no methods, properties or leading underscores."""
     names: dict[str, None] = {}
     for kind in reversed(value.__mro__ if isinstance(value, type) else type(value).__mro__):
         for name, each in vars(kind).items():
