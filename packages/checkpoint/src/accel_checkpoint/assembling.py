@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUFFER = 4 << 20
-"""How many bytes travel at once. Where they lie together in the tensor they come from or go to, no copy of them is made."""
+"""Bytes sent at once: without a copy, if the group can send them from the memory of the tensor, or receive into it."""
 
 _NEXT = "for what the main process reads next"
 
@@ -77,11 +77,11 @@ class WeightGather:
 
     @property
     def awaited(self) -> set[str]:
-        """What is not whole here: the names of which reading takes the other ranks."""
+        """The names that are not whole on this rank: reading them needs the other ranks."""
         return {name for name, entry in self._entries.items() if not _is_here(entry)}
 
     def sketch(self) -> dict[str, Any]:
-        """What reading would give, without the data of what is awaited: that is on the meta device. Ties are one object."""
+        """All values by name; awaited ones as meta tensors. Ties are one object."""
         found = {id(entry): _sketch(entry) for entry in self._entries.values()}
         return {name: found[id(entry)] for name, entry in self._entries.items()}
 
@@ -150,7 +150,7 @@ class WeightGather:
             raise located(reason, 0)
 
     def _next(self, name: str | None, reason: Exception | None) -> tuple[str | None, Exception | None]:
-        """What the main process reads next; None if it has done, with the reason if it failed. A collective."""
+        """The name that the main process reads next; None at the end, with the error if it failed. A collective."""
         # Between these blocks the main process is in no collective: what is amiss elsewhere lets it write to the end.
         with self._world.collective(self._call):
             return exchange(self._world, _NEXT, (name, reason))[0]

@@ -45,7 +45,7 @@ _POLL = 0.02
 
 
 class Publisher(Protocol):
-    """What the main process does with a draft."""
+    """The operations on a draft, by the rank that publishes it."""
 
     def publish(self, written: list[Written]) -> None:
         """Makes it the checkpoint of its folder, from what the members have written, in the order of their ranks."""
@@ -58,7 +58,7 @@ class Publisher(Protocol):
 
 
 class Job(NamedTuple):
-    """What a rank writes, and what is done once all have written; None: another rank does that."""
+    """The work of a rank, and the publisher of the whole; None if another rank publishes."""
 
     work: Work
     publisher: Publisher | None
@@ -355,7 +355,7 @@ class _Save:
         return [answer for rank in self._members if isinstance(answer := found[rank], Written)]
 
     def _answer(self, rank: int) -> Written | str | None:
-        """What a rank has written, or why it has not; None if it has not said yet."""
+        """The outcome of a rank: what it wrote, or the text of its error; None if unknown yet."""
         if self._message(rank, "failed").exists():
             return self._message(rank, "failed").read_text()
         try:
@@ -368,7 +368,7 @@ class _Save:
 
 
 class _Patience:
-    """How long a process that is ending waits for others: as long as they go on writing, and a little longer.
+    """The wait of an ending process for other ranks: while they write, and a little longer.
 
     Args:
         folder: that they write into.

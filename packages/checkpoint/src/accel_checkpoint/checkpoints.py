@@ -93,7 +93,7 @@ class Checkpoints:
             self._project.iteration = self._next_number(record)
 
     def _tracking(self) -> Sequence[Any]:
-        """Where the run is recorded, by rank: by the main process alone, unless trackers say otherwise. Then it is a collective."""
+        """The tracking state by rank: of the main process, unless every rank records. Then it is a collective."""
         if self._run.recorder is None:
             return self._recorded
         if not self._run.recorder.on_every_rank:

@@ -57,7 +57,7 @@ _RESUMED = int.from_bytes(b"rng", "big")
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What is asked of one load.
+    """The arguments of one load.
 
     Args:
         folder: of the checkpoint, as this rank sees it.
@@ -95,7 +95,7 @@ def load(run: Run, request: LoadRequest) -> dict[str, Any]:
 
 
 def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]:
-    """The same, once; `restored` gets the id of the checkpoint when something of it is about to be restored."""
+    """Loads once; `restored` gets the checkpoint's id when its restoring is about to begin."""
     world = run.world
     checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
     with checkpoint:
@@ -180,7 +180,7 @@ class _Restoring:
         self._objects: dict[str, Any] = {}
 
     def misfits(self) -> list[str]:
-        """What does not fit, a line each. Changes nothing.
+        """The mismatches between run and checkpoint, a line each. Changes nothing.
 
         Raises:
             CheckpointError: for what no save leaves: it fits nowhere.
@@ -343,7 +343,7 @@ class _Restoring:
         return self._checkpoint.object(unit, *self._place)
 
     def _jobs_of_models(self) -> list[Job]:
-        """What fills the models, once it is known that all of it is there."""
+        """The jobs that fill the models, once the checkpoint is known to have all of them."""
         aliases = self._checkpoint.index.aliases
         jobs: list[Job] = []
         for entries in self._states.values():

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model, under the names of its `state_dict()`."""
+"""Checkpoint entries of a model, under the names of its `state_dict()`."""
 
 from __future__ import annotations
 

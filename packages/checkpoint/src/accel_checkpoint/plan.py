@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint, and where the parts that a rank wants lie in one.
+"""Plans for checkpoints: which rank writes what, and which stored parts a rank reads.
 
 Both are arithmetic on boxes, and read no data. Every rank describes what it has; from all descriptions each rank computes
 the same plan by itself.
@@ -18,12 +18,12 @@ from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
 Kind = Literal["elementwise", "replicated", "partial", "opaque"]
 
 _SHOWN = 8
-"""How many names, ranks or boxes a message lists."""
+"""The most names, ranks or boxes that a message lists."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank presents of one name, without the data.
+    """The part of one name that one rank presents, without the data.
 
     Args:
         kind: that of the entry.
@@ -59,7 +59,7 @@ class Claim:
 
 
 Description = Mapping[str, Claim]
-"""What one rank presents: names and claims."""
+"""The names and claims that one rank presents."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class _Item(NamedTuple):
 
 
 _Claims = Mapping[int, Claim]
-"""What the ranks present of one name."""
+"""The claims of the ranks for one name."""
 
 
 def plan(descriptions: Sequence[Description], members: Sequence[int] | None = None) -> list[list[Task]]:
-    """Who writes what, so that everything is written once, and each rank writes about as many bytes as the others.
+    """Assigns tasks to ranks: everything is written once, with about equal bytes for each rank.
 
     Of equal boxes, and of opaque values with the same part, one is written, by the rank with the fewest bytes so far; of a
     replicated tensor that of the lowest rank; of a partial one each rank's. A tensor without elements needs no task.
@@ -122,7 +122,7 @@ def plan(descriptions: Sequence[Description], members: Sequence[int] | None = No
 
 
 def _alone(name: str, claim: Claim) -> list[Task]:
-    """What the only rank writes of a name: all that it presents."""
+    """The tasks of a name in a world of one: all that the only rank presents."""
     if claim.kind != "elementwise":
         return [Task(name, None, {"partial": "rank 0", "opaque": claim.part}.get(claim.kind, WHOLE))]
     return [Task(name, box, WHOLE) for box in dict.fromkeys(claim.boxes) if not box.is_empty]
@@ -133,7 +133,7 @@ def _among(claims: _Claims, ranks: Sequence[int]) -> _Claims:
 
 
 def _items(name: str, claims: _Claims) -> list[_Item]:
-    """What is to be written of a name."""
+    """The items of a name that are to be written."""
     if not claims:
         return []
     kind = next(iter(claims.values())).kind
@@ -171,12 +171,12 @@ def _parts(claims: _Claims) -> dict[str, list[int]]:
 
 
 def _nbytes(box: Box, claim: Claim) -> int:
-    """How many of the bytes of a claim are in one of its boxes."""
+    """The number of bytes of a claim that are in one of its boxes."""
     return claim.nbytes * box.numel // sum(each.numel for each in claim.boxes)
 
 
 def _owners(items: Sequence[_Item], world_size: int) -> list[int]:
-    """Which rank does each item: where there is a choice, the largest first, each to the rank with the least to do so far."""
+    """The rank for each item: if several can, the largest first, to the least loaded rank."""
     loads = [(0, 0)] * world_size  # bytes and tasks, for there are values of which nobody knows the size
     owners = [0] * len(items)
     for number in sorted(range(len(items)), key=lambda number: (len(items[number].ranks) > 1, -items[number].nbytes)):
@@ -215,7 +215,7 @@ def _check(presented: Mapping[str, _Claims], ranks: Sequence[int], asked: str, a
 
 
 def _flaw(claims: _Claims, members: Sequence[int]) -> str | None:
-    """What is wrong with what the ranks present of a name, in words."""
+    """The flaw in what the ranks present of a name, as text; None if there is none."""
     first = next(iter(claims.values()))
     summaries = {rank: _summary(claim) for rank, claim in claims.items()}
     if len(set(summaries.values())) > 1:
@@ -231,7 +231,7 @@ def _flaw(claims: _Claims, members: Sequence[int]) -> str | None:
 
 
 def _gap(shape: tuple[int, ...], claims: _Claims, members: Sequence[int]) -> str | None:
-    """How the boxes of an elementwise tensor miss its shape."""
+    """The reason why boxes do not cover an elementwise tensor exactly once; None if they do."""
     if claims and all(claim.boxes == (Box.whole(shape),) for claim in claims.values()):
         return None  # the usual case, and quick
     why = uncovered(shape, _boxes(claims))
@@ -242,7 +242,7 @@ def _gap(shape: tuple[int, ...], claims: _Claims, members: Sequence[int]) -> str
 
 
 def _clash(claims: _Claims, members: Sequence[int]) -> str | None:
-    """What is wrong with the parts of an opaque value."""
+    """The flaw in the parts of an opaque value, as text; None if there is none."""
     for part, ranks in _parts(claims).items():
         if len({claims[rank].signature for rank in ranks}) > 1:
             return f"the ranks differ about the part {part!r}: {_by_rank({r: claims[r].signature for r in ranks})}"
@@ -256,7 +256,7 @@ def _summary(claim: Claim) -> str:
 
 
 def _by_rank(words: Mapping[int, str]) -> str:
-    """What each rank has; those that have the same together."""
+    """The words of all ranks as text; ranks with the same words are grouped."""
     groups: dict[str, list[int]] = {}
     for rank, word in words.items():
         groups.setdefault(word or "nothing", []).append(rank)
@@ -274,7 +274,7 @@ def _listed(words: Sequence[str], separator: str = ", ") -> str:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Where a box of a tensor is: the name of a file, and the name that a tensor with the shape `box.sizes` has in it."""
+    """The place of a tensor's box: a file, and the key in it of a tensor of shape `box.sizes`."""
 
     box: Box
     file: str
@@ -291,7 +291,7 @@ class Copy:
 
 
 class StoredBoxes:
-    """Where a tensor is, in the files of a checkpoint.
+    """The places of a tensor in the files of a checkpoint.
 
     Args:
         name: of the tensor, for messages.
@@ -309,7 +309,7 @@ class StoredBoxes:
         self._longest = max((self._extent(each.box)[1] for each in stored), default=0)
 
     def copies(self, wanted: Box) -> list[Copy]:
-        """What is to be read for a box of the tensor, so that each of its elements is read once.
+        """The copies that read a box of the tensor, each of its elements once.
 
         Raises:
             CheckpointError: if the checkpoint does not have each of its elements, or has one more than once.

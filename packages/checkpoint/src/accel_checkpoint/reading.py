@@ -72,12 +72,12 @@ class Checkpoint:
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved the checkpoint."""
         size: int = self.manifest.record["world"]["size"]
         return size
 
     def _check(self) -> None:
-        """What every load asks of a record and an index."""
+        """Raises `CheckpointError` if no save leaves such a record, or such an index."""
         lies = sorted(self._lies())
         if lies:
             raise CheckpointError(
@@ -124,7 +124,7 @@ class Checkpoint:
         return {unit for unit in self.index.objects if unit.partition(".")[0] in COMPONENTS}
 
     def jobs(self, name: str, entry: Entry, rank: int, ranks: int) -> Iterator[Job]:
-        """What is to be done so that the tensors of an entry hold what the checkpoint has under `name`.
+        """Jobs that fill the tensors of an entry with the data of the checkpoint under `name`.
 
         Args:
             rank, ranks: for terms: a term of its own, if as many ranks as here saved them, else the mean of all.
@@ -249,7 +249,7 @@ _RECORD: Mapping[str, Callable[[Any], bool]] = {
     "window": lambda value: isinstance(value, dict) and type(value.get("steps")) is int,
     "positions": _are_positions,
 }
-"""What a load takes from a record, and what it has to be."""
+"""The members of a record that a load uses, each with a check of its value."""
 
 
 class SavedState:

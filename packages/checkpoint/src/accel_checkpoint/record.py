@@ -1,4 +1,4 @@
-"""What a manifest says of the run that saved a checkpoint: for people, and for messages.
+"""Record in a manifest of the run that saved a checkpoint: for people, and for messages.
 
 Nothing of the training is restored from it. Trackers go on with the run that it names.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
-    """What stays as it is in a run: the world, versions, every option and component with its source. As JSON."""
+    """The constants of a run, as JSON: world, versions, options and components with sources."""
     explained = explanation.as_dict()
     return {
         "accel-core": version("accel-core"),
@@ -30,7 +30,7 @@ def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
 
 
 def whereabouts(prepared: Prepared, accumulation: Accumulation) -> dict[str, Any]:
-    """Where a run stands, as JSON."""
+    """The progress of a run, as JSON: backwards, the window, and the positions of loaders."""
     return {
         "backwards": accumulation.total_backwards,
         "window": {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps},

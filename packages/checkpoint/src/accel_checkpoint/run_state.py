@@ -1,4 +1,4 @@
-"""What of a run is saved: all that `prepare` was given, and all else that the next step depends on.
+"""The state of a run: all that `prepare` was given, and all else that the next step depends on.
 
 model.<i>/<name>             entries of the i-th prepared model
 optimizer.<i>/<parameter>/<key>      entries of the i-th optimizer; the object optimizer.<i> has its groups
@@ -36,7 +36,7 @@ VALUES = "values"  # of an optimizer: what is no tensor in the state of its para
 
 @dataclass
 class Content:
-    """What one rank has of a checkpoint that is to be written.
+    """The state that one rank has for a checkpoint that is to be written.
 
     Args:
         state: entries by name.
@@ -58,7 +58,7 @@ def stateful(run: Run) -> dict[str, Any]:
 
 
 def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
-    """What this rank has. No collective.
+    """The content of this rank. No collective.
 
     Args:
         run: what is saved.
@@ -121,7 +121,7 @@ def _check_together(run: Run) -> None:
 
 
 def _check_stepped(run: Run) -> None:
-    """The same for loops that never call `accumulate`, whose gradients nobody counts."""
+    """Raises `CheckpointError` between backward and step, if `accumulate` is never called."""
     prepared, accumulation = run.prepared, run.accumulation
     if accumulation.serial or prepared.fused or not prepared.optimizers:
         return
@@ -206,7 +206,7 @@ def check_value(name: str, value: Any, device: torch.device | None) -> None:
 
 
 def check_opaque(name: str, parts: Sequence[Mapping[str, Any]]) -> None:
-    """The same of an opaque entry of an optimizer, before its tensors are read: these may be large."""
+    """Raises `CheckpointError` for a wrong opaque entry, before its tensors are read."""
     for part in parts:
         skeleton = part["skeleton"]
         known = isinstance(skeleton, dict) and skeleton.keys() == {"state", "laid_out"}
@@ -222,7 +222,7 @@ def _lie(name: str, why: str) -> CheckpointError:
 
 
 def _misfit_of_streams(value: Any, device: torch.device | None) -> str:
-    """Why random streams would not take a value; empty if they would."""
+    """The reason why random streams would not take a value; empty if they would."""
     try:
         check_random_state(value, device)
     except CheckpointError:  # what is missing here: the value may be right

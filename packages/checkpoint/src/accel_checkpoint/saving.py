@@ -56,7 +56,7 @@ VISIBLE = 5.0
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is asked of one save.
+    """The arguments of one save.
 
     Args:
         folder: where to.
@@ -141,7 +141,7 @@ def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -
 
 
 def _record(run: Run, request: SaveRequest, left: Sequence[int]) -> dict[str, Any]:
-    """What the manifest says of the run."""
+    """The record of the run in the manifest."""
     models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
     return {**request.record, **models}
 
@@ -252,7 +252,7 @@ def _call_hooks(request: SaveRequest, models: list[nn.Module], weights: list[Map
 
 
 def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait]]:
-    """What this rank writes, and what every rank has."""
+    """The work of this rank, and the portraits of all ranks. A collective."""
     found: list[tuple[Content, dict[str, Encoded]]] = []
     windows = everywhere(run.world, "to compare windows", lambda: _window(run))
     positions = [position for position, _ in windows]
@@ -294,7 +294,7 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
 
 
 def _window(run: Run) -> tuple[int, bool]:
-    """How many micro-batches of an open window are done, and whether they have left gradients."""
+    """The number of micro-batches done in an open window, and whether they left gradients."""
     check_moment(run)
     return run.accumulation.position if run.accumulation.open else 0, has_pending(run)
 

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its tasks of the plan, and the objects that it is the first to have."""
+"""Work of one rank in a save: its tasks of the plan, and the objects that it has first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Portrait(NamedTuple):
-    """What a rank tells the others of what it has; picklable, without data.
+    """The description of a rank's state for the other ranks; picklable, without data.
 
     Args:
         claims: of its entries.
@@ -39,7 +39,7 @@ class Portrait(NamedTuple):
 
 @dataclass
 class Written:
-    """What a rank has written, as the index tells it.
+    """The file, tensors and objects that a rank has written, as the index describes them.
 
     Args:
         file: None if there was nothing to write.
@@ -58,7 +58,7 @@ class Written:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Written:
-        """What `to_json` gave."""
+        """Makes the object from the result of `to_json`."""
         file = value["file"]
         stored = None if file is None else StoredFile.from_json(file["name"], file["content"])
         return cls(stored, value["tensors"], value["objects"])
@@ -66,7 +66,7 @@ class Written:
 
 @dataclass
 class Work:
-    """What a rank is going to write: tensors by their keys in its file, and what the index will say.
+    """The data that a rank is going to write: tensors by key in its file, and index entries.
 
     Args:
         name: of the file.
@@ -158,7 +158,7 @@ def _cloned(encoded: Encoded) -> Encoded:
 
 
 def portray(content: Content, encoded: Mapping[str, Encoded]) -> Portrait:
-    """What the other ranks are to know."""
+    """The description of this rank's state for the other ranks."""
     claims, aliases = {}, {}
     for name, entry in content.state.items():
         if isinstance(entry, Alias):

@@ -247,17 +247,17 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     @property
     def layout(self) -> Layout:
-        """Which part of the data this process reads, and with which others it shares the data out."""
+        """The part of the data that this process reads, and the ranks with which it shares the data out."""
         return self._layout
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How training is distributed, in one word: `DistributedType.NO` in one process."""
+        """The strategy's word for how training is distributed: `DistributedType.NO` for `single`."""
         return self._state.distributed_type
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where the project keeps what it writes."""
+        """The folders of the project, and the settings of its checkpoints."""
         return self._project
 
     @property
@@ -276,7 +276,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         return self._parts.mixed_precision
 
     def explain(self) -> Explanation:
-        """What is active and why: every choice with its source, every hook with its owner. Print it."""
+        """The active set-up: every choice with its source, every hook with its owner. Print it."""
         from accel_core.plugins.explain import explain
 
         return explain(self._parts.activation, self._parts.choices, self._options, self._details_of_trackers())

@@ -79,7 +79,7 @@ class Assembly(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What was given to the constructor; None where nothing was. Nothing is checked yet, hence `object`."""
+    """The constructor's arguments; None where none was given. Nothing is checked yet, hence `object`."""
 
     mixed_precision: object
     gradient_accumulation_steps: object

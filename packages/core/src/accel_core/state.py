@@ -29,7 +29,7 @@ _PLUGIN_NAMES = re.compile(r"(?P<verb>get_|select_)?(?P<name>\w+?)_plugin|(?P<al
 
 
 class _State(ProcessControl):
-    """What both states have beside: the set-up of torch under the processes."""
+    """The common base of both states: the processes, and the set-up of torch under them."""
 
     _debug: bool
 
@@ -212,7 +212,7 @@ class AcceleratorState(_State):
 
     @property
     def strategies(self) -> Mapping[str, Strategy]:
-        """What was given as strategy, by key; the one in use is among them."""
+        """The strategies that were given, by key; the one in use is among them."""
         return self._strategies
 
     def __getattr__(self, name: str) -> Any:
@@ -293,7 +293,7 @@ class AcceleratorState(_State):
 
 
 def _word(declared: str | Mapping[str, str], world: World) -> str:
-    """What a strategy declares, for the type of device that is in use."""
+    """The word that a strategy declares for the type of device in use."""
     kind = world.device.type
     return declared if isinstance(declared, str) else declared.get(kind, f"MULTI_{kind.upper()}")
 

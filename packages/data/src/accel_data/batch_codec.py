@@ -224,7 +224,7 @@ def aligned(position: int) -> int:
 
 
 def nbytes(body: Body) -> int:
-    """How many bytes a body takes, up to where the next one may begin."""
+    """The size of a body in bytes, rounded up to the position where the next one may begin."""
     return aligned(body.nbytes if isinstance(body, torch.Tensor) else len(body))
 
 

@@ -1,4 +1,4 @@
-"""What a row of a batch is: how batches of any make are counted, cut and joined.
+"""Rows of a batch of any structure: counting, slicing and concatenating them.
 
 The rule, for a batch of n rows:
 
@@ -106,7 +106,7 @@ def concatenate(batches: Sequence[Tree], rows: Sequence[int]) -> Tree:
 
 
 def _guess(node: Any) -> int | None:
-    """How many rows a batch seems to have: as many as all of its tensors, or else as it has members."""
+    """The likely number of rows: the length of all tensors, else of lists; None if unclear."""
     lengths = {len(leaf) for leaf in flatten(node)[0] if _is_array(leaf) and leaf.ndim}
     if len(lengths) == 1:
         return lengths.pop()
@@ -166,7 +166,7 @@ def _is_sliceable(array: Any) -> bool:
 
 
 def _is_sequence(node: Any) -> bool:
-    """As in accel_core.base.nested: a tuple that can be moved to a device is one value."""
+    """Whether a node is a list, or a tuple without a method `to`: as in accel_core.base.nested."""
     return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "to"))
 
 

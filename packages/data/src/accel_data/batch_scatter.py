@@ -106,7 +106,7 @@ class Mailbox:
             self._send(*self._written(_ERROR, [message] * (self.size - 1)))
 
     def receive(self, serial: int, sequence: int) -> tuple[list[int], list[tuple[Any, list[int]]]]:
-        """What rank 0 has posted for this rank: the integers for everyone, and the batches. A collective.
+        """Receives the integers for all ranks, and this rank's batches, from rank 0. A collective.
 
         Args:
             serial: of the iteration that this rank is in.

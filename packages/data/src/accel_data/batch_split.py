@@ -1,4 +1,4 @@
-"""How a global batch is shared out when one rank has read it.
+"""The division of a global batch that one rank has read into the parts of all ranks.
 
 A whole step goes out as it is: a batch for each rank, or an equal piece of one batch with `split_batches`. Only an incomplete
 last step is cut: its rows are split evenly, and filled up to a multiple of the ranks with the first rows that were read. If it
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank gets of a step."""
+    """One rank's part of a step."""
 
     batch: Any
     rows: Rows | None
@@ -69,7 +69,7 @@ class Sharing:
 
     @property
     def batches_per_step(self) -> int:
-        """How many batches of the loader make a step."""
+        """The number of batches of the loader that make a step."""
         return 1 if self.split else self.count
 
     @property

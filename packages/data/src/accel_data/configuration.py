@@ -16,7 +16,7 @@ SEEDS = 2**64  # what torch.Generator.manual_seed takes
 
 @dataclass
 class DataLoaderConfiguration(KwargsHandler):
-    """How loaders are shared out: `Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))`.
+    """Options of data loading: `Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))`.
 
     It is complete: what it leaves out has its default, and an argument of the Accelerator or an environment variable for one
     of its fields is refused beside it.

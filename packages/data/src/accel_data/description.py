@@ -1,4 +1,4 @@
-"""What the batch size of a loader is, in every sense."""
+"""The description of a loader: its batch size in every sense, and the steps of an epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoaderDescription:
-    """What the batch size is, in every sense; None where it varies or is not known.
+    """The batch sizes of a loader, and its steps; None where a number varies or is not known.
 
     Args:
         per_rank_batch: rows of a batch on one rank.

@@ -78,7 +78,7 @@ def dispatching(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
 
 
 def _place(request: Request) -> Shard:
-    """Which of the processes this is that share out a global batch."""
+    """The index of this process among those that share a global batch, and their number."""
     world = World.current()
     if world.size == 1:
         return Shard(0, 1)

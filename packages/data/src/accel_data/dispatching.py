@@ -1,4 +1,4 @@
-"""What a dispatching loader reads: one rank iterates, and posts to the others.
+"""The source of a dispatching loader: one rank iterates, and posts to the others.
 
 Batches travel in blocks: a message carries several steps at once, for what a message costs does not depend on its size as
 long as it is small. A step is one batch for every rank. The first message of an iteration carries one step, the next ones
@@ -128,7 +128,7 @@ class DispatchSource:
         self.local._accel_source.tell_epoch(epoch)
 
     def position(self) -> Start:
-        """Where the loader stands; on the first rank with the states of generators and dataset."""
+        """The position of the loader; on the first rank with the states of generators and dataset."""
         position = self.epochs.position()
         if self.shard.index or position.extras.keys() - {"ended"}:
             return position
@@ -155,11 +155,11 @@ class DispatchSource:
         return self._steps(0)
 
     def reading(self) -> str:
-        """In words."""
+        """The way in which the ranks get their parts, in words."""
         return "one rank reads, and sends the others their parts"
 
     def ending(self) -> str:
-        """In words."""
+        """The handling of an incomplete last global batch, in words."""
         if self.sharing.drop_last:
             return "an incomplete last global batch is dropped"
         if self.sharing.even:
@@ -204,7 +204,7 @@ class DispatchSource:
             passage.leave()
 
     def _positions(self, arrived: Arrived, before: int | None) -> Positions | None:
-        """Which samples a batch has that came behind `before` of them: known where all ranks got as many, which the sum tells."""
+        """The sample positions of a batch after `before` others; None if parts may be unequal."""
         rows = arrived.rows
         if before is None or rows is None or rows.rows is None or rows.rows != rows.real:
             return None
@@ -230,7 +230,7 @@ class DispatchSource:
             limit, sequence = min(2 * limit, BLOCK), sequence + 1
 
     def _received(self, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
-        """What the first rank posts."""
+        """The batches that the first rank posts to this one."""
         sequence, more = 0, _MORE
         while more == _MORE:
             (more, name), items = mailbox.receive(serial, sequence)
@@ -337,7 +337,7 @@ def _samples(source: EpochSource | StreamSource) -> int | None:
 
 
 def _items(block: list[tuple[Shared, list[int]]], rank: int) -> list[tuple[Any, list[int]]]:
-    """What one rank is sent of a block."""
+    """One rank's batches of a block, each with the integers that are sent with it."""
     items = []
     for step, following in block:
         part = step.parts[rank]

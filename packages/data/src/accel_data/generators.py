@@ -25,7 +25,7 @@ def given_generators(holder: Any) -> list[torch.Generator]:
 
 
 def between_epochs(given: list[torch.Generator], *, begun: bool = False) -> dict[str, Any]:
-    """What the state of a loader needs that is not inside an epoch.
+    """The extra entries of a loader's state between two epochs: the states of its generators.
 
     Args:
         given: the generators.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """What one process takes of a step.
+    """The samples of a step that one process takes.
 
     Attributes:
         samples: at least one.
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """How a stream is shared out.
+    """The rule by which a stream is divided among processes.
 
     Args:
         part: samples of one process in a step.
@@ -60,7 +60,7 @@ class Steps:
     turns: int = 1
 
     def length(self, total: int) -> int:
-        """How many samples the process gets of so many, over all turns."""
+        """The number of samples that the process gets of `total`, over all turns."""
         parts = Parts(total, self.part, self.index, self.count, self.drop_last, self.fill, min(self.skip, total))
         steps = len(parts)
         if not steps:
@@ -154,7 +154,7 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
         tell_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
-        """How many samples this process gets, those that fill up included.
+        """The number of samples that this process gets, including those that fill up.
 
         Raises:
             TypeError: if the dataset has no length.
@@ -185,7 +185,7 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
 
 
 def asked(iterator: Iterator[T]) -> Iterator[T]:
-    """What an iterator yields. It is not asked again behind its end, where some begin anew, nor for an iterator."""
+    """Yields an iterator's items; calls no `iter` on it, and no `next` after its end: some restart."""
     while True:
         try:
             sample = next(iterator)

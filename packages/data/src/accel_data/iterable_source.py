@@ -1,4 +1,4 @@
-"""What a prepared loader reads of an iterable dataset: there are no indices, only samples as they come.
+"""The source of a loader over an iterable dataset: no indices, only samples in sequence.
 
 Going on inside an epoch therefore reads what is left out, batch by batch, unless dataset or loader has a state of its own:
 then that is kept beside the position, as it was when the latest batch was yielded, and restored.
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """What has a state of its own."""
+    """An object with a state of its own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """The current state of the object."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """It goes on from there."""
@@ -130,7 +130,7 @@ class StreamSource:
         tell_epoch(epoch, self.dataset)
 
     def position(self, stateful: Stateful | None = None) -> Start:
-        """Where the loader stands, with the states of generators, and of what keeps a position of its own."""
+        """The position of the loader, with the states of its generators and of `stateful`."""
         position = self.epochs.position()
         if position.extras or position.samples:
             return position
@@ -141,7 +141,7 @@ class StreamSource:
 
     @property
     def owners(self) -> int | None:
-        """How many ranks have streams of their own; None if there is one stream."""
+        """The number of ranks with streams of their own; None if there is one stream."""
         return None
 
     def check(self, start: Start) -> None:
@@ -175,11 +175,11 @@ class StreamSource:
         return max(steps - self.skipped, 0)
 
     def reading(self) -> str:
-        """In words."""
+        """The way in which the ranks get their parts, in words."""
         return "the stream is read here, whole"
 
     def ending(self) -> str:
-        """In words."""
+        """The handling of an incomplete last global batch, in words."""
         return "batches come as the dataset gives them"
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class StreamSource:
         return steps
 
     def _beginning(self, stateful: Stateful | None) -> Start:
-        """Where an iteration begins that is opened now."""
+        """The start of an iteration that is opened now."""
         loaded = self.epochs.next()
         start = loaded.leaving_out(self.skipped, restarts=self.restarts)
         if stateful is None or start.samples == loaded.samples or "stream" not in loaded.extras:
@@ -269,7 +269,7 @@ class StreamSource:
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
     ) -> Iterator[Fetched]:
-        """The same of a pass that begins at `start`."""
+        """The batches behind `start` of a pass that begins at `start`."""
         return self._counted(self._told(fetched()), start, stateful)
 
     def _told(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int | None]]:
@@ -305,7 +305,7 @@ class StreamSource:
         yield from batches
 
     def _batches_behind(self, samples: int) -> int:
-        """How many batches are left out to go on behind so many samples."""
+        """The number of batches to leave out in order to resume behind so many samples."""
         size = self.batch_size or 1
         if samples % size:
             raise ValueError(
@@ -316,12 +316,12 @@ class StreamSource:
 
 
 def inside(stateful: Stateful | None) -> dict[str, Any]:
-    """What a position inside an epoch needs beside the number of samples."""
+    """The extras of a position inside an epoch: the state of `stateful`, if there is one."""
     return {} if stateful is None else {"stream": snapshot(stateful, "inside")}
 
 
 def at_the_end(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a position behind the last batch: how many samples that had depends on the ranks, so it is said to be the end."""
+    """The extras, marked as an epoch's end: the size of its last batch depends on the ranks."""
     if "stream" not in extras:
         return {**extras, "ended": True}
     return {**extras, "stream": {**extras["stream"], "standing": "end"}}

@@ -96,7 +96,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         return inner
 
     def _stateful(self) -> Stateful | None:
-        """What keeps a position of its own: the user's class of loader, or a dataset that is read in this process."""
+        """The object with its own position: the user's loader, or a dataset read in this process."""
         source, inherited = self._accel_source, cast(Any, super(PreparedLoader, self))
         if isinstance(source, StreamSource) and source.inherits_state and _is_stateful(inherited):
             return Inherited(inherited)

@@ -1,4 +1,4 @@
-"""What a state says beside the position, so that it is not loaded where it does not belong."""
+"""The identity of a loader, saved with a position so that no other loader loads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDENTITY = (*_NUMBERS, "version", "length", "order", "workers")
 
 @dataclass
 class Identity:
-    """What tells the positions of one loader from those of another. Copies that share its epochs share it too.
+    """The identity of a loader, saved with its positions. Copies that share its epochs share it.
 
     Args:
         seed: of the run; a state that is loaded may bring another.
@@ -103,7 +103,7 @@ class Identity:
 
 
 def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state holds beside the position."""
+    """The entries of a state other than position and identity."""
     return {name: value for name, value in state.items() if name not in _IDENTITY}
 
 

@@ -1,4 +1,4 @@
-"""Where a loader stands: seed, epoch, and how many samples of the global order are behind it.
+"""The position of a loader: seed, epoch, and the number of samples yielded of the global order.
 
 A position says nothing about ranks, so a state that four processes saved is continued by two. It counts what was yielded;
 what workers have fetched ahead is fetched again.
@@ -16,7 +16,7 @@ from accel_core.api.loader import IndexRead, SourceIteration, SourceProgress
 
 
 class EpochProgress(SourceProgress):
-    """How far an iteration of an epoch has come, and what else is needed to go on from there.
+    """The progress of an iteration of an epoch, and what else is needed to resume from it.
 
     Args:
         extras: entries for the state, such as that of the dataset; whoever yields keeps them up to date.
@@ -31,7 +31,7 @@ class EpochProgress(SourceProgress):
 
 @dataclass(frozen=True)
 class Start:
-    """Where an iteration begins.
+    """The position at which an iteration begins.
 
     Args:
         epoch: which one.
@@ -46,7 +46,7 @@ class Start:
     skipped: int = 0
 
     def leaving_out(self, batches: int, *, restarts: bool) -> Start:
-        """Where an iteration begins of which the first batches are left out.
+        """The start of an iteration that leaves out the first batches.
 
         What was loaded inside an epoch has left them out already, unless they are counted anew.
 
@@ -112,7 +112,7 @@ class Epochs:
         return pending is not None and not pending.samples and pending.epoch > 0 and not self.has_opened
 
     def position(self) -> Start:
-        """Where the latest iteration stands; the beginning of the next epoch once it has ended."""
+        """The position of the latest iteration; the start of the next epoch once it has ended."""
         current = self.current
         if current is not None and not current.finished:
             return Start(current.epoch, current.samples, current.extras)
@@ -121,7 +121,7 @@ class Epochs:
         return Start(self.following)
 
     def next(self) -> Start:
-        """Where an iteration begins that is opened now.
+        """The start of an iteration that is opened now.
 
         One that was opened before, and may still be advanced, has its own epoch: `zip(loader, loader)` pairs two.
         """

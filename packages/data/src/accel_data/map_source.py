@@ -1,4 +1,4 @@
-"""What a prepared loader reads of a map-style dataset, epoch by epoch."""
+"""The source of a loader over a map-style dataset, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EpochSource:
-    """What one rank reads of a loader: the order is a function of seed and epoch, the part is arithmetic.
+    """One rank's part of a loader: the order is a function of seed and epoch, the part is arithmetic.
 
     Args:
         loader: the user's loader. Its samplers and its dataset are told the epoch, and otherwise not changed.
@@ -139,11 +139,11 @@ class EpochSource:
         return None if steps is None else max(steps - self.skipped, 0)
 
     def reading(self) -> str:
-        """In words."""
+        """The way in which the ranks get their parts, in words."""
         return "every rank reads its own part"
 
     def ending(self) -> str:
-        """In words."""
+        """The handling of an incomplete last global batch, in words."""
         if not self.batched:
             return "batches come as the dataset gives them"
         if self.batches().drop_last:
@@ -155,7 +155,7 @@ class EpochSource:
         return "an incomplete last global batch is left as it is: ranks may differ by one batch"
 
     def position(self) -> Start:
-        """Where the loader stands, and the states of the user's generators."""
+        """The position of the loader, and the states of the user's generators."""
         position = self.epochs.position()
         if position.extras or position.samples:
             return position
@@ -199,7 +199,7 @@ class EpochSource:
             yield from self._asked(key, start, even, feed.lookahead)
 
     def _asked(self, key: int, start: Start, even: bool, ahead: int) -> Iterator[IndexRead]:
-        """What the user's sampler yields, from `start` on."""
+        """The index reads of the user's sampler, from `start` on."""
         sampler = with_inner(self.sampler, lambda inner: seeded(inner, key, self.identity.seed))
         shard = self.batches(sampler, even)
         drawn = partial(drawn_apart, seed=key) if draws_globally(sampler) else None
@@ -217,7 +217,7 @@ _FILLER = Rows(None, 0)
 
 
 class LoneBatches:
-    """What a sampler yields where the loader makes no batches: an index is a batch of its own, a list of them one batch."""
+    """Batches of a sampler whose loader makes none: each index, or each list of indices, is one."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler

@@ -1,4 +1,4 @@
-"""What every prepared loader of this package offers beside its batches: a position, epochs, and a description."""
+"""The base class of this package's loaders: position, epochs, and description beside the batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PositionedSource(Protocol):
-    """What a loader with a position reads."""
+    """The source of a loader with a position."""
 
     shard: Shard
     identity: Identity
@@ -29,7 +29,7 @@ class PositionedSource(Protocol):
     restarts: bool
 
     def position(self) -> Start:
-        """Where the loader stands."""
+        """The current position of the loader."""
 
     def check(self, start: Start) -> None:
         """Raises `ValueError` for a position that `restore` does not take."""
@@ -47,10 +47,10 @@ class PositionedSource(Protocol):
         """Batches of an epoch on the rank that has most of them; None if that is not known."""
 
     def reading(self) -> str:
-        """How the ranks come to their parts, in words."""
+        """The way in which the ranks get their parts, in words."""
 
     def ending(self) -> str:
-        """How an incomplete last global batch is handled, in words."""
+        """The handling of an incomplete last global batch, in words."""
 
     def __len__(self) -> int: ...
 
@@ -73,7 +73,7 @@ class PositionedLoader(PreparedLoader):
         return len(self._accel_source)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: seed, epoch, and samples of the global order that were yielded, over all ranks.
+        """The position: seed, epoch, and samples yielded of the global order, over all ranks.
 
         Numbers, and tensors of bytes where generators or the dataset have states of their own. The state of rank 0 serves
         every rank, and any number of them. Not a collective.
@@ -113,7 +113,7 @@ class PositionedLoader(PreparedLoader):
         source.restore(start)
 
     def check_state_dict(self, state: dict[str, Any]) -> Start:
-        """Where `load_state_dict(state)` would go on. Raises what that would raise, and changes nothing."""
+        """The position that `load_state_dict(state)` resumes at. Raises as it does; changes nothing."""
         source = self._accel_source
         checked = source.identity.check(state)
         start = Start(checked["epoch"], checked["samples"], extras_of(checked))

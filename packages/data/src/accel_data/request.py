@@ -1,4 +1,4 @@
-"""What is asked for one loader, and what follows from it for every kind of them."""
+"""The request for one loader, and what follows from it for every kind of loader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for one loader.
+    """The request for one loader: its part of the data, its options, and its outlet.
 
     Args:
         shard: the part to read.
@@ -67,20 +67,20 @@ class Request:
         )
 
     def to_read(self) -> Request:
-        """What is asked of the one process that reads for the others: all of the data, and nobody else takes part."""
+        """The request of the process that reads for all: all of the data, as one part."""
         return replace(self, shard=Shard(0, 1), feed=Feed(), device=None, rng_types=())
 
     def to_dispatch(self, shard: Shard, split_batches: bool, slice_fn: Callable[..., Any] | None) -> Request:
-        """The same for a loader that one process reads for all."""
+        """The request for a loader that one process reads for all."""
         options = replace(self.options, split_batches=split_batches, dispatch_batches=True)
         return replace(self, shard=shard, options=options, slice_fn=slice_fn)
 
     def outlet(self) -> Outlet:
-        """Where the loader reports and puts its batches."""
+        """The outlet of the loader: its feed, and the device for its batches."""
         return Outlet(self.feed, self.device, self.options.non_blocking)
 
     def identity(self, loader: DataLoader[Any]) -> Identity:
-        """What tells the positions of the loader from those of others."""
+        """The identity of the loader, which tells its positions from those of others."""
         stream = isinstance(loader.dataset, IterableDataset)
         # Of a stream that is shared out, the workers take turns, or a position tells how far each has come.
         shared = stream and self.shard.count > 1
@@ -98,7 +98,7 @@ class Request:
         return " of ".join(names) + (", seedable" if self.options.use_seedable_sampler else "")
 
     def synchronise(self) -> Synchronise | None:
-        """What makes random streams equal when an iteration begins; None if nothing is to be."""
+        """The function that equalises random streams when an iteration begins; None if none are."""
         return partial(_synchronise, self.rng_types) if self.rng_types else None
 
 

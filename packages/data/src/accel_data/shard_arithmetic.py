@@ -1,4 +1,4 @@
-"""What each rank reads of an epoch, as arithmetic.
+"""The part of an epoch that each rank reads, as arithmetic.
 
 A *global step* is `count * part` consecutive positions of the epoch; the rank with index r reads the r-th part of each.
 The last step may be incomplete. It is dropped; or filled from the first positions of the epoch, over again if the epoch
@@ -57,7 +57,7 @@ class Parts:
         return (max(left - first, 0) + stride - 1) // stride
 
     def real(self, step: int) -> int:
-        """How many samples of the rank's part in a step are real."""
+        """The number of real samples in the rank's part of a step."""
         first = self.start + (step * self.count + self.index) * self.part
         return min(max(self.total - first, 0), self.part)
 

@@ -107,13 +107,13 @@ class SharedStreamSource(StreamSource):
         return max(steps - self.skipped, 0)
 
     def reading(self) -> str:
-        """In words."""
+        """The way in which the ranks get their parts, in words."""
         if self.presharded:
             return "every rank reads a stream of its own"
         return "every rank reads the whole stream, and keeps its part"
 
     def ending(self) -> str:
-        """In words."""
+        """The handling of an incomplete last global batch and of uneven ends, in words."""
         last = "dropped" if self.drop_last else "filled from the first samples, which metrics leave out"
         if self.presharded:
             last = "dropped" if self.drop_last else "left as it is"
@@ -126,7 +126,7 @@ class SharedStreamSource(StreamSource):
 
     @property
     def owners(self) -> int | None:
-        """How many ranks have streams of their own; None if there is one stream."""
+        """The number of ranks with streams of their own; None if there is one stream."""
         return self.shard.count if self.presharded else None
 
     def _part(self) -> int:
@@ -161,7 +161,7 @@ class SharedStreamSource(StreamSource):
 
     @property
     def _streams(self) -> int:
-        """How many streams there are, each with as many samples behind a position."""
+        """The number of streams, each with equally many samples before a position."""
         return self.shard.count if self.presharded else 1
 
     def _from_the_beginning(
@@ -198,7 +198,7 @@ class SharedStreamSource(StreamSource):
                 yield Fetched(batch, counted.rows, lanes.read * self._streams, extras, positions)
 
     def _positions(self, counted: Counted, before: int) -> Positions | None:
-        """Which samples a batch has, where there is one stream that all ranks see: `before` of them were read."""
+        """The sample positions of a batch after `before` others; None unless all ranks see one stream."""
         mark, rows = counted.mark, counted.rows
         if self.presharded or mark.lanes > 1 or rows is None or rows.rows is None:
             return None
@@ -207,7 +207,7 @@ class SharedStreamSource(StreamSource):
 
 
 class Lanes:
-    """How far the streams of a dataset have come that splits itself over the workers; or its only stream.
+    """The progress of each stream of a dataset that splits itself over workers, or of its only one.
 
     Args:
         behind: for each of them, how many samples are left out because a position was loaded; None: nothing is.
@@ -225,7 +225,7 @@ class Lanes:
         return sum(self._read)
 
     def extras(self) -> dict[str, Any]:
-        """What a position needs beside their sum."""
+        """The extras of a position: the samples read of each lane, if there are several."""
         return {"lanes": list(self._read)} if len(self._read) > 1 else {}
 
     def advance(self, mark: Mark) -> bool:

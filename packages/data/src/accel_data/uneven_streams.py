@@ -64,7 +64,7 @@ def even_ends(
 
 
 class _Ends(Generic[T]):
-    """What one rank holds of its batches.
+    """One rank's batches, with some fetched ahead.
 
     Args:
         batches: where they come from.

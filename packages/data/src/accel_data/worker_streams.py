@@ -36,7 +36,7 @@ _TELLING = frozenset({"id", "num_workers"})
 
 
 class Mark(NamedTuple):
-    """Where a batch stands.
+    """The position of a batch in the stream.
 
     Attributes:
         lanes: into how many streams the dataset has split itself; 1 if there is one stream.
@@ -113,7 +113,7 @@ class ShardedStream(IterableDataset[Element]):
 
     @property
     def begun_behind(self) -> int:
-        """How many samples lie before the stream, because the dataset itself goes on from a state."""
+        """The number of samples before the stream, as the dataset itself resumes from a state."""
         return self._plan.given["read"]
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,7 +122,7 @@ class ShardedStream(IterableDataset[Element]):
         tell_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
-        """How many samples this rank gets of the whole stream, those that fill up included.
+        """The number of this rank's samples of the whole stream, including those that fill up.
 
         Raises:
             TypeError: if the dataset has no length.
@@ -238,7 +238,7 @@ class WorkerStart:
 
 
 class WatchedInfo(torch_worker.WorkerInfo):
-    """What `get_worker_info` returns in a worker of ours: as ever, but it notes what is read of it.
+    """The result of `get_worker_info` in a worker of ours: it records which attributes are read.
 
     Attributes:
         asked: the names that were read.

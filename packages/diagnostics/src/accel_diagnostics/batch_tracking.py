@@ -1,4 +1,4 @@
-"""Which batch a forward uses, where a loop may draw batches before it uses them.
+"""The batch that a forward uses, in loops that may draw batches before they use them.
 
 A feed knows the batch that a loader has yielded last. A loop that draws the batches of a whole window first, or one ahead,
 calls the model with an earlier one. So draws are counted: where more than one came between two looks, it is not known from then
@@ -34,14 +34,14 @@ class CountingFeed(ClassOverride):
     is_ahead = False
 
     def enter(self, by: object = None) -> Passage:
-        """As ever, with a passage that counts."""
+        """A new innermost passage, which counts; see `Feed.enter`."""
         passage = CountingPassage(self, by)  # type: ignore[arg-type]
         self.newest = weakref.ref(passage)
         self._live.append(self.newest)
         return passage
 
     def current_drawn(self) -> Used:
-        """As ever, but None stands for what was drawn by an iteration whose batches are not used one by one."""
+        """The pairs of `Feed.current_drawn`; None as drawn if batches are not used one by one."""
         live = [passage for passage in (ref() for ref in self._live) if passage is not None]
         used = [passage.look() for passage in live if isinstance(passage, CountingPassage)]
         if self.draws:
@@ -61,14 +61,14 @@ class CountingPassage(Passage):
         self.is_ahead = False
 
     def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
-        """As ever."""
+        """Reports the batch that is about to be yielded, and counts it."""
         super().advance(remaining, rows, drawn)
         self.draws += 1
         feed: Any = self._feed
         feed.draws += 1
 
     def look(self) -> tuple[Drawn, Rows | None]:
-        """What the latest batch was made of; None if it may be used later."""
+        """The samples and rows of the latest batch; samples are None if it may be used later."""
         self.is_ahead = self.is_ahead or self.draws > 1
         self.draws = 0
         return None if self.is_ahead else self.drawn, self.rows
@@ -96,6 +96,6 @@ class Window:
             yield batch
 
     def inputs(self, batch: Any) -> Any:
-        """What the user's function gives; from now on, `used` is about this micro-batch."""
+        """The result of the user's function; from now on, `used` is about this micro-batch."""
         self.used = self._waiting.popleft()
         return self._inputs(batch)

@@ -1,4 +1,4 @@
-"""What it takes to repeat a forward: its inputs, its random streams, its buffers, and the gradients that arrived at its outputs.
+"""The data for repeating a forward: inputs, random streams, buffers, and output gradients.
 
 Inputs and buffers are kept by reference. A buffer that the forward changes in place (running statistics) is copied before:
 which these are is seen at the first forward, for which all are.
@@ -206,7 +206,7 @@ class Streams:
 
     @classmethod
     def take(cls, device: torch.device) -> Streams:
-        """As they are now."""
+        """The present states of the random streams."""
         numpy = sys.modules.get("numpy")
         of_device = None
         if device.type != "cpu":
@@ -281,12 +281,12 @@ def _can_be_looked_at(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; tensors of inference mode do not count that."""
+    """The number of in-place changes of a tensor; 0 for one of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions_of(value: Any) -> list[int]:
-    """How often each tensor inside was changed in place."""
+    """The number of in-place changes of each floating or complex tensor inside."""
     return [version_of(tensor) for _, tensor in floating(value)]
 
 

@@ -68,7 +68,7 @@ class Replay:
         return self._unseen(self.last_turn - 1, failures) if failures else None
 
     def unseen(self, *reasons: str) -> Finding:
-        """What is to be said where no rank has found anything.
+        """The finding if no rank has found anything.
 
         Args:
             reasons: what else explains that.

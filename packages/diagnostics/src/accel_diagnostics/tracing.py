@@ -1,4 +1,4 @@
-"""What is seen while one forward is repeated, and its backward: call by call, the values that are not finite.
+"""Observation of a repeated forward and its backward: the values that are not finite, by call.
 
 In the forward, the first module whose output is not finite although its inputs are is suspected, unless what it made is
 absorbed later: an infinite score that a softmax turns into 0 is no fault. Negative infinity in an input is taken for a mask, as
@@ -55,7 +55,7 @@ class Suspect:
 
 
 class Trace:
-    """What is seen while one forward is repeated, and its backward.
+    """The observations of one repeated forward and its backward.
 
     Args:
         model: the user's.

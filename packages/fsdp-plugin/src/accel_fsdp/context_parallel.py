@@ -98,7 +98,7 @@ _MARK = "accel_context_parallel"
 
 
 def _attention(original: Attention, group: dist.ProcessGroup, part: int, seen: list[bool]) -> Attention:
-    """What stands for `F.scaled_dot_product_attention` inside a block."""
+    """The replacement of `F.scaled_dot_product_attention` inside a block."""
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -227,7 +227,7 @@ def _show(buffer: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autocast does to the arguments of attention, done before they travel."""
+    """Casts the arguments of attention as autocast does, before keys and values are sent."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

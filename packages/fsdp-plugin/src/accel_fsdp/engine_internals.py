@@ -186,7 +186,7 @@ class GatherApart:
 
 
 def engine_state(module: nn.Module) -> Any:
-    """What the engine keeps of a sharded module; None for any other module."""
+    """The engine's state of a sharded module; None for any other module."""
     from torch.distributed.fsdp import FSDPModule
 
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None

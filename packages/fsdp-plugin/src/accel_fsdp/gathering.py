@@ -42,7 +42,7 @@ class Gathering:
         self._kept = {id(module) for module in self._left_alone(model)} if self._keeps else set()
 
     def parts(self, unit: Unit) -> Iterator[tuple[Unit, Any]]:
-        """What of a unit is gathered together, and its dtypes, as torch's `MixedPrecisionPolicy`; the unit itself comes last.
+        """The parts of a unit to gather together, each with its `MixedPrecisionPolicy`; the unit is last.
 
         Args:
             unit: the units inside of it have been sharded already.

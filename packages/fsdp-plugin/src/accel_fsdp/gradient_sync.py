@@ -1,4 +1,4 @@
-"""When gradients travel: decided where a forward runs, as under every strategy.
+"""Gradient synchronisation: decided by each forward, as under every strategy.
 
 torch's engine decides in the backward instead, by a switch in each unit. So every call of a sharded model turns the switches for the
 backward that follows, if they stand otherwise; and if they do not, which is the common case, it does nothing.
@@ -121,7 +121,7 @@ class Synchronisation:
         return found
 
     def outliving(self, output: torch.Tensor) -> torch.Tensor:
-        """What a model returns, as it may be used when it is cut again: a copy of a parameter that it returns, or of a view."""
+        """An output that stays valid after resharding: a copy if it is a parameter or a view of one."""
         return output.clone() if is_gathered(output, self._kept) else output
 
     def reshard(self) -> None:
@@ -143,13 +143,13 @@ def attach(model: nn.Module, synchronisation: Synchronisation) -> None:
 
 
 class ShardedModel(ClassOverride):
-    """What a sharded model does beyond torch's: its calls say whether gradients travel, and it tells why it is not copied.
+    """The overrides of a sharded model: calls decide whether gradients are sent, and copying raises.
 
     `__call__` is overridden, and no hook is registered: hooks would be compiled with the model.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model makes of its arguments."""
+        """The output of the model for its arguments."""
         own: Synchronisation = vars(self)[_SYNCHRONISATION]
         if was_interrupted(own.engine):
             self.reset_iter_state()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How the processes of a run are arranged: replicas × shards × context peers × tensor peers.
+"""The arrangement of a run's processes: replicas × shards × context peers × tensor peers.
 
 Tensor peers are neighbours by rank, because they talk in every layer; then come context peers, then shards, and replicas are
 furthest apart. Parameters are sharded over context peers too: these hold the same weights for other parts of a sequence, so to
@@ -27,7 +27,7 @@ REPLICATE, SHARD, CONTEXT, TENSOR = range(4)
 
 
 class Sizes(NamedTuple):
-    """How many processes stand along each dimension; their product is the size of the world."""
+    """The number of processes along each dimension; their product is the size of the world."""
 
     replicate: int
     shard: int
@@ -117,7 +117,7 @@ class Meshes:
         )
 
     def layout(self) -> Layout:
-        """What the strategy tells the core: which data this process reads, and over whom gradients are means."""
+        """The layout for the core: this rank's part of the data, and the ranks that average gradients."""
         whole = self.data.count == self.root.size()
         return Layout(self.data, None if whole else self.data_group, self.root, self.gradient_group)
 

@@ -35,7 +35,7 @@ Factory = Callable[[], nn.Module]
 Tensors = Mapping[str, torch.Tensor]
 
 _SHOWN = 8
-"""How many names a message lists."""
+"""The number of names that a message lists."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -45,7 +45,7 @@ def is_meta(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where the data of a model comes from.
+    """The source of a model's data.
 
     Args:
         name: of its class, in messages.
@@ -59,13 +59,13 @@ class Recipe:
 
 
 class Recipes:
-    """How models that were built without data get it. Forgets a model when it is filled, or dies."""
+    """Builds models without data and fills them later. Forgets a model once filled or deleted."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
 
     def build(self, factory: Factory, checkpoint: Path | None) -> nn.Module:
-        """What the factory gives, but its parameters have no data. No collective; no random stream has moved when it returns.
+        """The factory's model, its parameters without data. No collective; random streams are unchanged.
 
         A parameter of a class of its own (quantised weights, say) keeps its data, and so does a model that the factory did not
         build but had.
@@ -161,7 +161,7 @@ class _Filling:
             )
 
     def _built(self) -> Tensors:
-        """What the factory gives on the main process, with data; nothing on the others. A collective."""
+        """The factory's tensors with data on the main process; none on the others. A collective."""
         kept: list[nn.Module] = []
 
         def build() -> None:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 STEPS = 2
-"""How many a trial takes: the first one is special in many optimizers."""
+"""The number of steps of a trial: the first one is special in many optimizers."""
 
 TOLERANCE = 0.1
-"""By which part of the largest change a trial may differ. Muon, which orthogonalises in bfloat16, differs by up to 0.05 when its sums
+"""The part of the largest change by which a trial may differ. Muon, which orthogonalises in bfloat16, differs by up to 0.05 when its sums
 are taken in another order; who takes the norm of a part for that of the whole, by 0.4 on two ranks and more on others."""
 
 RATE = 0.1
@@ -42,7 +42,7 @@ RATE = 0.1
 
 
 def carrying(model: nn.Module, optimizers: Sequence[Optimizer], whole: Collection[nn.Parameter] = ()) -> MoveState:
-    """How the state of optimizers follows the parameters of a model that is about to be cut: `carry` for `ParameterReplacement.apply`.
+    """The function that moves optimizer state to sharded parameters, for `ParameterReplacement.apply`.
 
     Args:
         model: with its parameters as they were when the optimizers stepped.
@@ -69,7 +69,7 @@ def carrying(model: nn.Module, optimizers: Sequence[Optimizer], whole: Collectio
 def carry(
     old: torch.Tensor, new: torch.Tensor, state: State, optimizer: Optimizer | None = None, name: str = "a parameter"
 ) -> State:
-    """What an optimizer knew of a parameter, for what this rank has of it since it was cut. No collective.
+    """An optimizer's state of a parameter, sharded like its successor on this rank. No collective.
 
     What is declared to be laid out like the parameter is cut as it is; of an optimizer that declares nothing, floating tensors of its
     shape. Numbers stay. State is cut as each rank has it: that it is the same on all is up to the user, as under DDP.
@@ -121,7 +121,7 @@ def _is_cut(optimizer: Optimizer | None, parameter: torch.Tensor, key: str, valu
 
 
 def _part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that is laid out like a parameter which was cut."""
+    """This rank's part of a tensor of a parameter's shape, sharded like the parameter."""
     sharding, own = DTensorSharding(), local_of(parameter)
     local = torch.empty(own.shape, dtype=value.dtype, device=own.device)
     for box in sharding.extent(parameter).boxes:
@@ -163,7 +163,7 @@ _INSTEAD = (
 
 
 def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
-    """What was wrong in the trial."""
+    """The failure of the trial, in words; None if it succeeded."""
     before = capture_random_state(device)
     errors: dict[str, None] = {}
     try:
@@ -206,7 +206,7 @@ def _no_hooks_of_all_optimizers() -> Iterator[None]:
 
 
 class _Kind(NamedTuple):
-    """What is the same for parameters of which one is tried."""
+    """The properties of parameters that are alike, of which only one is tried."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -264,7 +264,7 @@ class _Trial:
             self._steppers.append(_copied(optimizer, [{kind: next(stand_ins) for kind in kinds} for kinds in groups]))
 
     def difference(self) -> str | None:
-        """In words, by how much the two differ after some steps; None if they do not."""
+        """The difference between the two after some steps, in words; None if there is none."""
         for _ in range(STEPS):
             self._step()
         for start, kind, whole, cut in zip(self._starts, self._kinds, self._whole, self._cut, strict=True):
@@ -327,7 +327,7 @@ def _copied(optimizer: Optimizer, groups: Sequence[Mapping[_Kind, nn.Parameter]]
 
 
 def _handles() -> tuple[type, ...]:
-    """What cannot be copied, and is nobody's state."""
+    """The types of objects that cannot be copied, and are no optimizer's state."""
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 

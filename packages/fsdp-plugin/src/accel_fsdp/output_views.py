@@ -1,4 +1,4 @@
-"""What a unit returns is no view of something else.
+"""Outputs of units that are no views of other tensors.
 
 The engine gathers a unit for its backward when the gradient of an output arrives, which a hook on that output tells. A change in place
 of an output that is a view drops the hook, and the backward goes on with what is there: torch warns of it wherever a unit

@@ -205,7 +205,7 @@ def _warn_without_effect(given: Mapping[str, Any]) -> None:
 
 
 def _wrap(policy: object, names: Iterable[str] | str | None, least: int | None) -> Wrap:
-    """What `FSDP(wrap=...)` is for the three options that say which modules are units."""
+    """The value of `FSDP(wrap=...)` for the three options that choose the units."""
     listed = names if names is None or isinstance(names, str) else list(names)
     options: dict[str, tuple[str, Wrap]] = {
         "transformer_based_wrap": ("transformer_cls_names_to_wrap", listed or None),

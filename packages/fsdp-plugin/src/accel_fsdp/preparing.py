@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """How `FSDP` cuts models: its arguments, without those that say how processes are arranged."""
+    """The options of sharding: the arguments of `FSDP` without the arrangement of processes."""
 
     reshard_after_forward: bool | int
     wrap: Wrap
@@ -96,7 +96,7 @@ class Options:
             )
 
     def describe(self) -> dict[str, str]:
-        """What differs from the defaults, in words."""
+        """The options that differ from the defaults, in words."""
         kept = "" if self.reshard_after_forward else "until the backward"
         if not isinstance(self.reshard_after_forward, bool):
             kept = f"in parts on {self.reshard_after_forward} ranks, until the backward"
@@ -111,7 +111,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model goes.
+    """The processes over which a model is sharded, and the recipes that fill it.
 
     Args:
         world: the processes.
@@ -126,7 +126,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Sharded:
-    """What is remembered of a sharded model.
+    """The record of a sharded model.
 
     Args:
         units: in words.

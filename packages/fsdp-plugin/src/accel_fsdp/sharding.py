@@ -1,4 +1,4 @@
-"""How parameters that are DTensors lie on the ranks, as checkpoints want to know it."""
+"""The layout of DTensor parameters on the ranks, in the form that checkpoints use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DTensorSharding:
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
-        """Which part of `parameter` is on this rank. Raises `TypeError` for a tensor that is a sum over ranks."""
+        """The part of `parameter` on this rank. Raises `TypeError` for a tensor that is a sum over ranks."""
         shape = tuple(parameter.shape)
         if not is_sharded(parameter):
             return Extent(shape, (Box.whole(shape),))

@@ -283,7 +283,7 @@ class FSDP(Strategy):
 
     @hookimpl
     def model_loaded(self, model: nn.Module) -> None:
-        """What was held back belongs to the parameters before."""
+        """Drops unsynchronised gradients, which belong to the parameters before loading."""
         own = synchronisation_of(model)
         if own is not None:
             drop_held(own.cuts)
@@ -321,7 +321,7 @@ class FSDP(Strategy):
         return [parts.get(id(parameter), parameter) for parameter in parameters]
 
     def _held(self, stepped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is held back of the gradients of parts."""
+        """The whole local gradients, of the given parts, that wait for synchronisation."""
         wanted, found = set(map(id, stepped)), list[torch.Tensor]()
         for model in self._models:
             own = synchronisation_of(model)

@@ -199,7 +199,7 @@ def _resolved(pattern: str, style: Any, name: str, module: nn.Module) -> Any:
 
 
 def _styles(word: str, embedding: bool) -> Any:
-    """What torch calls it; a tuple of styles is applied in order."""
+    """The torch style for a word; a tuple of styles is applied in order."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

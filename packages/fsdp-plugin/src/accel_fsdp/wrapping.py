@@ -1,4 +1,4 @@
-"""Which modules of a model are units: what `fully_shard` gathers, computes with, and lets go of at a time.
+"""The units of a model: modules that `fully_shard` gathers, computes with and frees together.
 
 The whole model is always the outermost unit, which holds what is in no other. A parameter belongs to one unit, also where
 several modules share it:

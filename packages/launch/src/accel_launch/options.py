@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How a run is started.
+    """The options with which a run is started.
 
     Args:
         num_processes: processes of the whole run, all machines together. None: one for each accelerator of the machines; one

@@ -1,4 +1,4 @@
-"""What commands print: colour and tables that fit the window on a terminal; whole lines of plain text everywhere else.
+"""The output of commands: colour and tables that fit the window on a terminal; whole plain lines elsewhere.
 
 Plain means: no terminal, or `NO_COLOR` is set, or `TERM=dumb`. Then there is no control code, and nothing is cut or wrapped, so that
 output in files and pipes can be read by programs. Text is never taken for markup: brackets are brackets.

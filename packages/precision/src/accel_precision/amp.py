@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HalfPrecision(Precision):
-    """What the precisions here have in common: models are refused on hardware that cannot compute in the dtype.
+    """The base class of these precisions: refuses hardware that cannot compute in the dtype.
 
     Abstract: a subclass sets `policy`.
 
@@ -49,7 +49,7 @@ class HalfPrecision(Precision):
 
 
 class ScaledPrecision(HalfPrecision):
-    """What the precisions with loss scaling have in common, options included. Abstract: a subclass gives its dtypes.
+    """The base class of precisions with loss scaling and its options. A subclass gives its dtypes.
 
     An optimizer whose step is left out has `step_was_skipped`, and `accelerator.optimizer_step_was_skipped` is True. What is
     saved and loaded is the scale.

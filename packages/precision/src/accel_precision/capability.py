@@ -1,4 +1,4 @@
-"""What hardware can compute in which dtype, and what to type where it cannot.
+"""The hardware that can compute in each dtype, and the alternative to choose where it cannot.
 
 Some devices emulate a dtype that they lack, several times slower than full precision, and without a word. Here that is an
 error: the precision that was asked for would not be what runs.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Needs:
-    """What a dtype needs of a CUDA device.
+    """The requirements of a dtype on a CUDA device.
 
     Args:
         capability: the least compute capability.
@@ -51,7 +51,7 @@ def require(asked: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def shortfall(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """What a CUDA device of a compute capability lacks for computing in `dtype`, in words; None if nothing."""
+    """The reason why a CUDA device of this capability cannot compute in `dtype`; None if it can."""
     needs = CUDA.get(dtype)
     if needs is None or capability >= needs.capability:
         return None

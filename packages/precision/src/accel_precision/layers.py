@@ -1,4 +1,4 @@
-"""Which linear layers of a model are converted, and why the others are not."""
+"""The linear layers of a model that are converted, and the reasons why the others are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Rule:
-    """What the user says about layers. `accepts`, where given, decides instead of the rule about the ends."""
+    """The user's rule about layers. `accepts`, where given, replaces the rule about the ends."""
 
     skip: tuple[str, ...] = ()
     convert_ends: bool = False
@@ -55,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """What has become of a model's linear layers."""
+    """The outcome for a model's linear layers: the converted ones, and reasons for the others."""
 
     converted: tuple[str, ...]
     left: Mapping[str, str]
@@ -133,7 +133,7 @@ class Conversions:
 
 
 def size_misfit(layer: nn.Linear, multiple: int) -> str | None:
-    """Why a layer does not fit kernels that take sizes divisible by `multiple`, or computes in a way of its own."""
+    """The reason why kernels for sizes divisible by `multiple` cannot compute a layer; None if they can."""
     if type(layer) is not nn.Linear:
         return f"a {type(layer).__name__}, which computes in its own way"
     if "forward" in vars(layer):

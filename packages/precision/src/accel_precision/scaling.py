@@ -68,7 +68,7 @@ class LossScaling:
 
     @property
     def value(self) -> float:
-        """What losses are multiplied by now; 1.0 if scaling is off. Waits for the device."""
+        """The current loss scale; 1.0 if scaling is off. Waits for the device."""
         return self._scaler.get_scale()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ class _Scaler(GradScaler):
 
     @property
     def stages(self) -> dict[int, dict[str, Any]]:
-        """What is recorded since the last update, by the `id` of the optimizer: its stage, and whether it found an overflow.
+        """The records since the last update, by the optimizer's `id`: its stage, and any overflow.
 
         torch has no public way to say that an optimizer has stepped without calling `step`, which calls the optimizer's and
         does not tell whether it did.
@@ -299,7 +299,7 @@ class _Scaler(GradScaler):
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """What this rank has of the gradients of an optimizer, live, wherever they are kept."""
+    """This rank's gradients of an optimizer, live, wherever they are kept."""
     parameters = list(held_by(optimizer))
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:

@@ -1,4 +1,4 @@
-"""What tests of accel-core and of its plugins need: ranks, the conformance suites, and checks of what is left behind."""
+"""Tools for tests of accel-core and its plugins: ranks, suites, and checks for leaks."""
 
 from __future__ import annotations
 

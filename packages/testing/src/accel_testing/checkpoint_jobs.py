@@ -1,4 +1,4 @@
-"""What the conformance suite of checkpoints does on the ranks: each job trains, saves or loads, and returns what it saw.
+"""Jobs of the checkpoint suite: each trains, saves or loads on the ranks, and returns facts.
 
 Every rank trains on the same batches, so that the mean of its gradients over the ranks is what one process computes: a
 checkpoint of one process and one of the strategy describe the same run, and can be held against each other.
@@ -49,7 +49,7 @@ CheckpointJob = Callable[[CheckpointSubject], Any]
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands.
+    """The state of a run at one moment.
 
     Args:
         state: of the model, without the buffer; empty where the strategy gives it to the main process only.
@@ -151,7 +151,7 @@ class Session:
         self.student.noted.fill_(self.accelerator.process_index + 1)
 
     def moment(self) -> Moment:
-        """Where it stands; takes numbers from the random stream."""
+        """The present state of the run; takes numbers from the random stream."""
         state = state_of(self.accelerator, self.model)
         state.pop(BUFFER, None)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -164,7 +164,7 @@ class Session:
         )
 
     def plain_optimizer(self) -> PlainOptimizer:
-        """What the optimizer holds, where it holds what the user gave it: in one process."""
+        """The optimizer's state and options; for one process, with the user's parameters."""
         names = names_of({0: self.user_model})
         state = {
             f"{names[id(parameter)].partition('.')[2]}/{key}": torch.as_tensor(value).detach().cpu().clone()
@@ -195,7 +195,7 @@ def trained_alone(subject: CheckpointSubject) -> tuple[Moment, PlainOptimizer, M
 
 
 def resumed(subject: CheckpointSubject) -> tuple[Moment, Moment, Moment, Moment]:
-    """Where a run stood when it was saved, and ended; where another one stood that had loaded this, and ended."""
+    """A run when it was saved and at its end; another after loading this and at its end."""
     with torch.random.fork_rng(devices=[]):
         run = Session(subject)
         torch.manual_seed(run.accelerator.process_index)
@@ -208,7 +208,7 @@ def resumed(subject: CheckpointSubject) -> tuple[Moment, Moment, Moment, Moment]
 
 
 def taken_over(subject: CheckpointSubject) -> tuple[Moment, Moment]:
-    """Where a run stood that had loaded the checkpoint of one process, which it saves again, and ended."""
+    """A run that loads the checkpoint of one process: after saving it again, and at its end."""
     with torch.random.fork_rng(devices=[]):
         return _loaded(subject, OF_ONE, AGAIN)
 
@@ -247,7 +247,7 @@ WINDOWS = 6
 
 
 def saved_in_open_window(subject: CheckpointSubject) -> tuple[Moment, Moment] | str:
-    """Where a run ended that was saved in the middle of a window, and one that had loaded this; or how it was refused."""
+    """The ends of a run saved in an open window and of one that loaded this; or the refusal."""
     path = subject.path("in a window")
     with torch.random.fork_rng(devices=[]):
         run = Session(subject, steps=2)

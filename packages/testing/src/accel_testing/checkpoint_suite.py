@@ -1,4 +1,4 @@
-"""What a strategy has to keep about checkpoints: a suite of tests to inherit.
+"""The contract of a strategy about checkpoints, as a suite of tests to inherit.
 
     from accel_testing import CheckpointSuite
     from my_package import MyStrategy
@@ -88,7 +88,7 @@ class CheckpointSuite(Suite):
         require(found.rates == expected.rates, f"{what} has the learning rates {found.rates}, not {expected.rates}.")
 
     def test_a_checkpoint_of_one_process_is_taken_over(self, world: int) -> None:
-        """What it held is there to the bit, and the run goes on as it would have in one process."""
+        """Its values are loaded to the bit, and the run goes on as in one process."""
         at, _, after = self._facts(jobs.trained_alone, world)[0]
         for rank, (loaded, ended) in enumerate(self._facts(jobs.taken_over, world)):
             if loaded.state:

@@ -97,7 +97,7 @@ def assert_dies(factory: Callable[[], object]) -> None:
 
 
 def _settings(rng: bool) -> dict[str, Any]:
-    """What can be compared, under the name that a message gives it."""
+    """The settings of the process that are compared, by their names in messages."""
     settings: dict[str, Any] = {
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in (_OF_PYTEST | _OF_TORCH)
     }

@@ -1,4 +1,4 @@
-"""What the conformance suite of loaders reads: sets whose samples are their own numbers, so that what came can be counted."""
+"""The datasets of the loader suite: a sample is its own number, so it can be counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BROKEN = 5
 
 @dataclass(frozen=True)
 class Case:
-    """How much is read, and how.
+    """The size of a dataset, and the options of the loader that reads it.
 
     Args:
         samples: in the dataset.
@@ -180,7 +180,7 @@ def described(batch: Any, device: torch.device) -> Any:
 
 
 def records_as_collated(ids: Sequence[int], device: torch.device) -> Any:
-    """How plain torch collates these samples of `Records`, on the device, as `described`."""
+    """The batch that plain torch collates of these `Records` on the device, as `described`."""
     loader = DataLoader(Records(max(ids) + 1), batch_sampler=[list(ids)])
     (batch,) = loader
     return described(to_device(batch, device), device)

@@ -1,4 +1,4 @@
-"""What the conformance suite of loaders does on the ranks: each job reads a little and returns what came.
+"""The jobs of the loader suite on the ranks: each reads a little and returns what came.
 
 Jobs judge nothing; the suite compares their facts with what one process reads. A job is a function of a `LoaderSubject`, at the
 level of this module because it travels to the ranks by name, and uses the public loop only.
@@ -56,7 +56,7 @@ class LoaderSubject(Subject):
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return World.current(cpu=self.cpu).size
 
 
@@ -121,7 +121,7 @@ class Shuffled:
 
 
 def counted(accelerator: Accelerator, batch: Any) -> list[int]:
-    """What metrics count of a batch of numbers, over all ranks."""
+    """The samples that metrics count of a batch of numbers, over all ranks."""
     found: list[int] = accelerator.gather_for_metrics(batch).tolist()
     return found
 
@@ -152,7 +152,7 @@ def singles(subject: LoaderSubject) -> Reading:
 
 
 def sequences_in_teams(subject: LoaderSubject) -> list[Reading]:
-    """The same, where several ranks read one part."""
+    """Every case of `CASES`, in the order of the dataset, where several ranks read one part."""
     return [_read(subject.reading(data.Teams()), case) for case in data.CASES]
 
 
@@ -175,14 +175,14 @@ def streams(subject: LoaderSubject) -> list[list[int]]:
 
 
 def growing(subject: LoaderSubject) -> list[list[int]]:
-    """What a batch sampler of one's own yields over two epochs."""
+    """The samples counted over two epochs of a user's own batch sampler."""
     accelerator = subject.reading()
     loader = accelerator.prepare(DataLoader(data.Numbers(23), batch_sampler=data.GrowingBatches(23)))
     return [[sample for batch in loader for sample in counted(accelerator, batch)] for _ in range(2)]
 
 
 def orders(subject: LoaderSubject) -> dict[str, list[int]]:
-    """What shuffled loaders count, in runs that should read alike and in runs that should not."""
+    """Samples of shuffled loaders, in runs that should read alike and runs that should not."""
     run = Shuffled(subject)
     found = {"epoch 0": run.epoch(), "epoch 1": run.epoch(), "epoch 2": run.epoch()}
     run.loader.set_epoch(1)
@@ -227,7 +227,7 @@ def structures(subject: LoaderSubject) -> list[tuple[Any, Any]]:
 
 
 def belongings(subject: LoaderSubject) -> dict[str, bool]:
-    """What is kept of the user's loader, in the prepared one and in itself."""
+    """Whether each property of the user's loader is kept, in the prepared one and in itself."""
     accelerator = subject.reading()
     samples = 8 * subject.ranks
     options: dict[str, Any] = {"batch_size": 4, "prefetch_factor": 3, "collate_fn": torch.tensor, **WORKERS}
@@ -362,7 +362,7 @@ def carried_states(subject: LoaderSubject) -> dict[str, Resumption]:
 
 
 def foreign_state(subject: LoaderSubject) -> list[Raised | None]:
-    """What is raised for the state of a loader over another dataset, as the only element."""
+    """The error for the state of another dataset's loader, or None, as the only element."""
     _, state = Shuffled(subject, samples=24 * subject.ranks).left_after(1)
     other = Shuffled(subject)
     try:
@@ -405,7 +405,7 @@ def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
 
 
 def released(subject: LoaderSubject) -> list[str]:
-    """What of a run is still alive when its last reference has gone: one loader read to its end, and one left by break."""
+    """The names of objects that outlive a run of two loaders, one of them left by break."""
     accelerator = subject.reading()
     loader: Any = accelerator.prepare(DataLoader(data.Numbers(24), batch_size=2, shuffle=True))
     left: Any = accelerator.prepare(DataLoader(data.Numbers(24), batch_size=2, shuffle=True))
@@ -420,7 +420,7 @@ def released(subject: LoaderSubject) -> list[str]:
 
 
 def broken(subject: LoaderSubject) -> tuple[list[list[int]], Raised | None]:
-    """What a rank reads of a dataset that raises, and what reaches its loop."""
+    """The batches that a rank reads of a dataset that raises, and the error in its loop."""
     accelerator = subject.reading()
     dataset: Dataset[Any] = data.Breaking(8 * subject.ranks)
     loader = accelerator.prepare(DataLoader(dataset, batch_size=2))

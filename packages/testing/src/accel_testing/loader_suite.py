@@ -1,4 +1,4 @@
-"""What a loader is: a suite of tests to inherit.
+"""The contract of a loader, as a suite of tests to inherit.
 
     from accel_testing import LoaderSuite
     from my_package import MyLoader
@@ -60,7 +60,7 @@ class LoaderSuite(Suite):
             _compare_samples(reading.counted, list(range(5)), what)
 
     def test_metrics_come_in_the_order_of_one_process(self, world: int) -> None:
-        """What is gathered step by step stands in the order of the dataset."""
+        """Metrics that are gathered step by step are in the order of the dataset."""
         for rank, case, reading in self._told(loader_jobs.sequences, world):
             found = reading.counted
             require(
@@ -216,7 +216,7 @@ class LoaderSuite(Suite):
             _check_resumption(found, f"A state taken while workers were ahead, loaded on rank {rank}")
 
     def test_a_state_loads_into_any_number_of_shards(self, world: int) -> None:
-        """What more or fewer shards go on with is the same rest of the epoch."""
+        """More or fewer shards go on with the same rest of the epoch."""
         for rank, found in enumerate(self._facts(loader_jobs.carried_states, world)):
             for way, resumption in found.items():
                 _check_resumption(resumption, f"A state carried {way} shards, loaded on rank {rank}")

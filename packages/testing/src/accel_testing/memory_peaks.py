@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes beside what is there already."""
+"""The memory that a piece of work takes in addition to what the process already has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def leave_no_gaps() -> None:
 
 
 def extra_memory(work: Callable[[], object]) -> int:
-    """How many bytes more than before this process had at most, while it worked. See `PEAKS_ARE_MEASURED`."""
+    """The peak memory during the work, in bytes above that before. See `PEAKS_ARE_MEASURED`."""
     leave_no_gaps()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # what it had at most is what it has now
     before = _status("VmRSS")

@@ -109,7 +109,10 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
 
 
 class PlainSGD:
-    """What `sgd` computes. The first optimizer of torch in a process costs seconds of imports, and sets variables."""
+    """The updates of `sgd`, without an optimizer of torch.
+
+    The first one in a process costs seconds of imports, and sets variables.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.rate = LEARNING_RATE
@@ -139,12 +142,12 @@ def samples(first: int, count: int) -> Batch:
 
 
 def part(micro_batch: int, shard: Shard) -> Batch:
-    """What one shard reads of a global micro-batch."""
+    """The samples that one shard reads of a global micro-batch."""
     return samples((micro_batch * shard.count + shard.index) * ROWS, ROWS)
 
 
 def whole(micro_batches: Sequence[int], count: int) -> Batch:
-    """What all of `count` shards read of consecutive global micro-batches, as one batch."""
+    """The samples of all `count` shards in consecutive global micro-batches, as one batch."""
     return samples(micro_batches[0] * count * ROWS, len(micro_batches) * count * ROWS)
 
 

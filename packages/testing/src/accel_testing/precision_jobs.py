@@ -1,4 +1,4 @@
-"""What the conformance suite of precisions does on the ranks: each job trains a little and returns what it saw.
+"""The jobs of the precision suite on the ranks: each trains a little and returns what it saw.
 
 Jobs judge nothing; the suite compares their facts with a reference in the test's own process. They use the public loop, and
 read off the Accelerator only what no user asks for: its shard, who owns which hook, and the factor by which a loss is scaled.
@@ -159,7 +159,7 @@ def described(subject: PrecisionSubject) -> Description:
 
 
 def observed(subject: PrecisionSubject) -> Observed | Refused:
-    """What a trained model meets, or how its strategy refused the policy."""
+    """The dtypes that a trained model meets, or the refusal of the policy by its strategy."""
     try:
         run = Run(subject)
     except ValueError as error:
@@ -168,7 +168,7 @@ def observed(subject: PrecisionSubject) -> Observed | Refused:
 
 
 def observed_evaluating(subject: PrecisionSubject) -> Observed:
-    """What a model meets that was prepared for evaluation only."""
+    """The dtypes that a model meets that was prepared for evaluation only."""
     accelerator = subject.accelerator()
     model = accelerator.prepare_model(models.built(Pupil).eval(), evaluation_mode=True)
     x, _ = precision_models.part(0, accelerator._layout.shard)
@@ -298,7 +298,7 @@ def _moment(run: Run) -> Moment:
 
 
 def read_in_full(subject: PrecisionSubject) -> tuple[State, State, float]:
-    """What was saved, what a plain model read of it, and the loss of that model's next step in full precision."""
+    """The saved state, a plain model's reading of it, and its next loss in full precision."""
     run = Run(subject)
     run.step(0)
     run.accelerator.save_state(subject.path("weights"))
@@ -387,7 +387,7 @@ def _product(accelerator: Accelerator) -> torch.dtype:
 
 
 def evaluated(subject: PrecisionSubject) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the forward of training made of a batch, and what evaluations made of it."""
+    """The output of training's forward on a batch, and those of evaluations on it."""
     run = Run(subject)
     x, _ = run.part(0)
     expected = run.model(x)["logits"].detach()
@@ -400,7 +400,7 @@ def evaluated(subject: PrecisionSubject) -> tuple[torch.Tensor, dict[str, torch.
 
 
 def explained(subject: PrecisionSubject) -> Explained:
-    """What is said after a step."""
+    """The descriptions that a precision and `explain()` give after a step."""
     run = Run(subject)
     run.step(0)
     precision = run.accelerator._parts.precision
@@ -424,7 +424,7 @@ def side_by_side(subject: PrecisionSubject) -> SideBySide:
 
 
 def released(subject: PrecisionSubject) -> list[str]:
-    """What is still alive after a run has ended and its last reference is gone."""
+    """The names of objects still alive after the end of a run and its last reference."""
     watched = _ended_run(subject)
     gc.collect()
     return [name for name, reference in watched.items() if reference() is not None]

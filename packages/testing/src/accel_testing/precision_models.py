@@ -1,4 +1,4 @@
-"""What the conformance suite of precisions trains, and what full precision makes of it: plain torch, one process, global batches.
+"""The precision suite's model and reference: full precision, one process, global batches.
 
 Sizes are multiples of 32, because formats of eight bits and less work on blocks of so many numbers.
 """
@@ -77,7 +77,7 @@ def samples(first: int, count: int) -> Batch:
 
 
 def part(micro_batch: int, shard: Shard) -> Batch:
-    """What one shard reads of a global micro-batch."""
+    """The samples that one shard reads of a global micro-batch."""
     return samples((micro_batch * shard.count + shard.index) * ROWS, ROWS)
 
 

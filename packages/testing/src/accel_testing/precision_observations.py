@@ -1,4 +1,4 @@
-"""What the jobs of the conformance suite of precisions return: facts, which the suite compares."""
+"""The facts that the jobs of the precision suite return, and that the suite compares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Description:
-    """What a precision is before it has trained.
+    """The policy of a precision before it has trained.
 
     Args:
         policy: what it calls its policy.
@@ -142,7 +142,7 @@ class Unscaled:
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands.
+    """The state of a run at one moment.
 
     Args:
         state: of the model.
@@ -157,7 +157,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Named:
-    """What became of the user's model.
+    """The user's model after preparation: names, parameters that do not train, and a copy.
 
     Args:
         parameters: their names.
@@ -174,7 +174,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Explained:
-    """What is said of a precision that has prepared a model.
+    """The descriptions of a precision that has prepared a model.
 
     Args:
         full: whether it is full precision, and nothing else.

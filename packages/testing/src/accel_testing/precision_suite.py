@@ -1,4 +1,4 @@
-"""What a precision is: a suite of tests to inherit.
+"""The contract of a precision, as a suite of tests to inherit.
 
     from accel_testing import PrecisionSuite
     from my_package import MyPrecision
@@ -66,7 +66,7 @@ class Setting(NamedTuple):
 
 
 class _Declarations:
-    """What a subclass may declare beside what every suite has."""
+    """The declarations that a subclass may make in addition to those of every suite."""
 
     strategies: ClassVar[Sequence[tuple[str | Callable[[], Strategy], int]]] = (("single", 1), ("ddp", 2))
     tolerance: ClassVar[float] = TOLERANCE
@@ -108,7 +108,7 @@ class PrecisionSuite(Suite, _Declarations):
             metafunc.parametrize("setting", [self._case(test, setting) for setting in chosen])
 
     def test_the_declarations_hold(self) -> None:
-        """As in other suites; and strategies are pairs that can be sent to the ranks."""
+        """All declarations hold, and strategies are pairs that can be sent to the ranks."""
         super().test_the_declarations_hold()
         name, settings = type(self).__name__, self._settings()
         require(
@@ -132,7 +132,7 @@ class PrecisionSuite(Suite, _Declarations):
                 ) from error
 
     def test_the_policy_is_a_value(self, setting: Setting) -> None:
-        """The same from each that is made, with or without a copy."""
+        """It is equal for precisions made in the same way, and for a copy, if not refused."""
         for fact in self._facts(jobs.described, setting):
             require(
                 isinstance(fact.policy, PrecisionPolicy),
@@ -231,7 +231,7 @@ class PrecisionSuite(Suite, _Declarations):
                 )
 
     def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(self, setting: Setting) -> None:
-        """Where losses are scaled. Elsewhere no step is left out, on any rank."""
+        """This holds where losses are scaled. Elsewhere no step is left out, on any rank."""
         facts = self._facts(jobs.overflowed, setting)
         for rank, fact in enumerate(facts):
             require(
@@ -293,7 +293,7 @@ class PrecisionSuite(Suite, _Declarations):
             compare(fact.twice, fact.once, what, "They are unscaled once between two steps", TOLERANCE)
 
     def test_in_an_open_window_nothing_is_unscaled(self, setting: Setting) -> None:
-        """What is pending there are parts, and the others are to have the same scale."""
+        """The pending gradients are parts of a sum, and the other parts need the same scale."""
         for rank, fact in enumerate(self._facts(jobs.unscaled, setting)):
             what = f"The pending gradients on rank {rank} after unscale_gradients()"
             compare(fact.untouched, fact.pending, what, "Nothing is unscaled in an open window", 0.0)
@@ -398,7 +398,7 @@ class PrecisionSuite(Suite, _Declarations):
             )
 
     def test_nothing_is_kept_alive(self, setting: Setting) -> None:
-        """When a run has ended, everything dies with its last reference."""
+        """All objects of a run that has ended are freed with its last reference."""
         for rank, alive in enumerate(self._facts(jobs.released, setting)):
             require(
                 not alive,
@@ -414,7 +414,7 @@ class PrecisionSuite(Suite, _Declarations):
         return [test, *(f"{test}[{setting}]" for setting in settings), *settings]
 
     def _facts(self, job: PrecisionJob, world: Any) -> list[Any]:
-        """The same as in other suites, where `world` is a `Setting`."""
+        """The facts of each rank in a job, in rank order; `world` is a `Setting`."""
         setting: Setting = world
         launches: dict[Any, Any] = type(self)._launches
         if setting not in launches:
@@ -468,7 +468,7 @@ def _compare_dtypes(fact: Observed, what: str) -> None:
 
 
 def _dtypes(fact: Observed) -> Iterator[tuple[str, object, object]]:
-    """What was met, its dtype, and the dtype by the policy."""
+    """Triples of a description, the dtype that was met, and the dtype by the policy."""
     policy = fact.policy
     param = policy.param or torch.float32
     yield "parameters are stored in", fact.parameters, {param}

@@ -1,4 +1,4 @@
-"""What pytest finds by itself where this package is installed: a fixture, and assertions of the suites that show their values."""
+"""The plugin that pytest loads by itself: a fixture, and suite assertions that show values."""
 
 from __future__ import annotations
 

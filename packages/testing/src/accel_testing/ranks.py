@@ -75,7 +75,7 @@ def preload(*modules: str) -> None:
 
 @dataclass(frozen=True)
 class RankReport:
-    """How one rank ended.
+    """The end of one rank: its state, exit code, traceback, stacks and output.
 
     Args:
         rank: which one.

@@ -27,7 +27,7 @@ Factory = Callable[[], "Strategy"]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is examined: a strategy; a subclass has more.
+    """The component under test: a strategy; a subclass has more.
 
     Args:
         strategy: a name, or what makes one; it is pickled by its name.
@@ -126,12 +126,12 @@ def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) 
 
 
 def _begun(job: Callable[[S], Any]) -> str:
-    """What stands in the store once a rank has begun a job."""
+    """The key that is in the store once a rank has begun a job."""
     return f"{job.__name__}/begun"
 
 
 def _key(job: Callable[[S], Any], rank: int) -> str:
-    """Where the store holds what a rank saw in a job."""
+    """The key in the store for the facts that a rank saw in a job."""
     return f"{job.__name__}/{rank}"
 
 

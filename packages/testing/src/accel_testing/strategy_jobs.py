@@ -1,4 +1,4 @@
-"""What the conformance suite of strategies does on the ranks: each job trains a little and returns what it saw.
+"""The jobs of the strategy suite on the ranks: each trains a little and returns what it saw.
 
 Jobs judge nothing; the suite compares their facts with a reference in the test's own process. A job is a function of a
 `Subject`, at the level of this module because it travels to the ranks by name, and uses the public loop only, but for two
@@ -106,7 +106,7 @@ def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
 
 
 def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
-    """What has travelled of gradients, from the parts of all ranks; this rank's count first."""
+    """The gradients that were sent, from the pieces of all ranks; this rank's have priority."""
     mine = [
         (name, term.shape, piece.box, _whole(piece.data))
         for name, terms in state.items()
@@ -183,7 +183,7 @@ def accumulated(subject: Subject) -> tuple[int, list[Gradients]]:
 
 
 def accumulated_in_sync(subject: Subject) -> tuple[int, list[Gradients]]:
-    """The same, synchronised at each micro-batch."""
+    """Shards, and the gradients of windows of four, synchronised at each micro-batch."""
     options = GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)
     return _windows(Loop(subject, gradient_accumulation_plugin=options))
 
@@ -263,7 +263,7 @@ def token_window(subject: Subject) -> tuple[int, Gradients, float]:
 
 
 def uneven_window(subject: Subject) -> tuple[int, Gradients, float]:
-    """The same of two windows together, on ranks with different numbers of micro-batches."""
+    """Shards, gradients and mean loss after two windows whose lengths differ by rank."""
     loop = Loop(subject)
     for _ in range(2):
         loss = _forward_backward(loop, uneven_token_batches(loop.shard.index))
@@ -382,7 +382,7 @@ def adversaries(subject: Subject) -> tuple[int, dict[str, tuple[State, State]]]:
 
 
 def evaluated(subject: Subject) -> dict[str, torch.Tensor | None]:
-    """What a frozen model, and on the main process alone one prepared for evaluation, make of a batch."""
+    """Outputs of a frozen model and, on the main process only, one prepared for evaluation."""
     accelerator = subject.accelerator()
     frozen = accelerator.prepare(models.built(models.NormNet).requires_grad_(False).eval())
     only_evaluated = accelerator.prepare_model(models.built(models.NormNet).eval(), evaluation_mode=True)
@@ -396,7 +396,7 @@ def evaluated(subject: Subject) -> dict[str, torch.Tensor | None]:
 
 
 def names(subject: Subject) -> dict[str, Any]:
-    """What unwrapping gives, and under which names the state stands."""
+    """Class and names of the unwrapped model, and whether it is the user's."""
     loop = Loop(subject, models.NormNet)
     unwrapped = loop.accelerator.unwrap_model(loop.model)
     return {
@@ -483,7 +483,7 @@ def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def released(subject: Subject) -> list[str]:
-    """What is still alive after a run has ended and its last reference is gone."""
+    """The names of objects still alive after the end of a run and its last reference."""
     watched = _ended_run(subject)
     gc.collect()
     return [name for name, reference in watched.items() if reference() is not None]

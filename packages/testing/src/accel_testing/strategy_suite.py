@@ -1,4 +1,4 @@
-"""What a strategy is: a suite of tests to inherit.
+"""The contract of a strategy, as a suite of tests to inherit.
 
     from accel_testing import StrategySuite
     from my_package import MyStrategy
@@ -104,7 +104,7 @@ class StrategySuite(Suite):
             compare(gradients, expected, f"The gradient of two backwards on rank {rank}", MEAN)
 
     def test_no_sync_keeps_gradients_local(self, world: int) -> None:
-        """What counts is where the forward ran: a backward outside stays local as well."""
+        """The place of the forward decides: a backward outside stays local as well."""
         for rank, (index, count, found) in enumerate(self._facts(strategy_jobs.held_back, world)):
             first, second = (models.reference_gradients([m * count + index], 1) for m in (0, 1))
             inside = "no_sync: backwards of forwards inside do not synchronise"
@@ -176,7 +176,7 @@ class StrategySuite(Suite):
                 )
 
     def test_clipping_in_an_open_window_touches_nothing(self, world: int) -> None:
-        """What is pending there are parts."""
+        """The pending gradients are parts of a sum."""
         for rank, (before, after) in enumerate(self._facts(strategy_jobs.clipped_in_open_window, world)):
             compare(after, before, f"The pending gradients on rank {rank}", "Nothing is clipped in an open window", 0.0)
 
@@ -227,7 +227,7 @@ class StrategySuite(Suite):
                 compare(state, expected, f"The state of rank {rank} after two steps", "Average a tied parameter once")
 
     def test_preparing_twice_is_preparing_once(self, world: int) -> None:
-        """The same objects come back."""
+        """`prepare` returns the objects that it has prepared before."""
         for rank, found in enumerate(self._facts(strategy_jobs.prepared_again, world)):
             for what, same in found.items():
                 require(same, f"prepare() was given {what} again on rank {rank}, and returned another object.")
@@ -262,7 +262,7 @@ class StrategySuite(Suite):
                     )
 
     def test_nothing_is_kept_alive(self, world: int) -> None:
-        """When a run has ended, everything dies with its last reference."""
+        """All objects of a run that has ended are freed with its last reference."""
         for rank, alive in enumerate(self._facts(strategy_jobs.released, world)):
             require(
                 not alive,

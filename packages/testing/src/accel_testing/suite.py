@@ -1,4 +1,4 @@
-"""What the conformance suites share: what their subclasses declare, and one launch of ranks per world."""
+"""The base of the conformance suites: their declarations, and one launch of ranks per world."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Suite:
         cls._launches = {}
 
     def _subject(self, world: int) -> Subject:
-        """What the jobs are given in a world of this size."""
+        """The argument of the jobs in a world of this size."""
         raise NotImplementedError
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -84,7 +84,10 @@ class Suite:
         return [test, *(f"{test}[{world}]" for world in self.worlds)]
 
     def _facts(self, job: Callable[[Any], Any], world: int) -> list[Any]:
-        """What each rank saw in a job, in rank order. The first call in a world runs the jobs of all tests."""
+        """The facts of each rank in a job, in rank order.
+
+        The first call in a world runs the jobs of all tests.
+        """
         launches = type(self)._launches
         if world not in launches:
             launches[world] = observe(self._subject(world), self._jobs, world, self.timeout)

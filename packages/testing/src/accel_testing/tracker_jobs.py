@@ -1,4 +1,7 @@
-"""What is done with a tracker, in a thread as the core has it, and what is noted meanwhile. See `accel_testing.tracker_suite`."""
+"""The calls of a tracker in a thread of its own, as the core has it, and the observed facts.
+
+See `accel_testing.tracker_suite`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class Session:
             )
 
     def attempt(self, moment: str, *calls: Callable[[Tracker], Any]) -> Any:
-        """The same, but what is raised is noted as well: others follow."""
+        """Runs `call`, but notes an exception instead of raising it: other calls follow."""
         try:
             return self.call(moment, *calls)
         except Exception as error:  # noqa: BLE001  (whatever a tracker raises is the fact)
@@ -108,7 +111,7 @@ class Scene:
         return self.facts
 
     def refusal(self) -> Raised | None:
-        """How `start` raises where it is given an option that no service has; None if it does not."""
+        """The error of `start` for an option that no service has; None if it raises none."""
         with _stage() as (root, _):
             try:
                 session = self._begin("start", root, TrackedRun("suite", "third-run", options={given.UNKNOWN: 1}))
@@ -194,7 +197,7 @@ _OTHERS = ("asyncio", "concurrent.futures", "requests", "urllib3")  # loggers th
 
 
 def _process_state() -> dict[str, Any]:
-    """What can be compared of the process, by a name for messages."""
+    """The settings of the process that are compared, by their names in messages."""
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy")  # its stream has to be there before a service brings it along
     loggers = {name: logging.getLogger(name) for name in _OTHERS} | logging.root.manager.loggerDict

@@ -1,4 +1,7 @@
-"""What the suite of trackers records, what is read back, and what else is seen. See `accel_testing.tracker_suite`."""
+"""The values that the tracker suite records, and the facts that it observes.
+
+See `accel_testing.tracker_suite`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the service's own reader finds of one run: for each name its records, as pairs of a step and what was recorded.
+    """One run in the service's own reader: for each name its records, pairs of step and value.
 
     Args:
         numbers: as int or float.
@@ -61,7 +64,7 @@ class Written(NamedTuple):
 
 
 class Declarations:
-    """What a subclass of the suite may declare and implement."""
+    """The declarations and methods that a subclass of the suite may provide."""
 
     tracker: ClassVar[str | Callable[[], Tracker]]
     lacks: ClassVar[Mapping[str, str]] = {}
@@ -79,7 +82,7 @@ class Declarations:
 
 @dataclass
 class Facts:
-    """What was seen of four runs: one, the same one resumed, another beside that, and one of odd names.
+    """The facts of four runs: one, the same resumed, another beside that, and one of odd names.
 
     Args:
         raised: the part of `CALLS`, or the moment → how it raised.
@@ -194,7 +197,7 @@ ORDER = ("numbers", "nonfinite", "texts", "names", "many", "images", "tables", "
 
 
 def expected(part: str, kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """What of one kind was recorded in a part: pairs of a step and values by name; each image is a record of its own."""
+    """The records of one kind in a part: a step and values by name; one record per image."""
     if part == "images":
         return [(step, {name: image}) for step, values in IMAGES for name, images in values.items() for image in images]
     if part == "tables":

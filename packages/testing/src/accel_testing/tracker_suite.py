@@ -1,4 +1,4 @@
-"""What a tracker is: a suite of tests to inherit.
+"""The contract of a tracker, as a suite of tests to inherit.
 
     from accel_testing import Recorded, TrackerSuite, Written
     from my_package import MyTracker
@@ -160,7 +160,7 @@ class TrackerSuite(Declarations):
         self._compare("many", "numbers")
 
     def test_nothing_else_comes_back(self) -> None:
-        """What the user logged is what is recorded."""
+        """The run has no values that the user did not log, and the service no other run."""
         found = self._read("ended")
         logged = {name for records in given.LOGGED.values() for _, values in records for name in values}
         others = sorted({*found.numbers, *found.texts} - logged - {given.UNKNOWN})
@@ -315,7 +315,7 @@ class TrackerSuite(Declarations):
         require(not printed, f"This was printed: {printed[:500]!r}. Use logging.")
 
     def test_files_are_in_the_folder_of_the_run(self) -> None:
-        """Where the tracker requires one; nothing lies in the working directory."""
+        """A tracker that requires a folder writes nothing outside of it."""
         strays = self._facts().strays if self._make().requires_logging_directory else []
         require(not strays, f"Outside of run.directory lie {', '.join(strays[:5])}. Write there alone.")
 

@@ -255,7 +255,7 @@ def experiment_key(run_id: str) -> str:
 
 
 def _cut(value: Any) -> Any:
-    """The same with texts as long as Comet keeps them."""
+    """The value with its texts shortened to the length that Comet keeps."""
     if isinstance(value, Mapping):
         return {name: _cut(member) for name, member in value.items()}
     return value[:LONGEST_PARAMETER] if isinstance(value, str) else value

@@ -119,7 +119,7 @@ class DVCLive(Tracker):
         self._live.log_params(dict(run.config))
 
     def state(self) -> dict[str, Any]:
-        """Which series of images and plots there are; the folder is what options say."""
+        """The series of images and plots, without the folder, which options give."""
         return {"series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:

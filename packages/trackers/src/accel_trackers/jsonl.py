@@ -152,7 +152,7 @@ class JSONL(Tracker):
 
 
 def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What was recorded in a folder, in that order, without what a resumed run has superseded.
+    """The records in a folder, in their order, without those that a resumed run has superseded.
 
     Args:
         directory: that of one run, where `metrics.jsonl` lies.
@@ -203,7 +203,7 @@ def _repair(path: Path) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """The same with the names that protocol buffers give to numbers which JSON has not."""
+    """The value with nan and infinities as protocol buffers name them: JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

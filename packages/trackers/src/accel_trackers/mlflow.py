@@ -102,7 +102,7 @@ class MLflow(Tracker):
 
     @property
     def requires_logging_directory(self) -> bool:
-        """Where no server is named. (`mlflow.set_tracking_uri` sets the variable too.)"""
+        """Whether no server is named. (`mlflow.set_tracking_uri` sets the variable too.)"""
         return self.tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
 
     @classmethod
@@ -295,7 +295,10 @@ class MLflow(Tracker):
             )
 
     def _timestamp(self, options: Mapping[str, Any]) -> int:
-        """When the values are recorded, in milliseconds: never twice the same, for MLflow drops a value that repeats with its step and time."""
+        """The time of a record in milliseconds, never twice the same unless the user gives it.
+
+        MLflow drops a value that repeats with its step and time.
+        """
         check_options(
             options, ["timestamp"], "log_kwargs={'mlflow': ...}", "a record", " It is in milliseconds since 1970."
         )

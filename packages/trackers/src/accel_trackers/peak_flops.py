@@ -1,4 +1,6 @@
-"""What devices compute at most: floating-point operations per second of dense matrix products, as their makers state it.
+"""Peak rates of devices: floating-point operations per second of dense matrix products.
+
+The figures are those of the makers.
 
 Of devices that come in several forms (boards, slots, halves of a package) only those stand here whose name, as torch reports it, tells
 which one it is. A multiplication and an addition are two operations. Where a data sheet counts the zeros of structured sparsity as
@@ -81,7 +83,7 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float:
-    """What a device computes at most in a precision, in operations per second.
+    """The peak rate of a device in a precision, in operations per second.
 
     Args:
         device: its name is what torch's module for its type calls it.
@@ -103,7 +105,7 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """What torch calls a device: "NVIDIA A100-SXM4-80GB"; its type where torch has no names for it."""
+    """The name of a device in torch ("NVIDIA A100-SXM4-80GB"), or its type if there is none."""
     describe = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if describe is None else str(describe(device))
 

@@ -40,7 +40,7 @@ def encode(image: torch.Tensor) -> bytes:
 
 
 def pillow(image: torch.Tensor) -> Any:
-    """The same as an image of Pillow, for services that would scale the values of an array."""
+    """The tensor as an image of Pillow, for services that would scale an array's values."""
     from PIL import Image  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     return Image.fromarray((image.squeeze(2) if image.shape[2] == 1 else image).numpy())

@@ -1,4 +1,4 @@
-"""What the trackers of services share."""
+"""Tools that the trackers of services share: options, environment, state of the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STREAMS = ((sys, "stdout"), (sys, "stderr"))
 
 
 def missing(module: str, extra: str) -> str | None:
-    """Why a service cannot be used here, if its client is not installed.
+    """The reason why a service cannot be used: its client is not installed; None if it is.
 
     Args:
         module: the top-level module of the client, which is not imported.
@@ -102,7 +102,7 @@ def variables(wanted: Mapping[str, str | None], *, override: bool = False) -> It
 
 
 class _Process:
-    """What services change in the process while they are imported and started.
+    """The state of the process that services change while they are imported and started.
 
     Trackers start at the same time, each in a thread: all go back to what was before the first of them.
     """

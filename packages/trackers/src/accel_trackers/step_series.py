@@ -1,4 +1,4 @@
-"""Where a record goes with services that hold one value per name and step, or one kind of value per name."""
+"""The places of records in services with one value per name and step, or one kind per name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Series:
         self._ends: dict[str, list[int]] = {name: list(ends) for name, ends in state["ends"].items()} if state else {}
 
     def place(self, name: str, kind: str, step: int) -> tuple[str, ...]:
-        """What is to be added to a name to have room for this value: nothing, the kind of value, the number of the series, or both.
+        """The marks that a name needs for a value: none, its kind, the series' number, or both.
 
         Args:
             name: as it was logged.

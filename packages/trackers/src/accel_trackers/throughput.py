@@ -1,4 +1,4 @@
-"""How fast a training loop is, and how much memory it takes: measured on request, and recorded by the trackers of the run.
+"""The speed and memory use of a training loop, measured on request, recorded by trackers.
 
 meter = Throughput(accelerator, every=10)
 for batch, target in loader:

@@ -112,7 +112,7 @@ class Trackio(Tracker):
         self._records += 1
 
     def records(self, value: object) -> bool:
-        """What Trackio has for images, videos, sounds, pages, tables and more."""
+        """Whether a value is an image, video, sound, page, table or other type of Trackio."""
         import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         names = ("Image", "Video", "Audio", "Html", "Object3D", "Table", "Trace", "Histogram", "Markdown")
@@ -167,7 +167,7 @@ class Trackio(Tracker):
             )
 
     def _stored(self) -> int | None:
-        """How many records of this run are in the database; None if there is none on this machine."""
+        """The number of this run's records in the database; None if this machine has none."""
         from trackio.sqlite_storage import SQLiteStorage  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from trackio.utils import get_storage_mode  # type: ignore[import-not-found, import-untyped, unused-ignore]
 

@@ -163,7 +163,7 @@ class WandB(Tracker):
             )
 
     def records(self, value: object) -> bool:
-        """What wandb has for images, videos, sounds, pages, tables and more, alone or in a list."""
+        """Whether a value, or all of a list, is an image, table or other type of wandb."""
         from wandb.data_types import WBValue  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         if isinstance(value, (list, tuple)):
@@ -234,7 +234,7 @@ class WandB(Tracker):
         return options
 
     def _settings_of(self, wandb: Any, options: Mapping[str, Any]) -> Any:
-        """What the user gave as `settings`, completed by ours where neither it nor the environment says anything."""
+        """The user's `settings`, completed by ours where they and the environment set none."""
         given = options.get("settings") or {}
         settings = wandb.Settings(**given) if isinstance(given, Mapping) else given.model_copy()
         for name, value in {**QUIET_SETTINGS, "x_disable_stats": not self._system_metrics}.items():
@@ -251,12 +251,12 @@ _NOT_CONTINUED = (
 
 
 def _short(name: str) -> str:
-    """What wandb can name files after, which get a step and more, in folders named by what comes before the last "/"."""
+    """The name with parts short enough for folders and files, to which wandb adds a step."""
     return "/".join(short(part, LONGEST_FILE) for part in name.split("/"))
 
 
 def _path(name: str) -> str:
-    """What wandb can make an artifact of, whose name is a path inside of a folder on every system."""
+    """The name as wandb takes it for an artifact: a path inside a folder on every system."""
     if ".." in re.split(r"[/\\]", name):
         name = re.sub(r"[/\\]", "_", name.replace("..", "__"))
     return re.sub(r"^(.):", r"\1_", name).lstrip("/\\") or "_"

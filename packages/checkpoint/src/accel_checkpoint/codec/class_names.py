@@ -49,7 +49,7 @@ def find_class(name: str, base: type, member: str, kind: str) -> Any:
 
 
 def _member(module: str, path: str) -> Any:
-    """What stands there in an imported module. Asks no module and no class that could answer by importing something."""
+    """The object at a path in an imported module. Runs no code of it that could import something."""
     found: Any = sys.modules.get(module)
     if not issubclass(type(found), ModuleType):
         return None

@@ -1,4 +1,4 @@
-"""How arrays and scalars of NumPy are kept: arrays as tensors, scalars as their bytes. NumPy need not be installed."""
+"""Encoding of NumPy arrays as tensors, and of scalars as bytes. NumPy need not be installed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHARED = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 }
-"""What NumPy and torch both have, under the same name. Arrays of other dtypes are kept as bytes, with one dim more."""
+"""The dtypes that NumPy and torch name alike. Arrays of other dtypes are kept as bytes, with one dim more."""
 
 _DTYPE = re.compile(r"[<>|][biufcSUmM]\d+(\[\d*[a-zA-Zμ]+\])?")
 
 
 def numpy_special(value: Any) -> Special | None:
-    """How it is encoded, if it is something of NumPy's.
+    """The encoding of a NumPy array or scalar; None for any other value.
 
     Raises:
         Unfit: for arrays of objects, of several fields, and of other classes.

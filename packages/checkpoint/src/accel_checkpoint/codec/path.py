@@ -1,4 +1,4 @@
-"""Where in a structure one is, and what is wrong there."""
+"""Paths into a nested structure, and the error for a value at such a path."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from typing import Any
 
 DEPTH = 100
-"""How deep a structure may be: far above what states are, far below what Python's stack takes."""
+"""The greatest depth of a structure: far above that of states, far below the limit of Python's stack."""
 
 _SHOWN = 200
 """The most characters of a path in a message, and about the most of a tensor's name."""
 
 ITEM, FIELD, KEY, PART = "[{}]", ".{}", " (its key {})", "{:.0}"
-"""How the steps into a list or dict, an attribute, a key, and a part that users do not see are written."""
+"""Formats of the steps into a list or dict, an attribute, a key, and a part that users do not see."""
 
 
 class Unfit(Exception):  # noqa: N818  (it ends as a CheckpointError)
-    """Why a value cannot be encoded, or an entry cannot be decoded: continues a sentence that begins with its path."""
+    """An error of encoding or decoding: its text continues a sentence after the path."""
 
     def __init__(self, found: str, advice: str = "") -> None:
         super().__init__(found)
@@ -24,7 +24,7 @@ class Unfit(Exception):  # noqa: N818  (it ends as a CheckpointError)
 
 
 class Trail:
-    """Where in a structure one is. It stays there when an exception passes."""
+    """The current path in a structure. An exception that passes does not change it."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""How values that JSON does not have are taken apart into values that it has, and put together again.
+"""Encoding of values that JSON lacks: they are split into values that it has, and joined again.
 
 Nothing here imports a module or calls what a file names: a class is looked for in the modules that the program has
 imported, and used only if it is of the kind that the entry says.
@@ -49,7 +49,7 @@ PLAIN: dict[type, str] = {torch.Tensor: "tensor", nn.Parameter: "parameter"}
 
 
 class Special(NamedTuple):
-    """How values of one type are encoded.
+    """The encoding of the values of one type.
 
     Attributes:
         tag: what the entry says under `$`.

@@ -40,7 +40,7 @@ _KINDS = ("elementwise", "replicated", "partial", "opaque")
 
 @dataclass(frozen=True)
 class Index:
-    """What the files of a checkpoint hold. The members are JSON as the module describes it."""
+    """The contents of a checkpoint's files. The members are JSON as the module describes it."""
 
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, Mapping[str, Any]]
@@ -124,7 +124,7 @@ class Index:
                 raise ValueError(f"{name!r} needs {place['key']!r} for {path!r}, which is in no file")
 
     def boxes(self, name: str) -> list[StoredBox]:
-        """Where the boxes of a tensor are that is elementwise, or replicated, which is one box."""
+        """The stored boxes of an elementwise tensor, or the one box of a replicated tensor."""
         record = self.tensors[name]
         if record["kind"] == "replicated":
             whole = Box.whole(tuple(record["shape"]))

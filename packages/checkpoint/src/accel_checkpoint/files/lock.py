@@ -1,4 +1,4 @@
-"""Who writes into a folder: a lock that a process holds as long as it lives, and that says who that is.
+"""A lock on a folder, which names the writing process and is kept while that lives.
 
 It is one of the kernel's (`flock`), so a kill lets it go. A file system or a platform without such locks has none: then nobody is
 refused, as if there were no lock.

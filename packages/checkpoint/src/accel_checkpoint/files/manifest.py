@@ -46,7 +46,7 @@ HASH = "xxh3_128"
 INDEX = "index.json"
 
 TRIES = 10
-"""How often reading a checkpoint is begun because a save has replaced it."""
+"""The most attempts to read a checkpoint that saves replace meanwhile."""
 
 LARGEST = 64 << 20
 """Bytes of a manifest: none is read, or written, that has more."""
@@ -65,7 +65,7 @@ _SHOWN = 5  # files in a message
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known about a whole file: its size in bytes, and its hash, or "" where that is known by parts."""
+    """The size of a whole file in bytes, and its hash, or "" where that is known by parts."""
 
     nbytes: int
     hash: str
@@ -73,7 +73,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The contents of a manifest.
 
     Args:
         id: 16 hexadecimal digits, new for every save.
@@ -96,7 +96,7 @@ class Manifest:
 
 
 class Flaw(NamedTuple):
-    """Why a folder is no checkpoint that can be read: `found` goes on after the name of the folder."""
+    """The reason why a folder is no readable checkpoint: `found` follows the name of the folder."""
 
     kind: Literal["absent", "file", "unfinished", "foreign", "newer", "damaged"]
     found: str
@@ -198,7 +198,7 @@ def identity(folder: Path) -> str:
 
 
 def unreplaced(folder: Path, work: Callable[[], T]) -> T:
-    """What `work` returns, which reads a checkpoint; it is called anew where a save has replaced that meanwhile.
+    """The result of `work`, which reads a checkpoint; calls it again if a save has replaced that.
 
     Raises:
         CheckpointError, OSError: what `work` raised of a checkpoint that is still there, or at the tenth time.
@@ -222,7 +222,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def wrong_files(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files that a manifest names: one text for each that is missing, no file, or of another size."""
+    """The errors in files that a manifest names: a text for each that is missing, no file, or of another size."""
     wrong = []
     for name, nbytes in {INDEX: manifest.index.nbytes, **manifest.files}.items():
         try:

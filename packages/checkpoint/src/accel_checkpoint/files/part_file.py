@@ -97,7 +97,7 @@ def _refusal(key: str, found: str, advice: str) -> CheckpointError:
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """What comes before the tensors: https://github.com/huggingface/safetensors#format."""
+    """The bytes before the tensors: https://github.com/huggingface/safetensors#format."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for key, tensor in tensors.items():
@@ -166,7 +166,7 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as another dtype, unless it means something else than it holds."""
+    """A view in a dtype of equal size; the tensor itself if its conj or neg bit is set."""
     return tensor if tensor.is_conj() or tensor.is_neg() else tensor.view(_CARRIERS[tensor.element_size()])
 
 

@@ -65,7 +65,7 @@ def newest(root: Path) -> Path:
 
 
 def next_path(root: Path, iteration: int, known: bool) -> Path:
-    """Where the checkpoint number `iteration` goes.
+    """The path for the checkpoint number `iteration`.
 
     Args:
         root: the folder of the automatic names.

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the file of a rank: where each tensor lies in it, and the hashes of all of its bytes.
+"""Description of a rank's file in a checkpoint: places of tensors, and hashes of all bytes.
 
 The description lies in another file, so it is believed only after it was checked: whatever it says, it cannot make a
 reader look outside the file, or take the bytes of one tensor for those of another.
@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype) and not name.startswith(("q", "bit"))
 }
-"""What a stored tensor may hold, by the name that torch gives it: "bfloat16"."""
+"""The dtypes that a stored tensor may have, by the name that torch gives them: "bfloat16"."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Answer(NamedTuple):
-    """What is printed as JSON, what is printed as text, and the exit status."""
+    """The output of the command as JSON and as text, and its exit status."""
 
     content: Mapping[str, Any]
     text: str
@@ -72,7 +72,7 @@ class _Answer(NamedTuple):
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What a checkpoint is and holds, as JSON has it. Reads no tensor; raises as `Contents.of`."""
+    """The identity and contents of a checkpoint as JSON. Reads no tensor; raises as `Contents.of`."""
     contents = Contents.of(folder)
     return {
         "folder": str(folder),

@@ -152,7 +152,7 @@ def _objects(ours: _Side, theirs: _Side) -> Iterator[Difference]:
 
 
 def _of_rank(entries: Sequence[Mapping[str, Any]], rank: int | str) -> Mapping[str, Any] | None:
-    """What a rank has of an object, be it for all or for some ranks."""
+    """The entry of an object for a rank, or for all ranks; None if the rank has none."""
     return next((entry for entry in entries if entry["ranks"] == "all" or rank in entry["ranks"]), None)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its index tells it: no tensor is read."""
+"""Contents of a checkpoint according to its index: no tensor is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the state of an optimizer is laid out, as data: by the class of the optimizer, for every key of a parameter's state.
+"""Layouts of optimizer state, as data: by the class of the optimizer, for every key of a parameter's state.
 
     elementwise   laid out like the parameter, so that it can be cut wherever the parameter is
     replicated    the same on every rank
@@ -20,13 +20,13 @@ from typing import Any
 from accel_core import CheckpointError
 
 ELEMENTWISE = "elementwise"
-"""What `layouts_of` gives for state that has an element for each of the parameter's."""
+"""The layout of state that has an element for each of the parameter's."""
 
 REPLICATED = "replicated"
-"""What it gives for state that is the same on every rank."""
+"""The layout of state that is the same on every rank."""
 
 COUNTER = "counter"
-"""What it gives for a number of steps."""
+"""The layout of a number of steps."""
 
 FACTOR = "factor"
 
@@ -60,14 +60,14 @@ SPANNING = frozenset({"torch.optim:LBFGS"})
 """Those that keep under their first parameter what belongs to all of them."""
 
 OF_SCHEDULERS = frozenset({"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"})
-"""What torch's schedulers put into the groups: a scheduler may be made after its optimizer was loaded."""
+"""Options that torch's schedulers put into the groups: a scheduler may be made after its optimizer was loaded."""
 
 OF_THIS_PROCESS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that say how an optimizer computes, and not what: a checkpoint does not change them."""
 
 
 def kind_of(optimizer: object) -> str:
-    """What identifies the class of an optimizer in a checkpoint: "module:QualName"."""
+    """The name of an optimizer's class in a checkpoint: "module:QualName"."""
     return _name(type(optimizer))
 
 

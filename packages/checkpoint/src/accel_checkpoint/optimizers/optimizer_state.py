@@ -1,4 +1,4 @@
-"""What an optimizer knows, under the names of its parameters: taken for a checkpoint, and given back to any equal optimizer.
+"""Optimizer state by parameter name: captured for a checkpoint, restored into any equal optimizer.
 
 State is captured as torch's optimizers keep it: per parameter, in `optimizer.state`. It is restored there by assignment, and not
 through `load_state_dict`, which casts moments to the dtype of the parameter and holds everything twice. How each tensor lies is
@@ -85,7 +85,7 @@ def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: 
 def list_misfits(
     optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer
 ) -> list[str]:
-    """Why `restore_optimizer` would not give back all of the state, one line each; empty if it would. Changes nothing.
+    """The reasons why `restore_optimizer` would lose state, a line each. Changes nothing.
 
     Raises:
         CheckpointError: if the optimizer here could not be saved either.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for one parameter, as entries of a checkpoint; and the tensors that such entries are read into."""
+"""Optimizer state of one parameter as checkpoint entries, and tensors to read these into."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Read = Callable[[Entry], Any]
 
 
 class Layouts:
-    """How an optimizer lays out its state: what was declared for its keys, and how its parameters are cut.
+    """The layout of an optimizer's state: as declared for its keys, and as its parameters are sharded.
 
     Args:
         optimizer: whose `state` it is about.
@@ -51,7 +51,7 @@ class Layouts:
 
 
 class ParameterState(NamedTuple):
-    """What is kept for one parameter, of which this rank has `extent`; `part` says so in words."""
+    """The state of one parameter, of which this rank has `extent`; `part` is that as text."""
 
     name: str
     parameter: torch.Tensor
@@ -97,7 +97,7 @@ class ParameterState(NamedTuple):
         return Opaque(value, f"{self._signature}{signature_of(values)}", self.part)
 
     def refuses(self, key: str | None, saved: SavedEntry, here: Entry | None) -> str | None:
-        """Why an entry of a checkpoint cannot become state of this parameter; None if it can.
+        """The reason why an entry cannot become state of this parameter; None if it can.
 
         Args:
             key: of the state; None if the entry is the whole state.
@@ -183,7 +183,7 @@ class ParameterState(NamedTuple):
         return self.layouts.declared.get(key, COUNTER if key == "step" else None) == COUNTER
 
     def _place(self, key: Any, group: Mapping[str, Any]) -> torch.device | None:
-        """Where a value belongs; None: into CPU memory. As torch's `load_state_dict` has it."""
+        """The device for a value, as in torch's `load_state_dict`; None for CPU memory."""
         on_device = not self._is_counter(key) or group.get("capturable") or group.get("fused")
         return self.parameter.device if on_device else None
 
@@ -212,14 +212,14 @@ def moved(value: Any, device: torch.device | None) -> Any:
 
 
 def part_of(extents: Sequence[Extent]) -> str:
-    """Which parts of parameters these are, in words: "whole" if it is all of them, else such as "[0:4, 0:8]"."""
+    """The text for parts of parameters: "whole" if it is all, else such as "[0:4, 0:8]"."""
     if all(extent.boxes == (Box.whole(extent.shape),) for extent in extents):
         return WHOLE
     return " and ".join(" + ".join(map(str, extent.boxes)) or "nothing" for extent in extents)
 
 
 def signature_of(value: Any) -> str:
-    """What has to be equal of two opaque values: classes, shapes, dtypes and keys, but no numbers and no lengths of lists."""
+    """The text that two opaque values must share: classes, shapes, dtypes, keys; no numbers or list lengths."""
     if isinstance(value, Mapping):
         return "; ".join(
             f"{key}={signature_of(item)}" for key, item in sorted(value.items(), key=lambda item: str(item[0]))

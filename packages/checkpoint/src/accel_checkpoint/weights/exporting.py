@@ -31,7 +31,7 @@ _SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: names of files, the entry first, how many tensors, how many further names of them, and their bytes."""
+    """The names of written files, the entry first; numbers of tensors, aliases, and bytes."""
 
     files: tuple[str, ...]
     tensors: int

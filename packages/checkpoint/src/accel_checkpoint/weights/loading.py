@@ -137,7 +137,7 @@ def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) ->
 
 @dataclass
 class _Misfits:
-    """What does not fit, by name."""
+    """The names that do not fit: missing, unexpected, or different."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ class _Misfits:
 def _casts(
     slots: Iterable[Slot], dtype: torch.dtype | None, keep_in_fp32: Sequence[str] | None
 ) -> Callable[[Slot], torch.dtype | None]:
-    """Which dtype a slot is to have; None: the one it has."""
+    """The function that gives the new dtype of a slot; None to keep the one it has."""
     modules = list(keep_in_fp32 or ())
     if modules and dtype is None:
         raise ValueError(
@@ -214,7 +214,7 @@ def _difference(slot: Slot, stored: Stored) -> str | None:
 
 
 def _contradiction(tied: Sequence[Stored], stored: Stored) -> str | None:
-    """What to say if the model ties a tensor to those, and the files have another value for it."""
+    """The message for a tied tensor whose value differs in the files; None if it does not."""
     if not tied or (tied[0].file, tied[0].key) == (stored.file, stored.key):
         return None
     if stored.dtype == tied[0].dtype and all(

@@ -97,7 +97,7 @@ def write_weights(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """What `save_weights` does on the main process. Not a collective; a gathering is read within its `together`."""
+    """Writes the weights on the main process. Not a collective; reads a gathering within its `together`."""
     limit = parse_size(max_shard_size)
     folder, files = Path(directory), _SAFETENSORS if safe_serialization else _PICKLED
     if folder.exists() and not folder.is_dir():
@@ -117,7 +117,7 @@ def write_weights(
 
 
 def _contents(weights: Tensors | WeightGather) -> tuple[dict[str, torch.Tensor], dict[str, str], Read]:
-    """What is to be written, further names, and how the data is read when its turn comes."""
+    """The tensors to write, their further names, and the function that reads one."""
     if not isinstance(weights, WeightGather):
         unique, aliases = tensor_files.untie(weights)
         return unique, aliases, unique.__getitem__
@@ -217,7 +217,7 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Files:
-    """How the files of one format are named, and how one is written."""
+    """One file format: the names of its files, and the function that writes one."""
 
     stem: str
     suffix: str
@@ -238,7 +238,7 @@ class _Files:
         return [f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}" for number in range(1, count + 1)]
 
     def set_aside(self, name: str) -> str:
-        """What a part of the old set is called while a new one takes its name."""
+        """The name of an old file while a new one takes its place."""
         return name.replace(self.stem, f"{self.stem}-previous", 1)
 
     def entry(self, folder: Path) -> str | None:
@@ -259,7 +259,7 @@ _PICKLED = _Files("pytorch_model", ".bin", tensor_files.write_pickled, holds_ali
 
 @dataclass
 class _Part:
-    """What goes into one file."""
+    """The contents of one file."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What files of weights hold, one tensor at a time: safetensors, what `torch.save` writes if it is nothing but tensors, and the
+"""Tensors of weight files, one at a time: safetensors, what `torch.save` writes if it is nothing but tensors, and the
 model in a checkpoint of `save_state`, whose hashes are verified while it is read.
 
 Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data is read from here, because
@@ -37,7 +37,7 @@ CALL = "load_checkpoint_in_model()"
 """For whom the files are read, in messages."""
 
 SHOWN = 8
-"""How many names a message lists of each kind."""
+"""The most names of each kind that a message lists."""
 
 _INDEX = ".index.json"
 _ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -64,7 +64,7 @@ class Stored(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What it is, in a message."""
+        """The tensor in a message: its obstacle, or else its dtype and shape."""
         return self.obstacle or words_for(self.dtype, self.shape)
 
 
@@ -328,7 +328,7 @@ def _copy_box(value: torch.Tensor, box: Box, target: torch.Tensor) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """What is equal for plain tensors that are the same memory."""
+    """A key that is equal for plain tensors that are the same memory."""
     if not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

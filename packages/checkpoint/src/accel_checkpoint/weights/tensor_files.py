@@ -186,7 +186,7 @@ def stage(path: Path, write: Write) -> Path:
 
 
 def cannot_be_written(error: OSError, path: Path) -> OSError:
-    """What to raise from `error`, which came while `path` was written."""
+    """The error to raise for `error`, which came while `path` was written."""
     text = (
         f"cannot be written: {error.strerror or error}. What was saved there is untouched. Make room, or save elsewhere"
     )

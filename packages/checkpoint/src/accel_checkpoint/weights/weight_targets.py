@@ -1,4 +1,4 @@
-"""Where weights that are read go to: the tensors of a model in memory, or the entries of one of which each rank has parts."""
+"""Targets of weights that are read: tensors of a model in memory, or entries of a sharded model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _memory(tensor: torch.Tensor | None, name: str) -> Any:
 
 
 def _obstacle(tensor: torch.Tensor | None) -> str | None:
-    """Why values cannot be copied into a tensor of the model, if so."""
+    """The reason why values cannot be copied into a tensor of the model; None if they can."""
     if tensor is None:
         return "neither a parameter nor a buffer of the model, which fills it by its own load_state_dict"
     if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""What a format of checkpoints needs: the run that is saved, its parts, and steps that all ranks take together."""
+"""Names for checkpoint formats: the run to save, its parts, and collective steps of all ranks."""
 
 from __future__ import annotations
 

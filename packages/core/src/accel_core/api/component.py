@@ -1,4 +1,4 @@
-"""What components of every kind may use: classes that change for one object, nested structures, seeds, random state, messages."""
+"""Names for all components: class overrides, nested structures, seeds, random state, messages."""
 
 from __future__ import annotations
 

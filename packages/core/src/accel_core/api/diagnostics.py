@@ -1,4 +1,4 @@
-"""What watches a loop from the inside: the bound hooks, what is prepared, and what loaders say of their batches."""
+"""Names for diagnostics in a loop: bound hooks, prepared objects, and loaders' notes on batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher needs: what is installed, which options there are, how they are handed on, and how ranks meet."""
+"""Names for launchers: installed offers, options and their hand-over, and the ranks' rendezvous."""
 
 from __future__ import annotations
 

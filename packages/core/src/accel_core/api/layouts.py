@@ -1,4 +1,4 @@
-"""How state lies on the ranks: what the hooks `model_state`, `optimizer_state` and `gradient_state` give."""
+"""Layouts of state on ranks, for the hooks `model_state`, `optimizer_state` and `gradient_state`."""
 
 from __future__ import annotations
 

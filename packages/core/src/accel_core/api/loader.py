@@ -1,4 +1,4 @@
-"""What a loader needs beside `accel_core.Feed`, `Rows` and `Shard`: copies of loaders that read from a source of its own."""
+"""Names for loaders beside `accel_core.Feed`, `Rows` and `Shard`: copies that read another source."""
 
 from __future__ import annotations
 

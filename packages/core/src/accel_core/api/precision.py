@@ -1,4 +1,4 @@
-"""What a precision needs beside `accel_core.Precision` and `PrecisionPolicy`: the gradients that it unscales."""
+"""Names for precisions beside `accel_core.Precision` and `PrecisionPolicy`: gradients to unscale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy needs beside `accel_core.Strategy`: how models are called, compiled and stepped, and how parameters are replaced."""
+"""Names for strategies beside `accel_core.Strategy`: calls, compiling, steps, replaced parameters."""
 
 from __future__ import annotations
 

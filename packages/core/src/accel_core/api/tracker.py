@@ -1,4 +1,4 @@
-"""What records with trackers: those that were chosen, and what each of them is called."""
+"""Names for recorders: the trackers that were chosen, and the name of each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every room stands on: errors, nested structures, classes that change for one object, seeds, names as words."""
+"""Base of all subpackages: errors, nested structures, class overrides, seeds, names as words."""

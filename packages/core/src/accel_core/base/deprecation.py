@@ -40,7 +40,7 @@ class Deprecation(NamedTuple):
 
 
 def level_of_the_user() -> int:
-    """How many frames above the caller's the user's line is, as `stacklevel` counts; the caller's own frame is 1."""
+    """The `stacklevel` of the user's line, for a warning by the caller, whose own frame is 1."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1

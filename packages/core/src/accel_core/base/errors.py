@@ -11,7 +11,7 @@ class PluginError(Exception):
 
 
 class NotInstalledError(PluginError, ImportError):
-    """What was asked for is served by a distribution that is not installed."""
+    """The distribution that serves a request is not installed."""
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -31,4 +31,4 @@ class TrackerError(RuntimeError):
 
 
 class RecordRefusedError(ValueError):
-    """What a tracker raises for a record that its service cannot hold. That record is left out, which is said, and the tracker goes on."""
+    """A tracker's service cannot hold a record. That record is left out, which is said, and the tracker goes on."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "(hidden)"
-"""What stands in the place of a secret."""
+"""The text that replaces a secret."""
 
 _SAYS = re.compile(r"secret|passw|passphrase|credential|authoriz|(?:key|token|auth|jwt|cookie|pass|pwd)s?(?![a-z])")
 _ENDS = re.compile(r"(?:secret|password|passwd|passphrase|credentials?|key|token|pass|pwd)$")
@@ -31,7 +31,7 @@ def masked(name: object, value: Any) -> Any:
 
 
 def without_secrets(content: Any) -> Any:
-    """The same data, with the values of names that say so hidden at every depth, and logins in addresses."""
+    """The data, with values under secret names hidden at every depth, and logins in addresses too."""
     if isinstance(content, Mapping):
         return {key: masked(key, value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):

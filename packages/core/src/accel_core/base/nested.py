@@ -79,7 +79,7 @@ def rebuilt(container: Tree, children: list[Any]) -> Tree:
 
 
 def paths(tree: Tree, name: str = "") -> list[str]:
-    """Where each leaf stands, as one would type it: `batch['labels'][0]` for `name="batch"`."""
+    """The path of each leaf, as typed in code: `batch['labels'][0]` for `name="batch"`."""
     if isinstance(tree, Mapping):
         return [path for key, child in tree.items() for path in paths(child, f"{name}[{key!r}]")]
     if not _is_container(tree):

@@ -194,7 +194,7 @@ class _Tpu:
 
 
 class DistributedType(Word):
-    """How training is distributed, in one word: what `accelerator.distributed_type` says.
+    """The kind of distributed training, in one word: the value of `accelerator.distributed_type`.
 
     A strategy declares its word (`Strategy.distributed_type`); one that declares none is called by its own name. So any
     text is a value, and equal to that text: `DistributedType("mine") == "mine"`. Values outside of the list are not

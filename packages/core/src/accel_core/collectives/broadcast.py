@@ -62,7 +62,7 @@ def broadcast(tree: T, world: World, source: int = 0, group: ProcessGroup | None
 
 
 def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
-    """The same over a channel, for a call of another name, which says who the source is if that varies."""
+    """Gives every rank the tensors of `source` over a channel; `call` names the source if that varies."""
     leaves, shape = flatten_with_shape(tree)
     if bytes_of(leaves) * channel.size > SMALL_BROADCAST:
         received = _large(channel, call, tree, leaves, shape, source)

@@ -1,4 +1,4 @@
-"""What all processes do together, as functions: for code that holds no `Accelerator`.
+"""Operations of all processes together, as functions: for code that has no `Accelerator`.
 
 Each works in the world of this process (`World.current()`), which its first call starts if nobody has: with a launcher, that
 is a collective too. In a world of one they cost next to nothing.

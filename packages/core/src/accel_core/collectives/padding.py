@@ -115,7 +115,7 @@ def pad_input_tensors(tree: Tree, batch_size: int, num_processes: int, dim: int 
 
 @dataclass(frozen=True)
 class _Along:
-    """How a leaf travels: without its values, with its size along one dimension, which the header of the message holds."""
+    """Measures a leaf by its size along one dimension, for the header; no values are sent."""
 
     dim: int
 

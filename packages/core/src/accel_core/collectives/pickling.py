@@ -1,4 +1,4 @@
-"""How Python objects travel between the memories of ranks."""
+"""Pickling of Python objects that ranks send each other."""
 
 from __future__ import annotations
 

@@ -235,12 +235,12 @@ def refuse(channel: Channel | None, error: Exception) -> NoReturn:
 
 
 def bytes_of(leaves: list[Any]) -> int:
-    """How large the tensors are; what `check_tensors` is yet to refuse counts nothing."""
+    """The size of the tensors in bytes; what `check_tensors` is yet to refuse counts nothing."""
     return sum([leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided])
 
 
 def alone(tree: T, leaves: list[torch.Tensor]) -> T:
-    """What `gather` gives in a group of one: the same tree, unless a leaf has no dimensions or requires a gradient."""
+    """The result of `gather` in a group of one: `tree`, unless a leaf has no dimensions or requires a gradient."""
     if all([leaf.ndim and not leaf.requires_grad for leaf in leaves]):
         return tree
     return unflatten(tree, [leaf.detach() if leaf.ndim else leaf.detach().reshape(1) for leaf in leaves])
@@ -392,7 +392,7 @@ def _pickled(channel: Channel, obj: Any) -> tuple[bytearray, bool]:
 
 
 def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:
-    """What `receive` gives; if it raises on one rank, all raise. A collective."""
+    """The result of `receive`; if it raises on one rank, all raise. A collective."""
     try:
         received = receive()
     except UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""What single processes do of a job that all share: each its part of the inputs, one before the others, or one alone."""
+"""Division of work between processes: a part of the inputs each, one before the others, or one alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _turn: ContextVar[str | None] = ContextVar("accel_turn", default=None)
 """The call whose block runs now: blocks inside of it have no order of their own."""
 
 _FOREVER = timedelta(days=365)
-"""What stands for no timeout; backends know no other way to say it."""
+"""The stand-in for no timeout, for which backends have no value."""
 
 
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ def _indices(length: int, world: World, apply_padding: bool) -> list[int]:
 
 
 def _length(inputs: Any, path: str) -> int:
-    """How many elements there are to split. Raises for what cannot be split."""
+    """The number of elements to split. Raises for what cannot be split."""
     if isinstance(inputs, Mapping):
         lengths = {f"{path}[{key!r}]": _length(value, f"{path}[{key!r}]") for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:

@@ -1,4 +1,4 @@
-"""What components and the core promise each other. Nothing here runs a training.
+"""Interfaces between components and the core. Nothing in this package runs a training.
 
 hook_specs         what a plugin can take over, in the order of the training loop
 strategy, precision_policy     bases of components

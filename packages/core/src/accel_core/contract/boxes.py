@@ -21,7 +21,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements it has; 1 for the box of a 0-d tensor."""
+        """The number of elements; 1 for the box of a 0-d tensor."""
         return math.prod(self.sizes)
 
     @property
@@ -47,7 +47,7 @@ class Box:
         return Box(tuple(starts), tuple(sizes))
 
     def relative_to(self, outer: Box) -> Box:
-        """The same region as `outer`, which contains it, numbers its elements: what slices the data of `outer`."""
+        """This region, with offsets relative to `outer`, which contains it: it slices the data of `outer`."""
         starts = tuple(mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True))
         return Box(starts, self.sizes)
 
@@ -59,7 +59,7 @@ class Box:
         )
 
     def __str__(self) -> str:
-        """As an index is written: `[0:4, 2:3]`."""
+        """The box in the form of an index: `[0:4, 2:3]`."""
         ranges = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
         return f"[{', '.join(ranges)}]"
 
@@ -111,7 +111,7 @@ def _runs(
 
 
 def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Why the boxes do not cover a shape exactly once, in words, with a region as an example; None if they do.
+    """The reason why boxes do not cover a shape exactly once, with an example region; None if they do.
 
     Empty boxes count for nothing. The time grows with the number of boxes n as n log n where they are rows, columns or a
     grid, whatever the number of elements.

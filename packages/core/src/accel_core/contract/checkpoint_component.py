@@ -1,4 +1,4 @@
-"""What serves checkpoints and weights where no plugin does: the component that is found under a default name.
+"""The component for checkpoints and weights where no plugin serves them, under a default name.
 
 The core asks for it when it is first needed, and imports nothing before that.
 """
@@ -46,7 +46,7 @@ class CheckpointComponent(Protocol):
         """The state of an optimizer whose parameters are whole."""
 
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """Why such an optimizer cannot be given what was saved, one line each."""
+        """The reasons why such an optimizer cannot be given what was saved, one line each."""
 
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Gives such an optimizer what was saved."""

@@ -1,4 +1,4 @@
-"""What `detect_nonfinite=True` asks for: the component that is found under a default name."""
+"""The component for `detect_nonfinite=True`, which is found under a default name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Detector(Protocol):
 
 
 class DetectorFactory(Protocol):
-    """What is found under the name."""
+    """The factory of detectors that is found under the name."""
 
     def __call__(
         self,

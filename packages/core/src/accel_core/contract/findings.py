@@ -1,4 +1,4 @@
-"""What was found where a loss or gradient was not finite, as data and in words."""
+"""Findings about losses and gradients that are not finite, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from accel_core.contract.sample_ids import SampleIds
 
 Kind = Literal["input", "parameter", "output", "loss", "gradient", "not reproduced"]
-"""Where the first value that is not finite was found; see `Finding.kind`."""
+"""The place of the first value that is not finite; see `Finding.kind`."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a rank found the first value that is not finite.
+    """The place where a rank found the first value that is not finite.
 
     Args:
         rank: whose micro-batch it is.

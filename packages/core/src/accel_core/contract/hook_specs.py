@@ -431,7 +431,7 @@ class HookSpecs:
 
     @owner
     def model_loaded(self, model: nn.Module, prepared: nn.Module) -> None:
-        """What `model_state` named has been read from a checkpoint.
+        """The state that `model_state` named has been read from a checkpoint.
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that are not persistent, and to

@@ -1,4 +1,4 @@
-"""Which part of the data a process reads, and with whom it shares a global batch.
+"""The part of the data that a process reads, and the processes that share its global batch.
 
 A strategy answers with a `Layout` in the constructor of the Accelerator, before any model exists, so that loaders can be
 prepared first. Under pure data parallelism every rank reads its own part; the peers of a tensor- or pipeline-parallel
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a process stands in the data-parallel arrangement.
+    """The position of a process in the data-parallel arrangement.
 
     Args:
         shard: the part of the data that this process reads.

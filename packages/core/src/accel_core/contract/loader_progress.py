@@ -1,4 +1,4 @@
-"""Where the loaders are: what gradient accumulation and exact metrics need to know, without globals.
+"""Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
 One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared loader *enters* at its
 first `next` and receives a `Passage`, *advances* it with every batch that it yields, and *leaves* at its end or death:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """How many rows a batch has on this rank, and how many of them are real; padding stands at the end.
+    """The number of rows of a batch on this rank, and of real ones among them; padding is at the end.
 
     `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot count; `real` is then 0.
     """
@@ -178,7 +178,7 @@ class Feed:
         return self.latest
 
     def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
-        """What the batches were made of that a step may be using: one entry per live iteration, outermost first.
+        """The samples of the batches that a step may be using: one entry per live iteration, outermost first.
 
         Without a live one, the batch that was yielded last. `sample_ids` makes ids of them.
         """

@@ -1,4 +1,4 @@
-"""What the hooks of optimizers say to checkpoints: the state of one optimizer, here and as it was saved."""
+"""State of one optimizer, between hooks and checkpoints: on this rank, and as it was saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer has on this rank; every tensor is live.
+    """The state of an optimizer on this rank; every tensor is live.
 
     Args:
         kind: the class of the optimizer: "module:QualName".
@@ -34,7 +34,7 @@ class OptimizerState:
 
 
 class SavedEntry(NamedTuple):
-    """What a checkpoint has under a name: "elementwise", "replicated" or "opaque"; signatures are by part."""
+    """An entry of a checkpoint: "elementwise", "replicated" or "opaque"; signatures are by part."""
 
     kind: str
     shape: tuple[int, ...]

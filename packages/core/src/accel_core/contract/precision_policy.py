@@ -68,7 +68,7 @@ FULL = PrecisionPolicy()
 
 
 class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
-    """What a precision component is: a policy, and whichever hooks it needs (`scale_loss`, `optimizer_step`, …).
+    """A precision component: a policy, and the hooks that it needs (`scale_loss`, `optimizer_step`, …).
 
     The constructor's arguments are its options, all optional. Subclass it directly, and set `policy`.
 
@@ -82,7 +82,7 @@ class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
     handlers: ClassVar[tuple[type[KwargsHandler], ...]] = ()
 
     def details(self) -> Mapping[str, str]:
-        """What `accelerator.explain()` says of it, in words: what was asked for, and what has become of it."""
+        """Details for `accelerator.explain()`, as text: the requested precision and its state."""
         return MappingProxyType({} if self.policy == FULL else {"policy": str(self.policy)})
 
 

@@ -1,4 +1,4 @@
-"""What `log_with` asks for: the component that is found under a default name, and records with the trackers that were chosen."""
+"""The component for `log_with`, found under a default name: it records with the chosen trackers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Recorder(Protocol):
         """The tracker itself, when it has recorded what was logged so far; what takes every call where it does not record."""
 
     def state(self) -> Any:
-        """What a checkpoint says of the run that is recorded here, as JSON."""
+        """The data of the recorded run for a checkpoint, as JSON."""
 
     def resume(self, state: Any) -> None:
         """Goes on with the run of a checkpoint, if `state` names one."""
@@ -81,11 +81,11 @@ class Recorder(Protocol):
         """See `Accelerator.end_training`."""
 
     def details(self) -> dict[str, str]:
-        """What becomes of each tracker, by name, for `explain()`."""
+        """The status of each tracker, by name, for `explain()`."""
 
 
 class RecorderFactory(Protocol):
-    """What is found under the name."""
+    """The factory of recorders that is found under the name."""
 
     def __call__(self, chosen: Chosen, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> Recorder:
         """Makes one.

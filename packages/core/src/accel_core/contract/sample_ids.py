@@ -1,4 +1,4 @@
-"""Which samples a batch was made of: told on demand, from what the loader noted when it yielded the batch.
+"""Sample ids of a batch: made on demand from the note that its loader took when it yielded it.
 
 A loader notes with every batch what it *drew*: the index batch, or the `Positions` of a stream. Noting costs one reference;
 only who asks has it turned into ids.

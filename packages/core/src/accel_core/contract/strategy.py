@@ -1,4 +1,4 @@
-"""What a strategy is.
+"""The base class of strategies.
 
 A strategy distributes: it decides where a model's parameters live, how gradients meet, and which part of the data a
 process reads. It is a plain object whose constructor arguments are its options, all optional, and whose methods marked
@@ -48,7 +48,7 @@ class Strategy(ABC):
     older_names: ClassVar[tuple[str, ...]] = ()
 
     def details(self) -> Mapping[str, str]:
-        """What `accelerator.explain()` says of it, in words: its mesh, say, and how models were cut."""
+        """Details for `accelerator.explain()`, as text: its mesh, say, and how models were divided."""
         return MappingProxyType({})
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""How state that is to be saved lies on the ranks: declared by whoever made it so, and never guessed from a shape.
+"""Layouts of saved state on the ranks: declared by the code that made them, not guessed from a shape.
 
 A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are live: `data` is the memory
 that training uses, or a view of it. A checkpoint is written from it, and read back into it.
@@ -25,7 +25,7 @@ WHOLE = "whole"
 
 
 class Piece(NamedTuple):
-    """What a rank has of a tensor: `data` has the shape `box.sizes`, on any device, with any strides."""
+    """A part of a tensor on a rank: `data` has the shape `box.sizes`, on any device, with any strides."""
 
     box: Box
     data: torch.Tensor
@@ -72,7 +72,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Opaque:
-    """What is saved and loaded whole.
+    """A value that is saved and loaded whole.
 
     Args:
         value: whatever the codec takes, tensor subclasses included.
@@ -95,7 +95,7 @@ class Alias:
 
 
 Entry = Elementwise | Replicated | Partial | Opaque | Alias
-"""What a rank presents under one name."""
+"""The state that a rank presents under one name."""
 
 State = Mapping[str, Entry]
 """The entries of a model or an optimizer, by name."""
@@ -111,7 +111,7 @@ def memory_of(entry: Elementwise | Replicated | Partial) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which part of a parameter is on this rank: `boxes` of its global `shape`, possibly none."""
+    """The part of a parameter that is on this rank: `boxes` of its global `shape`, possibly none."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -129,20 +129,20 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 
 
 class Sharding(Protocol):
-    """How a strategy lays out parameters, and with them what optimizers keep for each element of a parameter.
+    """A strategy's layout of parameters, and of what optimizers keep for each element of a parameter.
 
     The local tensor of a parameter holds its boxes one after another: it is flat, each box in
     row-major order, and empty without any; of one box it may have the shape `box.sizes` instead.
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
-        """Which part of `parameter` is on this rank."""
+        """The part of `parameter` that is on this rank."""
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
         """The local tensor of a parameter, or of a tensor laid out like one: a view of the memory that is used."""
 
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """What an optimizer keeps as a tensor laid out like `parameter`, around its local tensor."""
+        """A tensor laid out like `parameter`, with the local tensor `local`, as an optimizer keeps it."""
 
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
         """A tensor laid out like `parameter`, of any values, for its state `key`.

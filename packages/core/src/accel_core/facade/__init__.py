@@ -1,1 +1,1 @@
-"""What the Accelerator shows beside its own methods: arguments and classes of older names, methods about processes, defaults."""
+"""The Accelerator's methods by topic, its arguments and classes of older names, and the default hooks."""

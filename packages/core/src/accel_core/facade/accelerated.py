@@ -26,7 +26,7 @@ class _GatedOptimizers(type):
 
 
 class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
-    """What a prepared optimizer is: `isinstance(optimizer, AcceleratedOptimizer)`.
+    """The type of a prepared optimizer: `isinstance(optimizer, AcceleratedOptimizer)`.
 
     True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has an attribute `step_was_skipped`, and
     otherwise everything that the user's own class has.
@@ -47,7 +47,7 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
     def __new__(  # type: ignore[misc]  # an instance all the same, by the metaclass
         cls, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> Optimizer:
-        """The same optimizer."""
+        """Makes `optimizer` an instance of this class in place, and returns it."""
         if cls is not AcceleratedOptimizer:
             _refuse_subclass(cls, "optimizer")
         if not isinstance(optimizer, Optimizer):
@@ -77,7 +77,7 @@ class _GatedSchedulers(type):
 
 
 class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
-    """What a prepared LR scheduler is: `isinstance(scheduler, AcceleratedScheduler)`.
+    """The type of a prepared LR scheduler: `isinstance(scheduler, AcceleratedScheduler)`.
 
     True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has everything that the user's own class
     has.
@@ -104,7 +104,7 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
         step_with_optimizer: bool = True,
         split_batches: bool = False,
     ) -> Any:
-        """The same scheduler."""
+        """Makes `scheduler` an instance of this class in place, and returns it."""
         if cls is not AcceleratedScheduler:
             _refuse_subclass(cls, "scheduler")
         if not is_scheduler(scheduler):

@@ -1,4 +1,4 @@
-"""What the methods of the Accelerator work with, whatever they are about."""
+"""The attributes that the methods of the Accelerator use, whatever their topic."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ class AcceleratorParts(ProcessControl):
 
     @abstractmethod
     def explain(self) -> Explanation:
-        """What is active and why."""
+        """The active set-up, with the source of each choice and the owner of each hook."""

@@ -227,7 +227,7 @@ class CheckpointMethods(PreparationMethods):
         return self._declares_layout and self._prepared.find_part(model) is not None
 
     def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str]:
-        """What presents the state of a model that is laid out; and the prefix of the names in it, if it is a part of one."""
+        """A function that gives the state of a laid-out model; and the prefix of a part's names in it."""
         found = self._prepared.find_part(model)
         assert found is not None, "a prepared model, or a part of one"
         record, prefix = found

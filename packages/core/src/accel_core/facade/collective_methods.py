@@ -1,4 +1,4 @@
-"""What ranks share: tensors, objects for metrics, flags, and signals to stop."""
+"""Methods for what ranks share: tensors, objects for metrics, flags, and signals to stop."""
 
 from __future__ import annotations
 

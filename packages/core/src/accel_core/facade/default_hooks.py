@@ -1,4 +1,4 @@
-"""What the core does where no component owns a hook."""
+"""The core's own implementations of the hooks that no component owns."""
 
 from __future__ import annotations
 
@@ -169,12 +169,12 @@ class CoreDefaults:
 
     @hookimpl
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
-        """As the neutral checkpoint does, if it is installed."""
+        """Saves with the neutral checkpoint, if it is installed."""
         return self.checkpoints("save_state()").save_checkpoint(run, folder, asynchronous)
 
     @hookimpl
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """As the neutral checkpoint does, if it is installed."""
+        """Loads with the neutral checkpoint, if it is installed."""
         self.checkpoints("load_state()").load_checkpoint(run, folder)
 
     @hookimpl
@@ -208,7 +208,7 @@ class CoreDefaults:
         self.checkpoints("The state of an optimizer").load_optimizer_state(optimizer, names, saved)
 
     def checkpoints(self, call: str) -> CheckpointComponent:
-        """What serves checkpoints and weights. Raises `NotInstalledError`, naming what was called, if nothing does."""
+        """The component for checkpoints and weights. Raises `NotInstalledError`, naming `call`, if there is none."""
         if self._checkpoints is None:
             self._checkpoints = find_default(GROUP, NAME, call, self._offers).load()()
         return self._checkpoints

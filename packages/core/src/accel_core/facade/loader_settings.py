@@ -1,4 +1,4 @@
-"""What the loader component says of itself, and the loader that is being iterated."""
+"""The settings that the loader component shows, and the loader that is being iterated."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def scaler(self) -> Any:
-        """What scales losses, with `state_dict` and `load_state_dict`, for checkpoints of one's own; None where nothing does."""
+        """The loss scaler, with `state_dict` and `load_state_dict` for one's own checkpoints; None if there is none."""
         return next(iter(self._scales()), None) if self._parts.activation.owners["scale_loss"] else None
 
     @property
@@ -334,7 +334,7 @@ class LoopMethods(AcceleratorParts):
         return profile(handler, self._world)
 
     def _scales(self) -> list[Any]:
-        """What changes with the steps of this rank, and has to be the same on all: the precision, if it has a state."""
+        """The objects that change with a rank's steps and must agree on all ranks: a precision with a state."""
         from accel_core.loop.run import has_state
 
         return [self._parts.precision] if has_state(self._parts.precision) else []

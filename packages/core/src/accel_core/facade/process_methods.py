@@ -1,4 +1,4 @@
-"""What processes ask and do by their place in the run: who is who, who waits for whom, which one runs a function."""
+"""Control of processes by their place in the run: ranks, order, and the process that runs a function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", r
 
 
 class ProcessControl(ABC):
-    """What the Accelerator, its state and `PartialState` have in common: everything that needs nothing but the world.
+    """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world.
 
     Nothing here is shared between objects but the world itself: torch's process group, and who is in it.
     """
@@ -30,7 +30,7 @@ class ProcessControl(ABC):
     @property
     @abstractmethod
     def distributed_type(self) -> DistributedType:
-        """How training is distributed, in one word."""
+        """The kind of distributed training, in one word."""
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +49,7 @@ class ProcessControl(ABC):
 
     @property
     def num_processes(self) -> int:
-        """How many processes the launcher started."""
+        """The number of processes that the launcher started."""
         return self._world.size
 
     @property

@@ -1,4 +1,4 @@
-"""What trackers record; nothing, where there are none."""
+"""Methods that record with trackers; without trackers they record nothing."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a prepared loader is, whoever prepares it."""
+"""Prepared loaders, whichever component prepares them."""

@@ -1,4 +1,4 @@
-"""What an iteration of a loader reads: index batches, each with a note of where it stands.
+"""Reads of a loader's iteration: index batches, each with a note of its position.
 
 An `IndexSource` gives a `SourceIteration` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
 world of one.
@@ -31,7 +31,7 @@ _TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRando
 
 
 class SourceProgress:
-    """How far an iteration has come: what was yielded of its epoch, not what was fetched.
+    """The progress of an iteration in its epoch: by what was yielded, not by what was fetched.
 
     Args:
         epoch: which one.
@@ -67,7 +67,7 @@ class SourceIteration:
 
 
 class IndexSource(Protocol):
-    """What a prepared loader reads.
+    """The source of index batches that a prepared loader reads.
 
     Attributes:
         skipped: batches of this rank that every iteration leaves out at its beginning.
@@ -82,7 +82,7 @@ class IndexSource(Protocol):
 
 
 class LocalSource:
-    """What one process reads: everything, in the order of the loader's own sampler.
+    """The source for a single process: all index batches, in the order of the loader's own sampler.
 
     Args:
         sampler: a batch sampler, or a sampler of single indices.
@@ -149,7 +149,7 @@ def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> It
 
 
 def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[IndexRead]:
-    """What `sampler` yields, as reads. See `LocalSource`."""
+    """The values of `sampler`, as reads. See `LocalSource`."""
     if endless:
         for index in sampler:
             yield index, None, None, 0

@@ -48,7 +48,7 @@ it is made anew). With gloo on two ranks, one worker in some thousands never beg
 
 
 class Outlet:
-    """Where a prepared loader reports, and the device on which it puts batches (None: where they are).
+    """The feed of a prepared loader, and the device to which it moves batches (None: they stay).
 
     The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled loader reports to a feed
     of its own.
@@ -329,7 +329,7 @@ def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What the loader draws from: its batch sampler, or its sampler if it does not make batches."""
+    """The sampler of a loader: its batch sampler, or its sampler if it does not make batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -386,7 +386,7 @@ def _started(opening: SourceIteration | None) -> SourceIteration | None:
 
 
 def unmatched_message(how: str) -> str:
-    """What to say of a loader class that yields `how` it takes, such as "more batches than", where each may be padded."""
+    """The message for a loader class that yields `how` it takes ("more batches than"), where each may be padded."""
     return (
         f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded "
         f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "

@@ -169,7 +169,7 @@ class Accumulation:
         self._deferred.clear()
 
     def _share(self) -> float:
-        """What each micro-batch weighs in the mean."""
+        """The weight of each micro-batch in the mean."""
         return 1.0 / (self.steps if self._mean_over_steps else self.size)
 
     def _settle_size(self) -> None:
@@ -182,7 +182,7 @@ class Accumulation:
             rescale(self.weight / before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the window stands, between two micro-batches."""
+        """The state of the window, between two micro-batches."""
         names = ("steps", "open", "position", "size", "backwards", "total_backwards")
         return {name: getattr(self, name) for name in names}
 

@@ -24,7 +24,7 @@ _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
 def resolve_compilation(
     backend: object, plugin: object, outside: Callable[[], Mapping[str, Any]] = dict
 ) -> tuple[Option[Any], Mapping[str, Any] | None]:
-    """What was chosen and by whom, and what a strategy hands to `compile_calls`; None to compile nothing.
+    """The chosen backend with its source, and the options for `compile_calls`: None to compile nothing.
 
     Args:
         backend: what was given as `dynamo_backend`; None: nothing.
@@ -128,7 +128,7 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """What modules have in common that can share a compilation, as far as it can be seen from outside."""
+    """A key that is equal for modules that can share a compilation, as far as it can be seen from outside."""
     parameters = ((name, value.shape, value.dtype, value.requires_grad) for name, value in module.named_parameters())
     return type(module), tuple(parameters)
 

@@ -102,7 +102,10 @@ class WindowLoop:
         return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """As many micro-batches on every rank, and whether each counts. A collective. Raises `ValueError` if a rank has none."""
+        """Equally many micro-batches on every rank, and whether each counts. A collective.
+
+        Raises `ValueError` if a rank has none.
+        """
         if isinstance(micro_batches, Sequence):
             given = micro_batches
             own: Iterator[Any] = (given[number] for number in range(len(given)))
@@ -181,7 +184,7 @@ def _check_held(prepared: Prepared) -> None:
 
 
 def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with a batch: a mapping as keywords, the first of a tuple or list, anything else as it is."""
+    """A batch as the model's arguments: a mapping as keywords, the first of a tuple or list, else as it is."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):

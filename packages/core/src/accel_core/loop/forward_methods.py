@@ -33,7 +33,7 @@ class ForwardMethod:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns."""
+        """The result of the method, computed in a call of the prepared model."""
         model = self._prepared.get_submodule(self._path)
         own: dict[str, Any] = vars(model)
         before = own.get("forward", _ABSENT)

@@ -125,7 +125,7 @@ def _check_learning_rate(learning_rate: object, optimizer: Optimizer) -> None:
 
 
 def _obstacle(accumulation: Accumulation, world: World, owners: Mapping[str, Selected | None]) -> str | None:
-    """Why the update would be wrong, and what to do; None if it is right."""
+    """The reason why the update would be wrong, and what to do; None if it is right."""
     if world.size > 1:
         return (
             f"In a world of {world.size} ranks gradients are averaged at the end of the backward, after the update, so the "

@@ -59,11 +59,11 @@ class Gradients:
                 yield parameter, parameter.grad
 
     def tensors(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank has of the gradients of `parameters`, live."""
+        """The gradients of `parameters` that this rank has, live."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def waiting(self) -> Iterator[torch.Tensor]:
-        """What a strategy holds back: terms that no backward has sent to the other ranks."""
+        """The terms that no backward has sent to the other ranks: none, as all gradients are in `.grad`."""
         return iter(())
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:

@@ -57,7 +57,7 @@ class KeptGradients(Gradients):
                 yield parameter, parameter.grad
 
     def tensors(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank has of the gradients of `parameters`, live."""
+        """The parts that this rank has of the gradients of `parameters`, live."""
         return [part for _, part in self.of(parameters)]
 
     def waiting(self) -> Iterator[torch.Tensor]:

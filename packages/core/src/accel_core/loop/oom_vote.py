@@ -1,4 +1,4 @@
-"""How the ranks agree whether an attempt of `find_executable_batch_size` had room, or all of them try a smaller batch.
+"""A vote on each attempt of `find_executable_batch_size`: all ranks had room, or all try a smaller batch.
 
 All ranks have to train with one batch size. So they vote after every attempt, and if any of them ran out of memory, all
 reduce. The vote travels through the store at which the ranks have met and not through the process group, where the others
@@ -31,7 +31,7 @@ _DONE, _NO_ROOM = "done", "ran out of memory"
 
 @dataclass(frozen=True)
 class Vote:
-    """What became of an attempt on one rank.
+    """The outcome of an attempt on one rank.
 
     Args:
         function, size: what was tried; the same on all ranks, or they have lost each other.
@@ -83,7 +83,7 @@ class Ballot:
 
 
 def _collectives_begun(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has begun in a group and in those beside it, whether they have ended or not."""
+    """The number of collectives, ended or not, that this rank has begun in a group and those beside it."""
     groups = [group, *groups_beside(group)]
     backends: list[Any] = [each._get_backend(device) for each in groups for device in each._device_types]
     return sum(backend._get_sequence_number_for_group() for backend in dict.fromkeys(backends))

@@ -54,7 +54,7 @@ class Steps(Protocol):
 
 
 class OptimizerGate:
-    """What the Accelerator knows about one prepared optimizer.
+    """The Accelerator's record of one prepared optimizer, whose steps it controls.
 
     The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as they were.
 

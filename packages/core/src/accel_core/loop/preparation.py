@@ -40,7 +40,7 @@ ORDER: tuple[Kind, ...] = ("model", "loader", "optimizer", "scheduler", "other")
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What is asked of `prepare_model`.
+    """The settings that `prepare_model` is to apply to a model.
 
     Args:
         policy: the dtypes that are to hold.
@@ -87,7 +87,7 @@ class PreparedModel:
 
 
 class Prepared:
-    """What one Accelerator has prepared, in order.
+    """The objects that one Accelerator has prepared, in order.
 
     Args:
         world: in a larger one, optimizers of models that are not prepared are refused.
@@ -160,7 +160,7 @@ class Prepared:
         return list(found.values())
 
     def gates(self) -> Iterator[OptimizerGate]:
-        """What holds the optimizers back."""
+        """The gate of each optimizer that has one."""
         for optimizer in self.optimizers:
             gate = gate_of(optimizer)
             if gate is not None:
@@ -215,7 +215,10 @@ class Prepared:
         self.unchecked = False
 
     def frozen_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """What an optimizer holds of models that were frozen as a whole when they were prepared, by name; empty in a world of one."""
+        """The parameters of an optimizer that are from models wholly frozen when prepared, by name.
+
+        Empty in a world of one.
+        """
         trained = [record for record in self.models if not record.evaluation]
         frozen = [record for record in trained if record.frozen]
         if self._world.size == 1 or not frozen:
@@ -254,7 +257,7 @@ class Prepared:
 
 
 def kind_of(obj: object) -> Kind:
-    """What `obj` is to `prepare`.
+    """The kind of `obj` for `prepare`.
 
     Raises:
         TypeError: for what would be trained on half prepared: a container of models, optimizers or loaders, or a tensor

@@ -22,7 +22,7 @@ _RULE = "_accel_scheduler_rule"
 
 @dataclass(frozen=True)
 class SchedulerRule:
-    """How often a call of `scheduler.step()` really steps.
+    """The rule for how many steps a call of `scheduler.step()` really makes.
 
     Args:
         with_optimizer: False: always once, whatever the optimizer does (the user steps it per epoch, say).
@@ -41,7 +41,7 @@ class SchedulerRule:
     by_hand: bool = False
 
     def steps(self, gate: OptimizerGate) -> int:
-        """How many steps a call makes now."""
+        """The number of steps that a call makes now."""
         if not self.with_optimizer:
             return 1
         accumulation = gate.accumulation

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[None]:
-    """What the feed asks of loaders within a block: see the attributes of `Feed`. No collective.
+    """Sets within a block what the feed asks of loaders: see the attributes of `Feed`. No collective.
 
     Raises:
         TypeError: if `even_batches` is no bool and not None.

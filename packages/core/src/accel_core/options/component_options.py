@@ -52,7 +52,7 @@ SECTIONS: Mapping[str, Shared] = {
 
 
 class Sections:
-    """What was given for components outside of the code, and which of it is in use. One for each Accelerator."""
+    """The options given for components outside of the code, and those in use. One for each Accelerator."""
 
     def __init__(self) -> None:
         self._sources = given_sections()
@@ -65,7 +65,7 @@ class Sections:
         load: Callable[[], Callable[..., Any]],
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """What was given for the options of one component, to be handed to its constructor.
+        """The given options of one component, to be handed to its constructor.
 
         Args:
             name: under which it is chosen.
@@ -90,7 +90,7 @@ class Sections:
         return {option: value.value for option, value in options.items()}
 
     def share(self, name: str) -> dict[str, Any]:
-        """As `take`, of one of `SECTIONS`."""
+        """The given options of one of `SECTIONS`; errors as in `take`."""
         return self.take(name, lambda: SECTIONS[name].handler, SECTIONS[name].elsewhere)
 
     def use(self, name: str, options: Mapping[str, Option[Any]]) -> None:
@@ -108,7 +108,7 @@ class Sections:
             )
 
     def refuse_beside_object(self, component: object, offers: Iterable[Offer]) -> None:
-        """As `refuse_beside`, for a component that was built in code, under each name that offers its class."""
+        """Calls `refuse_beside` for a component built in code, under each name that offers its class."""
         kind = type(component)
         for offer in offers:
             module, _, attribute = offer.value.partition(":")
@@ -148,7 +148,7 @@ class Sections:
 def read_section(
     name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Option[Any]]:
-    """What was given for the options of one component, each with its source. Arguments and errors as `Sections.take`."""
+    """The given options of one component, each with its source. Arguments and errors as in `Sections.take`."""
     told = given_for(name)
     if not told:
         return {}  # before anything is looked into

@@ -83,7 +83,7 @@ def to_data(value: Any) -> Any:
 
 
 def expected(kind: Any) -> str:
-    """What a value of type `kind` looks like, in words: "true or false", "a whole number", "one of 'pad', 'stop'"."""
+    """A description of the values of type `kind`: "true or false", "a whole number", "one of 'pad', 'stop'"."""
     words = list(dict.fromkeys(_words(kind)))
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 

@@ -36,7 +36,7 @@ def _default_of(field: Any) -> Any:
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the process group is started.
+    """Options for the start of the process group.
 
     Args:
         backend: backend of `torch.distributed`; None: gloo on CPU, the device's own beside gloo on an accelerator.
@@ -71,7 +71,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated, beyond `gradient_accumulation_steps`.
+    """Options of gradient accumulation, beyond `gradient_accumulation_steps`.
 
     Args:
         num_steps: micro-batches in a window.
@@ -105,7 +105,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """How trackers are treated that raise, or take long.
+    """Options for trackers that raise, or take long.
 
     A tracker that does either is switched off with one warning, and the training goes on.
 
@@ -137,7 +137,7 @@ class TrackingKwargs(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
+    """Options for compiling prepared models: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
 
     Everything but the last two fields is handed to `torch.compile`. The object is complete: what was said outside of the code (see
     `accel_core.options.option_sources`) for `dynamo_backend`, or for the section `dynamo`, is refused beside it.

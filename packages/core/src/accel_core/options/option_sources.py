@@ -1,4 +1,4 @@
-"""What was said outside of the code: on the command line of a launcher, in the environment, in a configuration file.
+"""Options from outside of the code: a launcher's command line, the environment, a configuration file.
 
 An option has one name everywhere: that of the constructor's parameter. Its variable is `ACCELERATE_<OPTION>`, that of a
 component's option `ACCELERATE_<COMPONENT>__<OPTION>`, where the component goes by the name under which it is chosen. A launcher
@@ -99,7 +99,7 @@ def variable_of(option: str, section: str = "") -> str:
 
 
 def given_outside(variable: str) -> GivenOption | None:
-    """What was given for an option, by the first that says anything: command line, environment, file. None if nobody does."""
+    """The value given for an option by the first of command line, environment and file; None if none gives one."""
     return _first(variable, inherited())
 
 
@@ -111,7 +111,7 @@ def _first(variable: str, launched: Mapping[str, Mapping[str, GivenOption]]) -> 
 
 
 def given_for(section: str) -> dict[str, GivenOption]:
-    """What was given for the options of one component: option in small letters → value."""
+    """The given options of one component: option in small letters → value."""
     start = f"{PREFIX}{_upper(section)}__"
     return {name.removeprefix(start).lower(): value for name, value in _of_sections().items() if name.startswith(start)}
 
@@ -124,7 +124,7 @@ def given_sections() -> dict[str, str]:
 
 
 def section_name(component: str) -> str:
-    """How `given_sections` spells a component's name."""
+    """The spelling of a component's name in `given_sections`."""
     return _upper(component).lower()
 
 
@@ -152,7 +152,7 @@ def _of_sections() -> dict[str, GivenOption]:
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:
-    """What launchers around this process were told: "command line" and "file" → variable → value.
+    """The options given to launchers around this process: "command line" and "file" → variable → value.
 
     Args:
         environ: variables of the environment.

@@ -1,4 +1,4 @@
-"""Where a run keeps its files: logs, and checkpoints with automatic names."""
+"""Folders for the files of a run: logs, and checkpoints with automatic names."""
 
 from __future__ import annotations
 

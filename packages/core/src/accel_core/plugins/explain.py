@@ -1,4 +1,4 @@
-"""What runs, and why: the answer to `accelerator.explain()` and `python -m accel_core plugins`."""
+"""Active components and their sources, for `accelerator.explain()` and `python -m accel_core plugins`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Inactive(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one Accelerator runs. `str()` gives tables; `as_dict()` what can be written as JSON.
+    """The set-up that an Accelerator runs. `str()` gives tables; `as_dict()` gives data for JSON.
 
     Args:
         parts: the active components, in order.
@@ -176,7 +176,7 @@ def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) ->
 
 
 def why_unusable(offer: Offer) -> str | None:
-    """Why a component says that it cannot be used here; None if it can, or does not say. Imports it."""
+    """A component's own reason why it cannot be used here; None if it gives none. Imports it."""
     ask = getattr(offer.load(), "unusable", None)
     try:
         return None if ask is None else ask()

@@ -1,4 +1,4 @@
-"""What is installed: names that distributions offer through entry points.
+"""Installed offers: names that distributions offer through entry points.
 
 Entry points give names, hooks give behaviour. `strategy="fsdp"` is looked up in the metadata of what is installed, which
 takes about a millisecond and imports nothing; only the offer that is chosen is loaded. Nothing is cached here: one caller
@@ -78,7 +78,7 @@ class Offer:
         return f"{self.distribution} {self.version}"
 
     def misfit(self) -> str | None:
-        """Why this offer cannot run with the installed accel-core; None if it can. Imports nothing."""
+        """The reason why this offer cannot run with the installed accel-core; None if it can. Imports nothing."""
         if not self.core:
             return None
         installed = metadata.version(CORE)
@@ -184,7 +184,7 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
 
 
 def how_to_get(provider: str | None) -> str:
-    """What to do for a component that is not installed, without a full stop: `KNOWN_PROVIDERS` has the distribution."""
+    """Advice for a component that is not installed, without a full stop. `KNOWN_PROVIDERS` has the distribution."""
     return "No package offers it yet: choose another" if provider is None else f"Type: pip install {provider}"
 
 

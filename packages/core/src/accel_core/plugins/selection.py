@@ -53,7 +53,7 @@ class Selected:
         return _provider_of(self.where.partition(".")[0])
 
     def describe(self) -> str:
-        """What it is and who brought it, as it stands in messages."""
+        """The component and its provider, as text for messages."""
         provider = self.provider()
         origin = "" if provider is None else " of {} {}".format(*provider)
         passed = "" if self.offer is not None else ", passed as an object"

@@ -231,7 +231,7 @@ class Channel:
         return frame
 
     def _descriptions(self, description: Description) -> list[Description]:
-        """What every rank has to say, by rank. Costs two collectives; only when something is wrong already."""
+        """The descriptions of all ranks, in rank order. Two collectives; only when something is wrong already."""
         from accel_core.processes.watch.stack_location import calling_line
 
         said = {**description, "line": calling_line()}
@@ -315,7 +315,7 @@ class _Cache(dict[K, V]):
 
 
 def _places(specs: Sequence[Spec], rows: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor begins and ends in a message, in bytes, and the size of the message."""
+    """The begin and end of each tensor in a message, in bytes, and the size of the message."""
     end = (2 + len(rows)) * _WORD
     places = []
     for (dtype, sizes), count in zip(specs, rows, strict=True):

@@ -25,7 +25,7 @@ def show_once() -> None:
 
 
 class ShowOnce:
-    """What is called for an exception that nobody caught.
+    """A `sys.excepthook`: the function that is called for an exception that nobody caught.
 
     Args:
         before: what was called until now, and is called still by the first rank with this traceback.

@@ -1,4 +1,4 @@
-"""What launchers tell a process about its place, as data.
+"""The variables by which launchers give a process its place in the run, as data.
 
 The only reader of launch variables. It never writes any: what is found here goes to torch as arguments. To support one
 more launcher, add a row to `LAUNCHERS`.
@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 from accel_core.base.errors import WorldError
 
 _PORTS = range(15000, 29983)
-"""Where ports derived from a job's identity lie: unprivileged, and below what kernels give to clients. As many as a prime, so
+"""Ports derived from a job's identity: unprivileged, and below what kernels give to clients. As many as a prime, so
 that identities which differ by a small number, like those of jobs that start together, never have the same port."""
 
 

@@ -50,7 +50,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> ProcessLogger:
 
 
 class _Place(NamedTuple):
-    """What a record says about its process."""
+    """The fields of a log record that describe its process."""
 
     rank: int
     local_rank: int

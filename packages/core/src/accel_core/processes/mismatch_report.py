@@ -1,4 +1,4 @@
-"""What to say when the ranks called a collective with arguments that do not fit together."""
+"""The error of ranks that called a collective with arguments that do not fit together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 SHOWN = 8
-"""How many differing tensors a message lists per rank."""
+"""The number of differing tensors that a message lists per rank."""
 
 Description = dict[str, Any]
-"""What `describe` makes of a call; or only `error`: why a rank could not take part. It travels as JSON."""
+"""The result of `describe`; or only `error`: why a rank could not take part. It is sent as JSON."""
 
 
 def describe(
     call: str, structure: str = "", leaves: Sequence[tuple[str, torch.dtype, Sequence[int | str]]] = ()
 ) -> Description:
-    """What must agree between the ranks that take part in a call.
+    """The description of a call: all that must agree between the ranks that take part.
 
     Args:
         call: what the user called, with the options that must agree: `reduce('mean')`.

@@ -1,4 +1,4 @@
-"""How the ranks of a world meet: at one store, all of one job, each with a rank and a device of its own.
+"""The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each.
 
 Every rank hands in a *card* with its rank and its device. Rank 0 reads the cards as they come, and gives a *verdict*: that
 all have come, or what is wrong. So every rank that has come raises the same error, and nobody waits for a world that cannot
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_core.processes.launch_environment import Place
 
 FAREWELL = timedelta(seconds=3)
-"""How long rank 0 keeps the store for those who have not read a bad verdict yet."""
+"""The time for which rank 0 keeps the store for ranks that have not read a bad verdict yet."""
 
 
 def open_store(url: str, place: Place, timeout: timedelta) -> Store:
@@ -134,7 +134,7 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
 
 
 def identity(device: torch.device) -> str:
-    """What tells `device` from every other one of its machine; empty for the CPU, and where torch does not say.
+    """The identity of `device` on its machine; empty for the CPU, and where torch gives none.
 
     The name of the host is part of it, because not every vendor's identifiers differ between machines. So two ranks in
     containers with different host names that share a device are not told apart; the backend of the device may refuse them.

@@ -1,4 +1,4 @@
-"""How the ranks of a world part, so that none of them pulls the group from under another."""
+"""The shutdown of a world's ranks, so that none ends the process group while another uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PATIENCE = timedelta(seconds=5)
-"""How long a rank that ends waits for the others, in all."""
+"""The time that a rank that ends waits for the others, in all."""
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Tenant(Protocol):
-    """What holds on to process groups, and has to let go before they end: a strategy, for instance."""
+    """An object that uses process groups and must release them before they end: a strategy, for instance."""
 
     def close(self) -> None:
         """Lets go. May be called more than once."""
@@ -339,7 +339,7 @@ class World:
             self.channel().arrive(name)
 
     def channel(self, group: ProcessGroup | None = None) -> Channel:
-        """What carries messages between the ranks of `group`, or of the whole world; one for each group."""
+        """The channel between the ranks of `group`, or of the whole world; one for each group."""
         if group is self.group:
             group = None  # which stands for the default group, and holds no reference to it
         if group not in self._channels:
@@ -558,7 +558,7 @@ def _config(backend: str) -> str:
 
 
 def _told_beside(asked: Mapping[str, Any]) -> dict[str, Option[Any]]:
-    """What was said outside of the code for the process group, where the code says nothing."""
+    """The options of the process group from outside of the code, where the code says nothing."""
     told = read_section("process_group", InitProcessGroupKwargs)
     return {name: option for name, option in told.items() if asked[name] is None}
 

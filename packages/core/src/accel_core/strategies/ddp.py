@@ -221,7 +221,7 @@ class DDP(Strategy):
 
 
 class _Wrapper(ClassOverride):
-    """What torch's wrapper lacks: attributes of the model, names of unused parameters, and an end with its process group."""
+    """Additions to torch's wrapper: the model's attributes, names of unused parameters, an end with its group."""
 
     def __getattr__(self, name: str) -> Any:
         """Those of the wrapper; and what the user's model has, unless it is private."""
@@ -341,7 +341,7 @@ def _unused_parameters(wrapper: Any, message: str) -> list[str]:
 
 
 class _NoSync:
-    """What DDP's own `no_sync` does, without its generator: this runs in every micro-batch."""
+    """The effect of DDP's own `no_sync`, without its generator: this runs in every micro-batch."""
 
     __slots__ = ("_before", "_model")
 

@@ -1,4 +1,4 @@
-"""Which gradients of a DDP model have been averaged since their last backward.
+"""A record of the gradients of a DDP model that have been averaged since their last backward.
 
 torch's reducer averages in the first backward behind a forward of its wrapper, and ignores every other: that of a forward of the
 model inside the wrapper, a second one through one graph, those of forwards inside `no_sync`. Their gradients stay local, and a
@@ -32,7 +32,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class GradientSync:
-    """What is known of the gradients of one wrapper.
+    """The state of the gradients of one wrapper.
 
     Args:
         wrapper: torch's, whose reducer averages the parameters that require a gradient now.
@@ -102,7 +102,7 @@ class GradientSync:
         return bool(self._frozen) and any(map(_requires_grad, self._frozen))
 
     def count_thawed(self) -> int:
-        """How many."""
+        """The number of parameters that require a gradient and that the reducer does not know."""
         return sum(map(_requires_grad, self._frozen))
 
     def in_doubt(self) -> bool:

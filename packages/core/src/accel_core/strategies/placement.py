@@ -1,4 +1,4 @@
-"""What strategies do with a model before anything else."""
+"""The first steps of a strategy with a model: its comparison over the ranks, and its placement."""
 
 from __future__ import annotations
 

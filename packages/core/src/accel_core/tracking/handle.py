@@ -30,13 +30,13 @@ class TrackerHandle:
         return self._trackers.get(self.name, unwrap=True)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """As `Accelerator.log`, with this tracker alone; the options are its own `log_kwargs`."""
+        """Logs as `Accelerator.log` does, with this tracker alone; the options are its own `log_kwargs`."""
         self._trackers.log(values, step, {self.name: options}, only=self.name)
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, *, dataformats: str | None = None, **options: Any
     ) -> None:
-        """As `Accelerator.log_images`, with this tracker alone."""
+        """Logs images as `Accelerator.log_images` does, with this tracker alone."""
         self._trackers.log_images(values, step, {self.name: options}, dataformats, only=self.name)
 
     def log_table(
@@ -48,7 +48,7 @@ class TrackerHandle:
         step: int | None = None,
         **options: Any,
     ) -> None:
-        """As `Accelerator.log_table`, with this tracker alone."""
+        """Logs a table as `Accelerator.log_table` does, with this tracker alone."""
         self._trackers.log_table(table_name, (columns, data, dataframe), step, {self.name: options}, only=self.name)
 
     def __getattr__(self, name: str) -> Any:

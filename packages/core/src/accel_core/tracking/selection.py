@@ -84,7 +84,7 @@ def name_of(tracker: object) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Object:
-    """What was passed as an object: by identity, for it may be equal to another, or not hashable."""
+    """A passed object, compared by identity: it may be equal to another, or not hashable."""
 
     value: Any
 

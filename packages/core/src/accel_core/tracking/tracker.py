@@ -1,4 +1,4 @@
-"""What a tracker is: something that records a run where people look at it, in a file or with a service.
+"""Trackers: objects that record a run where people look at it, in a file or with a service.
 
 Two spellings serve. `Tracker` is the one that new trackers are written in. `GeneralTracker` is an older one, for classes that exist
 already. Both are handed plain Python values in dicts and lists of their own, and no tensor that the training goes on with. An object of
@@ -71,7 +71,10 @@ class Tracker:
 
     @classmethod
     def unusable(cls) -> str | None:
-        """Why it cannot be used here, and what to type; None if it can. Imports no service; `importlib.util.find_spec` says enough."""
+        """The reason why it cannot be used here, and what to type; None if it can.
+
+        Imports no service; `importlib.util.find_spec` says enough.
+        """
         return None
 
     @property
@@ -84,7 +87,7 @@ class Tracker:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold for `start` to go on with this run, as JSON has it: often the run's id.
+        """The data that `start` needs to go on with this run, as JSON has it: often the run's id.
 
         Called after `start`, and by every `save_state`, when all that was logged before it is recorded.
         """

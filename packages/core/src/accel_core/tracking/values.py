@@ -1,4 +1,4 @@
-"""What can be recorded beside numbers, texts and images: tables, and histograms, as they are given and as trackers get them."""
+"""Tables and histograms to record: as they are given, and as trackers get them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bins:
 
 
 class Histogram:
-    """How often which values occur, to be logged like a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
+    """A histogram of values, to be logged like a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
 
     Nothing is computed where it is logged: the values are copied, on their device if they are on one, and counted by the
     tracker's thread. The bins are of equal width, from the least finite value to the greatest; if all are the same they reach half of it

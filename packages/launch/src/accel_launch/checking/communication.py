@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Card(NamedTuple):
-    """What a rank says of itself."""
+    """The identity of a rank: its number, host and device, and the versions that it runs."""
 
     rank: int
     host: str
@@ -65,7 +65,7 @@ def check_collectives(world: World) -> str:
 
 
 def _found(world: World) -> dict[str, Any]:
-    """What each collective gives."""
+    """Runs each collective, and returns its result on this rank by name. Collective."""
     rank, device = world.rank, world.device
     last, ones = world.size - 1, torch.ones(2, 3, device=device)
     return {
@@ -82,7 +82,7 @@ def _found(world: World) -> dict[str, Any]:
 
 
 def _expected(world: World) -> dict[str, Any]:
-    """What each should give."""
+    """The expected result of each collective on this rank, by name."""
     rank, size, device = world.rank, world.size, world.device
     last, ones = size - 1, torch.ones(2, 3, device=device)
     sizes = torch.tensor([of for of in range(size) for _ in range(of + 1)], device=device)
@@ -100,7 +100,7 @@ def _expected(world: World) -> dict[str, Any]:
 
 
 def _nested(rank: int, device: torch.device) -> dict[str, Any]:
-    """What a rank broadcasts."""
+    """The nested structure of tensors that a rank broadcasts."""
     numbers = [torch.full((2, 3), float(rank), device=device), (torch.arange(4, device=device) + rank,)]
     return {"numbers": numbers, "flag": torch.tensor([rank % 2 == 0], device=device)}
 

@@ -22,7 +22,7 @@ _CLOCK = struct.Struct("d")
 
 
 class Door(NamedTuple):
-    """Where a rank answers."""
+    """The host and port at which a rank answers."""
 
     host: str
     port: int
@@ -102,10 +102,10 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def to_text(door: Door) -> str:
-    """As the others read it."""
+    """The JSON text of a door, which `from_text` reads."""
     return json.dumps(door)
 
 
 def from_text(text: str | bytes) -> Door:
-    """What `to_text` gave."""
+    """The door that `to_text` has written."""
     return Door(*json.loads(text))

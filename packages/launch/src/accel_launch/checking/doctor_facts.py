@@ -1,4 +1,4 @@
-"""What one rank of `accel doctor` says of its machine."""
+"""The facts about one rank's machine for `accel doctor`: versions, variables, limits and names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def resolved() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all machines."""
+    """The versions that have to be equal on all machines: Python, torch and our packages."""
     names = sorted({str(each.metadata["Name"]) for each in metadata.distributions()})
     ours = {name: metadata.version(name) for name in names if name.startswith("accel-")}
     return {"python": platform.python_version(), "torch": torch.__version__, **ours}

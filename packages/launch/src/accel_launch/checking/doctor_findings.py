@@ -33,7 +33,7 @@ class Finding:
 
 
 def examine(reports: list[Report], size: int) -> list[Finding]:
-    """What is wrong, the worst first. `reports` are those that came, of a world of `size` ranks."""
+    """The findings, problems first. `reports` are those that came, of a world of `size` ranks."""
     judges = (_missing, _closed_doors, _broken_group, _shared_devices, _versions, _names, _variables, _clocks, _limits)
     found = [finding for judge in judges for finding in judge(reports, size)]
     return sorted(found, key=lambda finding: not finding.is_problem)

@@ -31,7 +31,7 @@ def print_page(reports: list[Report], findings: list[Finding], size: int) -> Non
 
 
 def as_json(reports: list[Report], findings: list[Finding]) -> dict[str, Any]:
-    """The same as data."""
+    """The page as JSON has it: whether there is no problem, all findings, and all reports by rank."""
     return {
         "healthy": not any(finding.is_problem for finding in findings),
         "findings": [asdict(finding) for finding in findings],

@@ -1,4 +1,4 @@
-"""What a bug report needs to say of a machine and an installation: `accel env`.
+"""The facts about a machine and an installation that a bug report needs: `accel env`.
 
 Nothing here starts a process group, or fails because one thing cannot be found: what cannot be told is said to be unknown. Values
 that look secret by their names are never given out.
@@ -49,7 +49,7 @@ def describe(config_file: str | None = None) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """What `describe` has found, as lines."""
+    """The facts that `describe` has found, as lines of text."""
     blocks = []
     for section, content in found.items():
         width = max(map(len, content), default=0)

@@ -24,7 +24,7 @@ _SHARE = "To check a folder that all machines see: accel test --folder FOLDER"
 
 
 class Where(Protocol):
-    """What the strategy has said of this rank: the processes, its part of the data, and whether all ranks hold all parameters."""
+    """The facts about this rank: its world, its layout, and whether all ranks have all parameters."""
 
     world: World
     layout: Layout
@@ -56,7 +56,7 @@ def check_checkpoint(make: Callable[[bool], Accelerator], where: Where, folder: 
 
 
 def _round_trip(accelerator: Accelerator, shard: Shard, root: Path) -> str:
-    """What is wrong, in words: only the main process may see it."""
+    """The problem with a checkpoint, in words, or empty; only the main process may find one."""
     training = Training(accelerator, shard)
     first, *later = training.take(1 + _AFTER)
     training.step(first)

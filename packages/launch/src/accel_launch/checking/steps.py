@@ -19,7 +19,7 @@ class CheckError(Exception):
 
 
 class Doubt(NamedTuple):
-    """What a check that has passed could not look at, and what to type so that it does."""
+    """The part that a passed check could not examine, and the command that examines it."""
 
     text: str
 

@@ -76,7 +76,7 @@ class Training:
         return batch.chunk(self.shard.count)[self.shard.index]
 
     def deviation(self) -> float:
-        """How far the weights are from those of one process, as a part of the way that these have come; on every rank. Collective."""
+        """The weights' distance from one process's, relative to the latter's change; on every rank. Collective."""
         weights = self.weights()
         told: list[Any] = [None]
         if self.accelerator.is_main_process:
@@ -114,7 +114,7 @@ def check_training(accelerator: Accelerator, shard: Shard, micro_batches: int = 
 
 
 def tolerance(precision: str) -> float:
-    """How large a `deviation` is that the dtypes of a precision explain, by its name."""
+    """The largest `deviation` that the dtypes of a precision explain, by the precision's name."""
     return _TOLERANCES.get(precision, _ROUGH)
 
 

@@ -127,7 +127,7 @@ def _write_default(command_line: CommandLine, catalog: Catalog) -> int:
 
 
 def _processes(*, cpu: bool) -> int:
-    """As many processes as this machine has accelerators; one on a machine without any."""
+    """The number of processes for this machine: that of its accelerators; 1 without any or with `cpu`."""
     import torch
 
     return 1 if cpu else max(1, torch.accelerator.device_count())
@@ -172,7 +172,7 @@ def _validate(command_line: CommandLine, catalog: Catalog) -> int:
 
 
 def _check_backend(name: str, catalog: Catalog) -> str:
-    """What is wrong with the name of a backend of `torch.compile`; importing that takes a while, so only files are checked so."""
+    """The problem with a backend of `torch.compile`, or empty; slow (imports its compiler), so for files only."""
     if name.lower() == "no":
         return ""
     known = [choice.name for choice in catalog.choices("dynamo_backend")]

@@ -1,4 +1,4 @@
-"""What `accel test` and `accel doctor` have in common: a job of ours, started exactly as a script would be, which leaves a verdict."""
+"""The common part of `accel test` and `accel doctor`: a job of ours, started like a script, leaves a verdict."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Examination:
         self._name, self._about, self._switches, self._job = name, about, switches, job
 
     def read(self, arguments: Sequence[str] | None) -> tuple[CommandLine, Catalog] | None:
-        """What was given, None: to this process; or None if that was a question for help, which is answered.
+        """Parses `arguments` (None: this process's own); None if they asked for help, which is printed.
 
         Raises:
             SettingsError: if a program was given.

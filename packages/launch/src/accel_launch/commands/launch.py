@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
-    """What holds, given a command line, this process's environment and the file; notes are printed to standard error.
+    """Resolves a command line, this process's environment and the file; prints notes to standard error.
 
     Raises:
         SettingsError: with every mistake that was found.
@@ -81,7 +81,7 @@ def run(resolved: Resolved, program: Program) -> int:
 
 
 def _program(command_line: CommandLine) -> Program:
-    """What is to be started."""
+    """The program that a command line asks to start."""
     from accel_launch.starting.program import Program
 
     is_module, is_program = command_line.switch("module"), command_line.switch("no_python")

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """What is told how far it is: a bar on a terminal, nothing elsewhere."""
+    """A block with a callback that shows progress as a bar on a terminal; None elsewhere."""
     if is_plain(sys.stderr):
         yield None
         return

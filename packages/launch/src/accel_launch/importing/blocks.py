@@ -1,4 +1,4 @@
-"""What the keys of the blocks of Accelerate's files mean here: block → key without the block's prefix → rule."""
+"""Rules for the keys of the blocks of Accelerate's files: block → key without the block's prefix → rule."""
 
 from __future__ import annotations
 

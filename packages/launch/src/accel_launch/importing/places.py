@@ -1,4 +1,4 @@
-"""Where Accelerate keeps its configuration file, and by what one is recognised."""
+"""The paths of Accelerate's configuration file, and the keys by which one is recognised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARKS = ("compute_environment", "distributed_type")
 
 
 def peer_paths(environ: Mapping[str, str]) -> list[Path]:
-    """Where Accelerate keeps its file, best first."""
+    """The paths at which Accelerate may keep its file, best first."""
     home = Path(environ.get("HOME") or Path.home())
     cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
     folder = Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate"

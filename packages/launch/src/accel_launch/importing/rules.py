@@ -1,4 +1,4 @@
-"""What can become of one key of the other file: it is carried over under a name of ours, or it is left and says why."""
+"""Rules for one key of the other file: it is carried over under a name of ours, or left with a reason."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PeerFile:
 
     @property
     def sharding_strategy(self) -> str:
-        """How the first generation of FSDP shards: "FULL_SHARD" and so on; empty where nothing is said."""
+        """The sharding strategy of the first generation of FSDP, such as "FULL_SHARD"; empty if not given."""
         given = self.block("fsdp_config").get("sharding_strategy")
         return "" if given is None else sharding_strategy(given)
 
@@ -138,7 +138,7 @@ def leave(reason: str, nothing: Sequence[Any] = ()) -> Rule:
 
 
 def only_if(holds: Callable[[PeerFile], bool], reason: str, rule: Rule, nothing: Sequence[Any] = ()) -> Rule:
-    """As `rule` where `holds`, else left with this reason, unless the value is among `nothing`."""
+    """Applies `rule` where `holds`; else the value is left, with this reason, unless it is among `nothing`."""
     otherwise = leave(reason, nothing)
     return lambda peer, value: (rule if holds(peer) else otherwise)(peer, value)
 

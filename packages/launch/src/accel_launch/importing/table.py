@@ -1,4 +1,4 @@
-"""What the keys of the top level of Accelerate's files mean here: key → rule, in the order in which the result is written."""
+"""Rules for the keys of the top level of Accelerate's files: key → rule, in the order of the result."""
 
 from __future__ import annotations
 

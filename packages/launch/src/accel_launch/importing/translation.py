@@ -45,7 +45,7 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class Imported:
-    """What a file of Accelerate's says here.
+    """The translation of a file of Accelerate's.
 
     Args:
         data: as our own file would have it, with a mapping for each section.
@@ -59,7 +59,7 @@ class Imported:
 
 
 def translate(data: Mapping[str, Any]) -> Imported:
-    """What a file of Accelerate's says, in our own words. Every key ends either in `carried` or in `left`.
+    """Translates a file of Accelerate's. Every key ends either in `carried` or in `left`.
 
     A key whose value has no exact counterpart is left, with a reason that says what to do instead.
 

@@ -1,4 +1,4 @@
-"""Where the ranks come in: each is told what to run, and tells what came of it."""
+"""The server that the ranks connect to: it gives each its job, and receives its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a function and its arguments reach the processes that run it, and what it returns or raises comes back.
+"""Pickles of a function and its arguments for the ranks, and of its result or exception for the launcher.
 
 All of it is pickled by value, so that what is defined in a cell can travel. What belongs to one process cannot: it is refused
 before anything starts, by the name of the variable that holds it.
@@ -28,7 +28,7 @@ _OF_ONE_PROCESS = (Accelerator, World, dist.ProcessGroup, dist.Store)
 
 
 class Told(NamedTuple):
-    """What a rank says about its function when it has ended.
+    """The report of a rank whose function has ended.
 
     Args:
         result: what it returned, pickled; None if it raised, or if what it returned cannot travel.
@@ -97,7 +97,7 @@ def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> byte
 
 
 def unpacked(work: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What was packed: the function, its arguments, and classes and functions of the notebook by their names."""
+    """Unpickles a function, its arguments, and classes and functions of the notebook by their names."""
     function, args, own = pickle.loads(work)  # noqa: S301  (from the memory of the notebook, never from a file)
     return function, args, own
 
@@ -108,7 +108,7 @@ def cells() -> dict[str, Any]:
 
 
 def result_told(result: Any) -> bytes:
-    """What a rank says whose function has returned `result`."""
+    """The pickled report of a rank whose function has returned `result`."""
     try:
         return pickle.dumps(Told(result=_pickled(result, ())))
     except Exception as error:  # noqa: BLE001  (pickling runs methods of the user's objects)
@@ -116,7 +116,7 @@ def result_told(result: Any) -> bytes:
 
 
 def failure_told(error: Exception, text: str) -> bytes:
-    """What a rank says whose function has raised `error`, with the traceback as `text`."""
+    """The pickled report of a rank whose function has raised `error`, with the traceback as `text`."""
     try:
         travelling = _pickled(error, ())
         unpacked(travelling)
@@ -213,7 +213,7 @@ def _globals_of(code: types.CodeType) -> dict[str, int]:
 
 
 def _reason(value: Any) -> str:
-    """Why a value cannot travel; empty if it can."""
+    """The reason why a value cannot be pickled; empty if it can."""
     try:
         _pickled(value, ())
     except Exception as error:  # noqa: BLE001  (pickling runs methods of the user's objects)

@@ -150,7 +150,7 @@ def _run(
 
 
 def _plan(launch: LaunchOptions, cpu: bool) -> Plan:
-    """What is started, as if nobody had started this process: it is alone, so what a launcher has said of it says nothing."""
+    """The plan of the run, made without the variables of a launcher around this process."""
     environ = {name: os.environ[name] for name in (THREADS, *VISIBILITY.values()) if name in os.environ}
     try:
         return make_plan(launch, cpu, environ)
@@ -159,7 +159,7 @@ def _plan(launch: LaunchOptions, cpu: bool) -> Plan:
 
 
 def _in_own_words(text: str) -> str:
-    """What is said of options of the command line, said of arguments: --rdzv-backend c10d is rdzv_backend=c10d."""
+    """Rewrites options of the command line as arguments: --rdzv-backend c10d is rdzv_backend=c10d."""
     text = re.sub(r"--([a-z]+(?:-[a-z]+)+) ([\w:]+)", lambda option: f"{option[1].replace('-', '_')}={option[2]}", text)
     for name, own in _OWN_NAMES.items():
         text = text.replace(name, own)
@@ -179,7 +179,7 @@ def _refuse_in_a_run(call: str) -> None:
 
 
 def _precision(name: object) -> dict[str, Any]:
-    """What is said of the precision, for the channel. Raises if there is none of that name, or it is no name."""
+    """The precision's entry for the channel. Raises if there is none of that name, or it is no name."""
     if name is None:
         return {}
     if not isinstance(name, str):
@@ -243,7 +243,7 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _name(function: object, args: object) -> str:
-    """What the function is called. Raises if it is none, or if its arguments are no list of them."""
+    """The function's name. Raises `LaunchError` if it is not callable, or `args` is no tuple or list."""
     if not callable(function):
         raise LaunchError(
             f"A launcher was called with {function!r}, expected a function. Give the function itself, without parentheses, and what "
@@ -259,7 +259,7 @@ def _name(function: object, args: object) -> str:
 
 
 def _added_to_channel(said: Mapping[str, Any]) -> str:
-    """What a launcher around this one has said, and `said`."""
+    """The channel of the launcher around this one with `said` added, as JSON."""
     given_outside(variable_of("cpu"))  # raises, with advice, if what is there cannot be read
     content = json.loads(os.environ.get(CHANNEL) or "{}")
     return json.dumps({**content, "command line": {**content.get("command line", {}), **said}})

@@ -1,4 +1,4 @@
-"""What came of a run of ranks: the result, or the exception of the rank that failed first."""
+"""The outcome of a run of ranks: the result, or the exception of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RankFailedError(RuntimeError):
 
 
 def result_of(call: str, told: Told | None) -> Any:
-    """What the function returned on the first rank of this machine; None, with a warning, if that cannot be brought here."""
+    """The function's result on this machine's first rank; None, with a warning, if it cannot be sent."""
     if told is None:
         return None
     if told.result is None:

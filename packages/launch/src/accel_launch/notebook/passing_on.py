@@ -94,7 +94,7 @@ class Output:
 
 
 class _Lines:
-    """What one rank writes to one of its streams."""
+    """The output of one rank to one of its streams, as lines."""
 
     def __init__(self, path: Path, target: TextIO) -> None:
         os.mkfifo(path)
@@ -107,7 +107,7 @@ class _Lines:
         self._begins = True
 
     def read(self) -> str:
-        """What can be shown of all that was written: whole lines."""
+        """Reads the pipe, and returns the whole lines; keeps the rest."""
         for _ in range(READS):
             try:
                 self._held += self._decode(os.read(self.pipe, 1 << 16))
@@ -118,7 +118,7 @@ class _Lines:
         return self._marked(whole)
 
     def rest(self) -> str:
-        """What was written of a line that has not ended."""
+        """Returns and clears the text of a line that has not ended."""
         rest, self._held = self._held, ""
         return self._marked(rest)
 

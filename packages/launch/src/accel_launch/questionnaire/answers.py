@@ -44,7 +44,7 @@ class Answers:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What was given, in the order in which options are shown; sections come last."""
+        """The values that were given, in the order in which options are shown; sections come last."""
         known = [name for name in (*self.catalog.own, *self.catalog.sections) if name in self._data]
         return {name: self._data[name] for name in dict.fromkeys([*known, *self._data]) if self._data[name] != {}}
 
@@ -53,12 +53,12 @@ class Answers:
         return self.catalog.option(name)
 
     def value(self, name: str) -> Any:
-        """What holds for an option without a section: the answer, else the default."""
+        """The value of an option without a section: the answer, else the default."""
         option = self.find(name)
         return None if option is None else self.value_of(option)
 
     def value_of(self, option: Option) -> Any:
-        """What holds for an option, as data."""
+        """The value of an option, as data: the answer, else the default."""
         if not self.has(option):
             return default_of(option)
         key = (option.section, option.field.name)
@@ -91,7 +91,7 @@ class Answers:
         self._place(option).pop(option.field.name, None)
 
     def converted(self, options: Mapping[str, Option]) -> dict[str, Any]:
-        """What was given for options, as their constructor takes it."""
+        """The values that were given for options, converted to the types of their constructor."""
         return {
             name: from_data(each.field.type, self.value_of(each)) for name, each in options.items() if self.has(each)
         }

@@ -55,7 +55,7 @@ def ask(catalog: Catalog, path: Path) -> int:
 
 
 def _read(catalog: Catalog, path: Path) -> tuple[Mapping[str, Any], Mapping[tuple[str, str], Any]]:
-    """What the file says, and what that stands for. A mistake in it is an error before the first question."""
+    """The file's data, and the values that they mean. A mistake in it is an error before the first question."""
     if not path.exists():
         return {}, {}
     file = read(path)
@@ -99,7 +99,7 @@ def _greet(path: Path) -> None:
 
 
 def _check(answers: Answers, path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What should be known about the answers, and what is wrong with them."""
+    """The notes about the answers, and the problems with them."""
     try:
         resolved = resolve(answers.catalog, CommandLine(), ConfigFile(Path(path.name), answers.data), {})
     except SettingsError as error:

@@ -93,7 +93,7 @@ class Interview:
         return current
 
     def _problem(self, option: Option, text: str) -> str:
-        """What is wrong with a text as the value of an option; empty if nothing is."""
+        """The problem with a text as the value of an option; empty if there is none."""
         try:
             value = from_text(option.field.type, text)
         except ValueError:
@@ -149,7 +149,7 @@ class Interview:
                 self._ask_section(name, role)
 
     def _offered(self, role: str) -> list[Entry]:
-        """What is installed for a role."""
+        """The installed choices for a role, as entries of a list."""
         offered = self.answers.catalog.choices(role)
         longest = max((len(choice.provider) for choice in offered), default=0)
         return [
@@ -158,7 +158,7 @@ class Interview:
         ]
 
     def _not_installed(self, role: str) -> str:
-        """What could be chosen if it was installed, and how to install it."""
+        """The names for a role that are not installed, and how to install them; empty if there are none."""
         providers: dict[str, list[str]] = {}
         installed = self.answers.catalog.names(role)
         for name, provider in KNOWN_PROVIDERS.get(ROLES[role], {}).items():
@@ -212,7 +212,7 @@ class Interview:
         return {name: option for name, option in options.items() if not option.field.python_only}
 
     def _problem_of_component(self, offer: Offer, options: Mapping[str, Option]) -> str:
-        """What a component says when it is built with the answers; empty if nothing."""
+        """The error of a component that is built with the answers; empty if there is none."""
         try:
             offer.load()(**self.answers.converted(options))
         except Exception as error:  # noqa: BLE001  # whatever a constructor of a third party finds; it is shown

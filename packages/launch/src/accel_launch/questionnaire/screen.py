@@ -151,7 +151,7 @@ def type_in(name: str, about: str, current: str, check: Callable[[str], str]) ->
 
 
 def edit(name: str, about: str, current: str, check: Callable[[str], str]) -> str:
-    """As `type_in`, for a text that stands there to be changed."""
+    """Lets the text `current` be changed, and returns it. Arguments are those of `type_in`."""
     import questionary
 
     question = questionary.text(

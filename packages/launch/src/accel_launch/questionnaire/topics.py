@@ -1,4 +1,4 @@
-"""Which questions are asked, in which order, and when. What they are called and what they mean, the options themselves say."""
+"""The questions, their order, and the conditions for each. Their names and help are those of the options."""
 
 from __future__ import annotations
 

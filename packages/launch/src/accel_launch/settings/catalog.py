@@ -125,7 +125,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """What the docstring of its owner says of it, in one line."""
+        """The description of it in the docstring of its owner, in one line."""
         return option_help(self.owner, self.field.name)
 
 
@@ -145,7 +145,7 @@ class Choice:
 
     @property
     def problem(self) -> str:
-        """Why it cannot be chosen by its name: broken, misfit, in conflict, or unusable here; empty if it can. Imports it."""
+        """The reason why it cannot be chosen: broken, misfit, in conflict, or unusable here; else empty. Imports it."""
         told = "ok" if self.offer is None else offer_state(self.offer, self.offers, load=True)
         return "" if told == "ok" else told
 
@@ -186,7 +186,7 @@ class Catalog:
         return [role for role in ROLES if name in self.names(role)]
 
     def choices(self, role: str) -> list[Choice]:
-        """What can be chosen for one of `ROLES`, or for "dynamo_backend", which takes torch's compiler a second or two."""
+        """The choices for one of `ROLES`, or for "dynamo_backend", which takes torch's compiler a second or two."""
         if role == "dynamo_backend":
             import torch
 
@@ -275,7 +275,7 @@ class Catalog:
         return self._sections[name]
 
     def component(self, name: str, role: str = "") -> Offer:
-        """What is chosen by a name. Imports nothing; raises `PluginError` as `find` does.
+        """The component that a name chooses. Imports nothing; raises `PluginError` as `find` does.
 
         Args:
             name: may be qualified by its distribution.

@@ -69,13 +69,13 @@ class Given(NamedTuple):
 
     @property
     def told_by(self) -> str:
-        """Where it was given, for messages."""
+        """The source of the value, for messages: with the line of a file."""
         return self.place or self.source
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command line says.
+    """The content of a command line.
 
     Args:
         given: values of options; each option at most once.
@@ -151,7 +151,7 @@ def _chooses(word: str) -> str:
 
 
 def _chosen(arguments: Sequence[str]) -> dict[str, str]:
-    """What a command line chooses, by role, before anything else is known."""
+    """The names that a command line chooses, by role, before anything else is known."""
     found = {}
     for place, word in enumerate(arguments):
         if word == "--":

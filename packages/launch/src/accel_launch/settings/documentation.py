@@ -10,7 +10,7 @@ from typing import Any
 
 
 def option_help(factory: Callable[..., Any], option: str) -> str:
-    """What the `Args:` of a constructor, or of its class, say of one option, in one line; empty if they say nothing."""
+    """The text on one option in the `Args:` of a constructor, or of its class, in one line; empty without any."""
     return _documented(factory).get(option, "")
 
 
@@ -41,7 +41,7 @@ def _documented(factory: Callable[..., Any]) -> Mapping[str, str]:
 
 
 def _for_options(about: str) -> str:
-    """What a docstring says to whoever writes Python, for whoever writes an option: there, None is what is not given.
+    """Rewrites the text on a Python argument as that on an option, where None means that it is not given.
 
     Which variable is asked, and a default that is a plain value, stand beside each option, so the text need not name them.
     """

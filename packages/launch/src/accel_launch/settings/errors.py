@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class SettingsError(ValueError):
-    """What was given cannot hold: an option that does not exist, a value of another type, a file that cannot be read.
+    """Options are invalid: one does not exist, a value has another type, a file cannot be read.
 
     Args:
         problems: every mistake that was found, each with where it was made and what to type instead.

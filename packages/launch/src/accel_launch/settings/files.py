@@ -35,7 +35,7 @@ class Unusual(int):
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says.
+    """The content of a configuration file.
 
     Args:
         path: where it lies.
@@ -50,13 +50,13 @@ class ConfigFile:
     notes: tuple[str, ...] = ()
 
     def place(self, *keys: str) -> str:
-        """Where a key stands: `config.yaml, line 7`."""
+        """The position of a key: `config.yaml, line 7`."""
         line = self.positions.get(keys)
         return str(self.path) if line is None else f"{self.path}, line {line}"
 
 
 def own_path() -> Path:
-    """Where the user's own file lies, whether it exists or not: in the folder of the system for configuration (XDG)."""
+    """The path of the user's own file, whether or not it exists: in the system's configuration folder (XDG)."""
     from platformdirs import user_config_path
 
     return user_config_path("accel", appauthor=False) / "config.yaml"
@@ -153,7 +153,7 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
 
 
 def _text(path: Path) -> str:
-    """What a regular file of a bounded size holds; anything else would be waited for, or read without end."""
+    """The text of a regular file of limited size. Raises for others: they could block, or never end."""
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError("it is no regular file")
@@ -256,7 +256,7 @@ def _too_much(path: Path) -> SettingsError:
 
 
 def _plain(path: Path, node: Any, keys: tuple[str, ...], positions: dict[tuple[str, ...], int]) -> Any:
-    """What ruamel.yaml has read, as dicts, lists and scalars of Python, and the lines of its keys."""
+    """Converts nodes of ruamel.yaml to dicts, lists and scalars of Python; adds the lines of keys to `positions`."""
     tag = getattr(getattr(node, "tag", None), "value", None)
     if isinstance(node, dict) and tag is None:
         return {key: _plain(path, value, (*keys, key), positions) for key, value in _items(path, node, keys, positions)}

@@ -67,7 +67,7 @@ def show_switches(usage: str, about: str, switches: Mapping[str, Switch]) -> Non
 
 
 def metavar(option: Option) -> str:
-    """What stands for the value of an option: `N`, `{pad,stop,join}`; empty for a flag."""
+    """The placeholder for the value of an option: `N`, `{pad,stop,join}`; empty for a flag."""
     kind = option.field.type
     if option.key in ROLES or option.key == "dynamo_backend":
         return "NAME,..." if option.key in SEVERAL else "NAME"
@@ -96,7 +96,7 @@ def shown_value(value: Any) -> str:
 
 
 def _kind(kind: Any) -> str:
-    """What stands for a value of one type; empty for one that text cannot express."""
+    """The placeholder for a value of one type; empty for one that text cannot express."""
     origin = get_origin(kind)
     if listed := choices(kind):
         return "true|false" if kind is bool else f"{{{','.join(str(to_data(each)) for each in listed)}}}"

@@ -1,4 +1,4 @@
-"""What to type here for options of other launchers: data for messages. Nothing else depends on it.
+"""The replacements for options of other launchers: data for messages. Nothing else depends on it.
 
 Options of the same name and meaning are missing: they are options here. Keys are spelled with underscores, without the dashes.
 """

@@ -44,7 +44,7 @@ class _Old:
         }
 
     def heading(self) -> list[str]:
-        """What stands above everything, and belongs to no key: an empty line stands between."""
+        """The lines above everything, which belong to no key: an empty line ends them."""
         if not self._data:
             return [line for line in self._lines if line != _NOTHING_GIVEN]
         first = min((start for keys, start in self._starts.items()), default=0)

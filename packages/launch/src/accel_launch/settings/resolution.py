@@ -1,4 +1,4 @@
-"""Which value holds: command line, then environment, then file, then default. The one place that decides, for all commands.
+"""Precedence of values: command line, environment, file, default. The one place that decides, for all commands.
 
 Where a launcher is started by a process that another launcher has started, what the outer one was told and handed on holds as well, as
 it does for any other program there: its command line counts right behind the own one, its file right behind the own file. The source
@@ -64,7 +64,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Resolved:
-    """What holds.
+    """The resolved options of a run.
 
     Args:
         catalog: the options, with the loader that was chosen.
@@ -310,7 +310,7 @@ class _Resolution:
         self._hand_on(level, variable_of(given.option, given.section), given.data, given.source)
 
     def _how(self, section: str) -> str:
-        """What to type to choose a component, or to compile."""
+        """The advice on the option that chooses a component, or compilation."""
         if section in SECTIONS:
             return "Add --dynamo-backend inductor"
         role = self._catalog.roles(section)[0]

@@ -1,4 +1,4 @@
-"""What holds, as rows of a table or as JSON."""
+"""The resolved options, as rows of a table or as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
 
 
 def as_data(resolved: Resolved) -> list[dict[str, Any]]:
-    """The same for programs, each with whether it has an effect."""
+    """Option, value and source of everything, as JSON has it, each with whether it has an effect."""
     return [
         {
             "option": value.key,

@@ -1,4 +1,4 @@
-"""What the environment and a file give, and what in them is no option."""
+"""The options that the environment and a file give, and the names in them that are no options."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 AROUND = " (of the launcher around this one)"
-"""What is added to the source of a value that was inherited."""
+"""The suffix of the source of a value that was inherited."""
 
 _MOST_PROBLEMS = 50
 
 
 @dataclass
 class Said:
-    """What one source says.
+    """The content of one source.
 
     Args:
         given: values of options; those of sections not looked at yet.
@@ -39,7 +39,7 @@ class Said:
 
 
 def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
-    """What variables give. One without a section that is no option may be somebody else's, so it is refused by nobody."""
+    """The options that variables give. An unknown one without a section may be another program's: not refused."""
     said = Said()
     names = _names(catalog)
     ours = {CHANNEL, variable_of("config_file")}
@@ -62,7 +62,7 @@ def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
 
 
 def said_around(catalog: Catalog, environ: Mapping[str, str]) -> dict[str, Said]:
-    """What launchers around this process were told and handed on: "command line" and "file" → what it says.
+    """The options that launchers around this process handed on: "command line" and "file" → `Said`.
 
     Raises:
         ValueError: if no launcher can have written it.
@@ -100,7 +100,7 @@ def _note_misspelling(variable: str, names: Iterable[str], said: Said) -> None:
 
 
 def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
-    """What a file gives. An option without a section that is null there is not given."""
+    """The options that a file gives. An option without a section that is null there is not given."""
     said = Said()
     if file is None:
         return said
@@ -130,12 +130,12 @@ def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
 
 
 def _choosing(catalog: Catalog, section: str) -> str:
-    """What to write to choose a component; empty for a section that is none."""
+    """The advice on how to choose a component in a file; empty for a section that is none."""
     return "".join(f" Write `{role}: {section}` to choose it." for role in catalog.roles(section)[:1])
 
 
 def _problem_of_name(catalog: Catalog, section: str) -> str:
-    """Why options of a component cannot be given outside of the code because of its name; empty if they can."""
+    """The reason why a component's name rules out options outside of the code; empty if it does not."""
     try:
         catalog.section_called(section)
     except PluginError as error:

@@ -1,4 +1,4 @@
-"""What to say of an option that does not exist: the nearest name, what to install, or what it is called here."""
+"""Messages on unknown options: the nearest name, the package to install, or our name for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def no_option(catalog: Catalog, section: str, option: str, *, flags: bool = Fals
 
 
 def no_key(catalog: Catalog, key: str) -> str:
-    """What to say of a key at the top of a file that is neither an option nor a section."""
+    """The message on a key at the top of a file that is neither an option nor a section."""
     hint = what_to_install(catalog, key) or _no_such_loader_option(catalog, key)
     if hint is not None:
         return hint
@@ -84,7 +84,7 @@ def no_key(catalog: Catalog, key: str) -> str:
 
 
 def what_to_install(catalog: Catalog, section: str) -> str | None:
-    """What to say of a component that is known but not installed; None if the name is of none."""
+    """The message on a component that is known but not installed; None if the name is of none."""
     for role, group in ROLES.items():
         for name, provider in KNOWN_PROVIDERS.get(group, {}).items():
             if name.replace("-", "_") == section.replace("-", "_") and name not in catalog.names(role):

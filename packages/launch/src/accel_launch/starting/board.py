@@ -16,7 +16,7 @@ from accel_launch.starting.interruptible_store import Board
 from accel_launch.starting.listeners import listener_at
 
 ANSWER = timedelta(seconds=10)
-"""How long what listens at the meeting point may take to answer as a store. A program that is none may never answer."""
+"""The time that a listener at the meeting point has to answer as a store. A program that is none may never answer."""
 
 _PATIENCE = timedelta(seconds=2)  # of one attempt to connect
 _NEAR = timedelta(seconds=0.5)  # for a store of this host to answer
@@ -32,7 +32,7 @@ class BoardLostError(MeetingError):
 
 
 class Address(NamedTuple):
-    """Where the machines meet."""
+    """The host and port at which the machines meet."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What options have to fulfil before anything is started, whatever the machine."""
+"""The conditions that options have to fulfil before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a machine is, that its rank belongs to it alone, and that it lives.
+"""The identity of a machine, its claim to a rank that no other machine has, and its signs of life.
 
 A machine hands in a *card* at the board under its rank. Whoever finds another's card there looks whether its owner still lives:
 each owner counts up a number of its own, twice a second. A rank whose owner has been silent goes to the newcomer, which is
@@ -35,7 +35,7 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Card:
-    """What a machine says about itself.
+    """The description of a machine that the others read.
 
     Args:
         rank: of the machine.
@@ -57,7 +57,7 @@ class Card:
         return f"machine {self.rank} ({self.host}, process {self.pid})"
 
     def text(self) -> str:
-        """As it stands at the board."""
+        """The JSON text of the card, which is stored at the board."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -140,7 +140,7 @@ class Pulse:
         self._last: dict[str, tuple[int, float]] = {}
 
     def count(self, identity: str) -> int:
-        """How many signs of life it has given."""
+        """The number of signs of life that the owner of this identity has given."""
         return self._board.add(_beats(identity), 0)
 
     def is_silent(self, identity: str) -> bool:

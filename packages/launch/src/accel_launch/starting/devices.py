@@ -19,7 +19,7 @@ VISIBILITY: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What torch sees on this machine: the type of accelerator, empty if there is none, and how many."""
+    """The accelerators of this machine that torch sees: their type, empty if none, and their number."""
 
     kind: str = ""
     count: int = 0

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be started. The message says what was asked, what was found, and what to type next."""
+    """The requested run cannot be started. The message says what was asked, what was found, and what to type next."""

@@ -1,4 +1,4 @@
-"""Who failed first, and what became of the others: what a launcher says when a run has failed."""
+"""The summary of a failed run: the rank that failed first, and what became of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accel_launch.starting.ranks import Ranks
 
 LINES = 40
-"""How many of the last lines of a rank's errors are shown, if the console has not shown them."""
+"""The number of last lines of a rank's errors that are shown, if the console has not shown them."""
 
 _HINTS = {
     "SIGKILL": "the kernel does that when memory runs out (dmesg says so), and so do people and batch systems",
@@ -28,7 +28,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed.
+    """The failure of one rank.
 
     Args:
         rank, local_rank, pid: of its process.
@@ -50,11 +50,11 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """What a shell would make of it."""
+        """The exit status as a shell gives it: for a signal, 128 plus its number."""
         return self.status if self.status >= 0 else 128 - self.status
 
     def how(self) -> str:
-        """In words."""
+        """The cause in words: the first line of the error, else the exit status or signal."""
         if self.error:
             lines = self.error.strip().splitlines()
             return lines[0] + (" …" if len(lines) > 1 else "")
@@ -93,7 +93,7 @@ def find_failures(ranks: Ranks, local_ranks: dict[int, int], error_files: dict[i
 
 
 def from_torch(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
-    """The same of what torch's agent has found, for platforms where we cannot look ourselves."""
+    """The failures that torch's agent has found, by time, for platforms where we cannot look ourselves."""
     found = [
         Failure(rank, each.local_rank, each.pid, each.exitcode, float(each.timestamp))
         for rank, each in failures.items()
@@ -102,7 +102,7 @@ def from_torch(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
 
 
 class Scene(NamedTuple):
-    """What a summary says beside who failed.
+    """The parts of a summary that are not about ranks: machine, files and advice.
 
     Args:
         where: the machine, in words.
@@ -120,7 +120,7 @@ class Scene(NamedTuple):
 
 
 def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
-    """What is said at the end of a run that has failed.
+    """The message at the end of a run that has failed.
 
     Args:
         failures: as `find_failures` gives them.
@@ -169,7 +169,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def _others(ranks: Ranks, failed: set[int]) -> list[str]:
-    """What became of those that did not fail."""
+    """The lines about the ranks that did not fail."""
     rest = [rank for rank in ranks.pids if rank not in failed]
     halted = [rank for rank in rest if rank in ranks.halted]
     killed = [rank for rank in rest if rank in ranks.killed and rank not in halted]
@@ -197,7 +197,7 @@ def _last_lines(path: Path, failure: Failure) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a rank has said of its error, in the format of torch's `ErrorHandler`; empty if nothing that can be read."""
+    """The content of a rank's error file, in the format of torch's `ErrorHandler`; empty if it cannot be read."""
     try:
         message = json.loads(path.read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -28,7 +28,7 @@ def interface_to(address: str) -> str | None:
 
 
 def variables_towards(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What makes gloo take the interface that has `address` or routes to it; nothing if the user has chosen one, or none does."""
+    """The variable that makes gloo use the interface towards `address`; empty if set already, or if there is none."""
     name = None if environ.get(GLOO_INTERFACE) else interface_to(address)
     return {} if name is None else {GLOO_INTERFACE: name}
 

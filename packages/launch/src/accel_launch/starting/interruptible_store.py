@@ -19,7 +19,7 @@ class SilentError(DistStoreError):
 
 
 def answer_of(ask: Callable[[], _T], within: float | None) -> _T:
-    """What `ask` returns or raises, which another thread calls: this one can be interrupted by signals.
+    """Calls `ask` in another thread, so that signals can interrupt this one; returns or raises what it does.
 
     Args:
         ask: the question.
@@ -62,7 +62,7 @@ class Board(TCPStore):
         return self._ask(lambda: super(Board, self).add(key, value))
 
     def get(self, key: str) -> bytes:
-        """What stands there."""
+        """The value of a key."""
         return self._ask(lambda: super(Board, self).get(key))
 
     def set(self, key: str, value: str) -> None:

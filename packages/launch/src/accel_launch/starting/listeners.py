@@ -1,4 +1,4 @@
-"""Which process listens at a port of this machine, for messages."""
+"""The process that listens at a port of this machine, for messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def listener_at(port: int) -> str | None:
 
 
 def _open_files(process: Path) -> Iterator[str]:
-    """What a process has open; nothing if it is another user's, or has ended meanwhile."""
+    """The targets of a process's open files; none if it is another user's, or has ended meanwhile."""
     with contextlib.suppress(OSError):
         for handle in (process / "fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed meanwhile

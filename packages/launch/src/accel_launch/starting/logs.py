@@ -18,7 +18,7 @@ _PREFIX = "accel-launch-"
 
 
 class Logs(DefaultLogsSpecs):
-    """Where the output of the processes of this machine goes; tells torch's agent, which calls `reify` before each start.
+    """The destinations of the output of this machine's processes; torch's agent calls `reify` before each start.
 
     Attributes:
         folder: where the files lie.
@@ -48,7 +48,7 @@ class Logs(DefaultLogsSpecs):
         return self._destination
 
     def error_file(self, local_rank: int) -> Path:
-        """Where that process says what ended it, if it does, in the format of `torch.distributed.elastic`."""
+        """The file for the error that ended a process, in the format of `torch.distributed.elastic`, if any."""
         return Path(self._destination.error_files[local_rank])
 
     def unseen(self, local_rank: int) -> Path | None:

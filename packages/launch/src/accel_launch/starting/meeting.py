@@ -1,4 +1,4 @@
-"""How machines of fixed ranks meet, and meet again after some of them were restarted: a rendezvous for torch's elastic agent.
+"""A rendezvous for torch's elastic agent: machines of fixed ranks meet, and meet again after restarts.
 
 Machine 0's launcher keeps a store, the *board*, at main_process_ip:main_process_port for as long as the run lasts. Machines
 gather there in *rounds*. A round is complete when all of them are in it; then every launcher starts its processes, which meet
@@ -97,7 +97,7 @@ class MachineRendezvous(RendezvousHandler):
         return False
 
     def get_run_id(self) -> str:
-        """What torch calls the run."""
+        """The id of the run in torch's rendezvous."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -122,7 +122,7 @@ class MachineRendezvous(RendezvousHandler):
         return RendezvousInfo(self._agents, self._card.rank, self._card.machines, meeting_point)
 
     def num_nodes_waiting(self) -> int:
-        """How many machines wait in the next round. Never waits for the network itself.
+        """The number of machines that wait in the next round. Never waits for the network itself.
 
         Raises:
             MeetingError: the run has ended on another machine, or machine 0 is gone.
@@ -157,7 +157,7 @@ class MachineRendezvous(RendezvousHandler):
         return True
 
     def fail(self, reason: str) -> None:
-        """As `shutdown`, because of what `reason` says of this machine; the others end at once, and say it."""
+        """Ends this machine for good as failed, because of `reason`; the others end at once, and say it."""
         self._leave(
             f"{capitalized(self._card)} has failed and does not come back: {reason}. Look at what it printed. To go on after "
             f"failures, from a checkpoint: --max-restarts, the same on all machines."

@@ -1,4 +1,4 @@
-"""Where and how the machines of a run meet: the rendezvous of torch's agent, as data."""
+"""The rendezvous of the machines of a run, as data for torch's agent."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch.distributed import TCPStore
 from accel_launch.starting.board import MeetingError
 
 GOES_ON = " The run that had begun goes on."
-"""What an error of a newcomer says when the run is not touched by it."""
+"""The end of the message of a newcomer's error that does not affect the run."""
 
 _PHASE = "phase"  # empty while the machines gather, "begun", or _ENDED and why
 _BEGUN = "begun"
@@ -31,7 +31,7 @@ def end(board: TCPStore, reason: str, *, begun: bool) -> None:
 
 
 def ended(board: TCPStore) -> MeetingError | None:
-    """Why the run was ended, if it was."""
+    """The reason why the run was ended, as an error; None if it was not."""
     phase = board.get(_PHASE).decode() if board.check([_PHASE]) else ""
     return MeetingError(phase.removeprefix(_ENDED)) if phase.startswith(_ENDED) else None
 
@@ -42,7 +42,7 @@ def end_well(board: TCPStore, round: int) -> None:
 
 
 def ended_well(board: TCPStore, round: int) -> int:
-    """How many machines have said so."""
+    """The number of machines of which all processes of `round` have ended well."""
     return board.add(f"round/{round}/ended well", 0)
 
 
@@ -57,7 +57,7 @@ def has_finished(board: TCPStore, rank: int) -> bool:
 
 
 def over(board: TCPStore, rank: int) -> str:
-    """Why a machine with this rank, which comes now, is too late for the run; empty if it is not."""
+    """The reason why a machine with this rank comes too late for the run; empty if it does not."""
     error = ended(board)
     if error is not None:
         return str(error).splitlines()[0]

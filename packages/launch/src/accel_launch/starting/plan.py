@@ -1,4 +1,4 @@
-"""What is started on this machine, decided before anything is: from options, and from what a launcher around this one has said."""
+"""The plan of a start on this machine, made before it: from options, and from a launcher around this one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOR_ONE = (*FOR_JOINING, "meeting_timeout", "local_addr")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started on this machine.
+    """The plan of a start on this machine.
 
     Args:
         launch: the options.
@@ -62,7 +62,7 @@ class Plan:
     accelerators: Accelerators | None = None
 
     def describe(self) -> list[tuple[str, str]]:
-        """What will happen, as pairs of a name and a text, in the order in which they are read best."""
+        """The plan as pairs of a name and a text, in the order in which they are read best."""
         how = {
             "join": f"this process becomes rank {self.place.rank} of {self.place.size}, which {self.place.source} has started",
             "alone": "this process becomes the script",
@@ -212,7 +212,7 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
 def _accelerators(
     launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]
 ) -> tuple[Accelerators | None, dict[str, str]]:
-    """What is there, if that matters, and the variables that confine the run to what was asked for."""
+    """The accelerators, None if they do not matter, and the variables that confine the run to those asked for."""
     # One process can have at most one accelerator too many, which torch will say: no need to import it here.
     alone = launch.num_processes == launch.num_machines and launch.device_ids is None and launch.numa_binding is None
     if cpu or alone:

@@ -1,4 +1,4 @@
-"""What is started: a script, a module or any other program, with its arguments."""
+"""The program of a run: a script, a module or any other program, with its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_launch.starting.errors import LaunchError
 
 @dataclass(frozen=True)
 class Program:
-    """What every process of a run executes.
+    """The program that every process of a run executes.
 
     Args:
         kind: what `target` is: a script for this interpreter, a module of it, or a program of any kind.
@@ -54,7 +54,7 @@ class Program:
             )
 
     def _why_not(self) -> str:
-        """What is wrong with a program that cannot be executed, and what to type."""
+        """The reason why a program cannot be executed, and what to type."""
         if os.path.dirname(self.target) and os.path.isfile(self.target):
             return (
                 f"that file may not be executed. Type chmod +x {shlex.quote(self.target)}; or leave --no-python out if it is a "

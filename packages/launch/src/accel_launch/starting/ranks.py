@@ -20,7 +20,7 @@ _NAP = 0.01
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended.
+    """The end of one process.
 
     Args:
         status: its exit status; the negative number of the signal that killed it.
@@ -95,7 +95,7 @@ class Ranks:
 
 
 def _peek(pid: int, what: int) -> os.waitid_result | None:
-    """What has become of a child, without taking it; None if nothing has, or if it was taken already."""
+    """The exit or stop of a child, without reaping it; None if there is none, or if it was reaped already."""
     try:
         return os.waitid(os.P_PID, pid, what | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

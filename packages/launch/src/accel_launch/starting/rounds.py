@@ -58,7 +58,7 @@ class AgentStore(PrefixStore):
         return answer_of(lambda: super(AgentStore, self).add(key, amount), SILENT)
 
     def get(self, key: str) -> bytes:
-        """What stands at `key`; waits for it as long as torch has told the store to, and hears signals meanwhile."""
+        """The value of `key`; waits for it up to the timeout of the store, and hears signals meanwhile."""
         return answer_of(lambda: super(AgentStore, self).get(key), None)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -107,7 +107,7 @@ def _check_nobody_has_finished(board: TCPStore, number: int, card: Card, address
 
 
 def _missing(board: TCPStore, number: int, card: Card, pulse: Pulse) -> list[int]:
-    """Who is not in the round, or came and has been silent since."""
+    """The ranks that are not in the round, or that came and have been silent since."""
     ranks = []
     for rank in range(card.machines):
         here = _here(number, rank)

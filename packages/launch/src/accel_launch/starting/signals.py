@@ -1,4 +1,4 @@
-"""What a launcher does with signals while its ranks run: passes them on, and ends when they have ended."""
+"""A launcher's handling of signals while its ranks run: passes them on, and ends when they have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the output of each process goes: to the console, to files, or to both."""
+"""The destinations of the output of each process: the console, files, or both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STREAMS = {0: "none", 1: "standard output", 2: "errors", 3: "both"}
 
 
 def read_streams(option: str, text: str, processes: int) -> dict[int, int]:
-    """Which streams of which local rank an option names: local rank → 0 none, 1 standard output, 2 errors, 3 both.
+    """The streams that an option names: local rank → 0 none, 1 standard output, 2 errors, 3 both.
 
     Args:
         option: its name, for errors.
@@ -47,7 +47,7 @@ def check_ranks(option: str, ranks: list[int], processes: int) -> None:
 
 
 def describe(launch: LaunchOptions) -> str:
-    """Where the output goes, in words, as far as it was told."""
+    """The destination of the output in words, as far as it was given."""
     parts = [
         f"{option} {_STREAMS.get(int(text), text) if text.isdecimal() else text}"
         for option, text in (("to files:", launch.redirects), ("to files and the console:", launch.tee))

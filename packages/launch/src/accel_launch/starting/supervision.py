@@ -39,7 +39,7 @@ _SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 @dataclass(frozen=True)
 class Supervised:
-    """How a run has ended on this machine.
+    """The outcome of a run on this machine.
 
     Args:
         result: what torch's agent says; None: the run had ended before this machine could take part.

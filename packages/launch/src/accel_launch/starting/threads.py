@@ -1,4 +1,4 @@
-"""How many threads each process computes with on the CPU."""
+"""The number of threads with which each process computes on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hardware multiplies in eight bits, as data."""
+"""The hardware that multiplies in eight bits, as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Need:
-    """What a device must be capable of.
+    """The capability that a device must have.
 
     Args:
         products: what is computed, in words.
@@ -32,7 +32,7 @@ MXFP8_PRODUCTS = Need("matrix products in MXFP8", (10, 0), ())
 
 @dataclass(frozen=True)
 class Found:
-    """What a device says of itself: its type, and either a compute capability or the name of an architecture."""
+    """The properties of a device: its type, and its compute capability or architecture, if known."""
 
     device_type: str
     capability: tuple[int, int] | None = None

@@ -23,7 +23,7 @@ _OLDER_BACKENDS: Mapping[str, Backend] = {"AO": "torchao", "TE": "transformer_en
 
 @dataclass(kw_only=True)
 class LayerOptions(KwargsHandler):
-    """Which linear layers are converted, under either back end.
+    """The choice of linear layers to convert, for either back end.
 
     Args:
         skip: patterns of names, with `*` and `?`, of layers that stay as they are; the name of a module stands for all layers in
@@ -164,7 +164,7 @@ class FP8RecipeKwargs(LayerOptions):
         return _OLDER_BACKENDS[self.backend]
 
     def recipe_for(self, backend: Backend) -> AORecipeKwargs | TERecipeKwargs:
-        """The same options under the newer name."""
+        """These options as the newer class for a back end."""
         shared = {name: getattr(self, name) for name in _names(LayerOptions)}
         if backend == "torchao":
             return AORecipeKwargs(**shared)

@@ -60,7 +60,7 @@ def wants_gathering(recipe: AORecipeKwargs) -> bool:
 
 
 def wants_emulation(recipe: AORecipeKwargs) -> bool | None:
-    """What is said about emulation: by the option, or by a configuration that emulates."""
+    """The user's choice of emulation: by option, or a configuration that emulates; None if open."""
     return True if recipe.emulate is None and getattr(recipe.config, "emulate", False) else recipe.emulate
 
 

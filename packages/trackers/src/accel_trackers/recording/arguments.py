@@ -1,4 +1,4 @@
-"""What calls that record accept, beside the values themselves."""
+"""Checks of the arguments of calls that record, other than the values themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_mapping(asked: str, value: object) -> None:
 
 
 def unknown_tracker(asked: str, name: object, names: Collection[str], those: str) -> str:
-    """What to say of a name that is none of `names`."""
+    """The message about a name that is none of `names`."""
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"Type {near[0]!r} if that was meant." if near else f"{those}: {', '.join(names) or 'none'}."
     return f"{asked} names no tracker. {hint}"

@@ -46,7 +46,7 @@ def readable_config(config: object) -> dict[str, Any]:
 
 
 def _data(value: Any, above: tuple[int, ...]) -> Any:
-    """What JSON has for a value; `above`: the containers that it stands in."""
+    """The data of a value; `above`: the ids of the containers around it."""
     try:
         return _known(value, above)
     except Exception as error:  # noqa: BLE001  (whatever the user's objects raise)

@@ -1,4 +1,4 @@
-"""What can be counted, as one tensor of its own memory."""
+"""The values of a `Histogram`, as one tensor with memory of its own."""
 
 from __future__ import annotations
 

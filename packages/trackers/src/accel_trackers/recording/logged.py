@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class View:
-    """What a tracker is told of one record.
+    """One record, in the form that a tracker takes.
 
     Args:
         values: what every tracker takes, by name.
@@ -44,7 +44,7 @@ class Values:
 
     @property
     def weight(self) -> int:
-        """As how many records they count while they wait."""
+        """The number of records that these values count as while they wait."""
         return 1 + self._snapshot.elements // 10_000
 
     def joined(self) -> View:
@@ -52,7 +52,7 @@ class Values:
         return self._resolved()[2]
 
     def nested(self) -> View:
-        """As the user nested them: numbers, texts, other objects, and lists in place of tensors. A new copy every time."""
+        """A new copy, nested as given: numbers, texts, objects, and lists instead of tensors."""
         tree, _, joined = self._resolved()
         others: dict[str, object] = {name: each for name, each in joined.others.items() if isinstance(each, LeftOut)}
         return View(_nested(tree, "", others), joined.histograms, others)

@@ -1,4 +1,4 @@
-"""What `get_tracker` returns where nothing is recorded: an object that lets itself be used, and does nothing."""
+"""The object that `get_tracker` returns where nothing is recorded: all its uses do nothing."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ class OlderAsTracker(Tracker):
         self._older.log(dict(values), step=step, **options)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """As arrays."""
+        """Records the images as arrays."""
         arrays = {name: [image.numpy().copy() for image in several] for name, several in values.items()}
         self._older.log_images(arrays, step, **options)  # type: ignore[attr-defined]  # some classes have it
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """As lists; where a dataframe could stand there is none."""
+        """Records the table as lists, with None in place of a dataframe."""
         rows = [list(row) for row in table.rows]
         self._older.log_table(name, list(table.columns), rows, None, step, **options)  # type: ignore[attr-defined]  # see above
 

@@ -1,4 +1,4 @@
-"""What `init_trackers` was given, and what becomes of it when the run begins: its id, its folder, and what a tracker is told."""
+"""The arguments of `init_trackers`, and the run made of them: id, folder, and `TrackedRun`s."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """What `init_trackers` was given.
+    """The arguments of `init_trackers`.
 
     Args:
         project: its name.
@@ -47,7 +47,7 @@ class Plan:
     def run(
         self, name: str, run_id: str, step: int, directory: Path | None, resumed: Mapping[str, Any] | None
     ) -> TrackedRun:
-        """What the tracker of a name is told: all of it its own."""
+        """The run for the tracker of a name, with a config and options of its own."""
         return TrackedRun(
             project=self.project,
             run_id=run_id,
@@ -59,7 +59,7 @@ class Plan:
         )
 
     def folder(self, project: ProjectConfiguration, run_id: str) -> Path:
-        """Where local trackers write, which is logged where nobody chose it."""
+        """The folder of a run for local trackers, which is logged where nobody chose it."""
         given = project.logging_dir or project.project_dir
         folder = Path(given or RUNS) / _file_name(self.project)
         if given is None:

@@ -38,7 +38,7 @@ class LeftOut:
 
 
 class UnreadableError(ValueError):
-    """What is raised for a value that cannot be read; the message follows "which is"."""
+    """The error for a value that cannot be read; the message follows "which is"."""
 
 
 def plain_value(value: Any) -> Any:
@@ -135,7 +135,7 @@ def readable_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def said(error: BaseException) -> str:
-    """What an error is, whatever it is like."""
+    """The type and message of an error; only the type if the message is empty or unreadable."""
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # noqa: BLE001  (one that cannot even say what it is)

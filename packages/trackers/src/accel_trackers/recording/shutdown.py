@@ -1,4 +1,4 @@
-"""How the recording of a run begins and ends, beside the program: its random streams, its exit, and the other ranks."""
+"""The start and end of a run's recording: random streams, exit of the program, other ranks."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class _Sent:
 
 
 class _Taking:
-    """What becomes of values while they are taken; those on devices come last, all at once."""
+    """The values of a snapshot while it is taken; those on devices come last, all at once."""
 
     def __init__(self, objects: bool) -> None:
         self.elements = 0
@@ -138,7 +138,7 @@ class _Taking:
             return LeftOut(str(error))
 
     def _leaf(self, value: Any, place: _Place, above: tuple[int, ...]) -> Any:
-        """What stands for a value in the snapshot; that of a tensor on a device is put into its place later."""
+        """The value's entry in the snapshot; that of a tensor on a device is set later."""
         try:
             if isinstance(value, torch.Tensor):
                 return self._tensor(value, place)

@@ -77,7 +77,7 @@ class Lane:
 
     @property
     def pending(self) -> int:
-        """How much was handed over and is not done."""
+        """The total weight of the jobs that were handed over and are not done."""
         return self._handed - self._done
 
     def put(self, doing: str, job: Job, weight: int = 1, *, last: bool = False) -> None:
@@ -126,7 +126,7 @@ class Lane:
 
     @contextmanager
     def excused(self) -> Iterator[None]:
-        """What a job does inside takes time that is not the tracker's."""
+        """Stops the stall timer inside, where a job takes time that is not the tracker's."""
         self._since = None
         try:
             yield
@@ -161,7 +161,7 @@ class Lane:
             self._changed.notify_all()
 
     def untold(self) -> list[str]:
-        """What happened since this was called last."""
+        """The messages since the last call."""
         found = []
         while self._untold:
             found.append(self._untold.popleft())

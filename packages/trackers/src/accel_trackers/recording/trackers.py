@@ -224,11 +224,11 @@ class Trackers:
         return recorder.tracker if recorder.lane.failure is None else Blank(name)
 
     def _in_hand(self, tracker: Tracker | GeneralTracker) -> TrackerHandle | GeneralTracker:
-        """As the user gets it: older ones have all the methods themselves."""
+        """The user's object for a tracker: a handle, or an older tracker, which needs none."""
         return tracker if isinstance(tracker, GeneralTracker) else TrackerHandle(self, tracker)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of the run that is recorded here: its id, its next step, and how each tracker goes on."""
+        """The recorded run for a checkpoint: project, id, next step, and trackers' states."""
         if (
             self._plan is None
             or not self._components
@@ -293,7 +293,7 @@ class Trackers:
             self._tell()
 
     def details(self) -> dict[str, str]:
-        """What becomes of each tracker, by name, for `explain()`."""
+        """The status of each tracker, by name, for `explain()`."""
         recording = {each.name: each for each in self._recorders or ()}
         found = {name: f"left out of 'all': {why}" for name, why in self._chosen.left_out.items()}
         for name in self._names:
@@ -414,7 +414,7 @@ class Trackers:
         return {name: dict(options) for name, options in given.items()}  # as they are now
 
     def _made(self, make: Callable[[], T]) -> T | None:
-        """What is to be recorded; None where the user's values are none that can be, which costs the record and not the run."""
+        """The content of a record; None with a warning if `make` raises, unless strict."""
         try:
             return make()
         except Exception as error:  # whatever methods of the user's objects raise

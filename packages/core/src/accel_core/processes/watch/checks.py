@@ -67,7 +67,7 @@ class Checks:
             )
 
     def _heard(self, members: tuple[int, ...], said: Description) -> list[dict[str, Any]]:
-        """What each member is about to call, in rank order."""
+        """The description of the call that each member is about to make, in rank order."""
         number = self._counts[members] = self._counts.get(members, 0) + 1
         group = ",".join(map(str, members))
         keys = [f"{group}/{number}/{rank}" for rank in members]

@@ -79,7 +79,7 @@ def add_to(error: BaseException, text: str) -> None:
 
 
 def explanation(error: BaseException) -> str:
-    """What `explain` has added to an error; empty if nothing."""
+    """The text that `explain` has added to an error; empty if none."""
     return str(getattr(error, _EXPLAINED, ""))
 
 

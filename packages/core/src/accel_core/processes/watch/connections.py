@@ -21,7 +21,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """What was connected while process groups were made; empty where there is no `/proc`.
+    """The connections that were opened while process groups were made; empty where there is no `/proc`.
 
     Args:
         store: at which the ranks have met. Connections to it are not of a group: other ranks may open theirs while the one

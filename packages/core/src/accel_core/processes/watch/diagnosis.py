@@ -1,4 +1,4 @@
-"""Who waits for whom: what the ranks report of themselves, and what follows from all reports.
+"""Diagnosis of ranks that wait for each other: their reports, and the conclusions from all of them.
 
 A rank that computes may take as long as it likes: reading a large file while the others wait is no failure. So nothing here
 follows from time alone. Ranks will never come together if one of them has ended, is gone or was stopped, or if all wait, in
@@ -27,7 +27,7 @@ SILENT = 4.0
 
 ENDED = "ended its training"
 FAILED = "failed"
-"""How a rank leaves."""
+"""The ways in which a rank leaves."""
 
 ROOTED = frozenset(
     [
@@ -89,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of itself.
+    """The report of one rank about itself.
 
     Args:
         rank: which one.
@@ -194,14 +194,14 @@ def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abs
 
 
 def lost(absent: Absent) -> str:
-    """Why a rank that is silent will never answer, as far as that is known; else empty."""
+    """The reason why a silent rank will never answer, as far as it is known; else empty."""
     if absent.state == "gone":
         return ended(absent.process, absent.signal)
     return stopped(absent.process) if absent.state == "stopped" else ""
 
 
 def ended(process: str, signal: str = "") -> str:
-    """What is to be said of a process that is not there any more, and of the signal that ended it, if that is known."""
+    """The message about a process that has ended, and the signal that ended it, if that is known."""
     why = {
         "": "killed from outside (out of memory?), os._exit(), or a crash",
         "SIGABRT": "a crash; gloo crashes so where the ranks are in different collectives, and its output says where it stood",
@@ -211,7 +211,7 @@ def ended(process: str, signal: str = "") -> str:
 
 
 def stopped(process: str) -> str:
-    """What is to be said of a process that was stopped."""
+    """The message about a process that was stopped."""
     return f"{process} was stopped (SIGSTOP, or a debugger)"
 
 
@@ -253,7 +253,7 @@ def _elsewhere(waited_for: Sequence[Call], report: Report, moving: set[int]) -> 
 
 
 def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]) -> str:
-    """What to tell everybody: who waits in vain for whom, where each rank stands, and what to look for."""
+    """The message to all ranks: who waits in vain for whom, each rank's position, and what to look for."""
     call = mine.waiting[0]
     ranks = " and ".join(str(each.rank) for each in found)
     reasons = {each.rank: each.reason for each in found if each.certain}
@@ -264,7 +264,7 @@ def verdict(mine: Report, others: Mapping[int, Report], found: Sequence[Missing]
 
 
 def broken_text(broken: Broken, mine: Report, others: Mapping[int, Report], reasons: Mapping[int, str]) -> str:
-    """What to tell the user of a rank whose connections broke in a collective, or which gave up waiting there."""
+    """The message to the user of a rank whose connections broke in a collective, or that timed out."""
     if broken.timed_out:
         what = f"Rank {mine.rank} gave up in {broken.name}, after the timeout of its process group."
         advice = (
@@ -284,7 +284,7 @@ def table(mine: Report, others: Mapping[int, Report], reasons: Mapping[int, str]
 
 
 def standing(report: Report) -> str:
-    """Where a rank stands, as a line for people."""
+    """The position of a rank, as a line for people."""
     if report.left:
         return f"has {report.left}, at {report.line}"
     calls = [f"in {call} for {call.seconds:.0f} s, at {call.line}" for call in report.calls]

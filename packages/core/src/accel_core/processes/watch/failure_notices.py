@@ -1,4 +1,4 @@
-"""Which rank failed, and with what: told to the ranks that only see a connection break.
+"""Notices of failed ranks and their errors, for the ranks that only see a connection break.
 
 A rank that raises where the others do not leaves them in a collective. When its process ends, the backend tells them that a
 connection was closed, not by whom or why. So the failing rank puts a *notice* into the store at which the ranks have met,
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FRESH = 30.0
-"""For how many seconds an announced error explains a broken connection."""
+"""The seconds for which an announced error explains a broken connection."""
 
 LINGER = timedelta(seconds=2)
-"""How long a rank that may host the store stays for those who have not read the notices."""
+"""The time that a rank that may host the store waits for those that have not read the notices."""
 
 LONGEST = 4000
 """Characters of an error that travel, its last ones: a worker's error ends with the original exception."""
@@ -92,7 +92,7 @@ class Notices:
             self._store.set(f"read/{self._rank}", "")  # whoever knows needs no news
 
     def read(self) -> str:
-        """What the other ranks have posted, as a paragraph for this rank's user; empty if there is nothing to say."""
+        """The notices of the other ranks, as a paragraph for the user; empty if there is nothing to say."""
         notices: dict[int, dict[str, str | float]] = {}  # by rank, the last one of each
         with contextlib.suppress(dist.DistError):
             for number in range(1, self._store.add("count", 0) + 1):

@@ -46,10 +46,10 @@ PERIOD = 1.0
 """Seconds between two looks."""
 
 ALERT = 0.5
-"""The same, while this rank waits in a collective."""
+"""Seconds between two looks while this rank waits in a collective."""
 
 HASTE = 0.25
-"""The same, while a thread of this process waits to hear why its connection broke."""
+"""Seconds between two looks while a thread of this process waits to hear why its connection broke."""
 
 ENOUGH = 6
 """Looks after which a rank that is known to be missing is not kept back for the lines of the others."""
@@ -68,7 +68,7 @@ logger = logging.getLogger("accel_core.processes.watch")
 
 
 class Patrol:
-    """What the thread of one rank does.
+    """The work of the Watch's thread on one rank.
 
     Args:
         board: where the ranks report.
@@ -205,7 +205,7 @@ class Patrol:
             self._judge(report, others, absent)
 
     def _reports(self) -> tuple[dict[int, Report], dict[int, Absent]]:
-        """What the others have said since this rank began to wait, or as their last word; and the silence of the rest."""
+        """The others' reports since this rank began to wait, or their last ones; and the silent ranks."""
         now = self._presence.seconds
         reports: dict[int, Report] = {}
         absent: dict[int, Absent] = {}

@@ -1,4 +1,4 @@
-"""What this process is in the middle of: the collectives of its threads, and where its main thread stands."""
+"""The status of this process: the collectives of its threads, and the line of its training thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Presence:
         self.seconds = 0.0
 
     def report(self) -> Report:
-        """What this rank says of itself now. Durations are seen from here, so they begin with the second report."""
+        """The present report of this rank. Durations are measured here: they begin with the second report."""
         before, now = self.seconds, self._passed()
         idle = self._used() < IDLE * (now - before)
         taking_part = tuple(self.inside)

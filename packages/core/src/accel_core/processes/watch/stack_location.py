@@ -1,4 +1,4 @@
-"""Where a process is: on which machine, whether it still runs, and at which line of the user's it stands.
+"""The location of a process: its machine, whether it still runs, and the user's line that it is at.
 
 Everything here reads; nothing is slowed down, and no other process is touched. Where there is no `/proc`, the state of
 other processes is unknown.
@@ -98,7 +98,7 @@ class Process:
         return signal.Signals(number).name if number in set(signal.Signals) else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """What `Process(**...)` takes."""
+        """The arguments of `Process(**...)`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stand:
-    """Where one thread stands.
+    """The position of one thread in the code.
 
     Args:
         line: the innermost line that is the user's, as "file, line 3, in f: code".
@@ -125,7 +125,7 @@ class Stand:
 
 
 def stand_of(thread: int) -> Stand | None:
-    """Where the thread with this identifier stands; None if it has ended."""
+    """The position of the thread with this identifier; None if it has ended."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return None
@@ -136,7 +136,7 @@ def stand_of(thread: int) -> Stand | None:
 
 
 def cpu_seconds(thread: int) -> float:
-    """How long the thread with this number in the kernel has been computing; 0.0 where that is not to be known."""
+    """The CPU seconds of the thread with this number in the kernel; 0.0 where they cannot be read."""
     try:
         return int((_PROC / "self/task" / str(thread) / "schedstat").read_text().split()[0]) / 1e9
     except (OSError, ValueError):

@@ -35,12 +35,12 @@ class Board:
         self._store.set(f"process/{self._rank}", json.dumps(process.to_dict()))
 
     def process(self, rank: int) -> Process | None:
-        """Which process a rank is; None if it has not said so yet."""
+        """The process of a rank; None if the rank has not announced it yet."""
         text = self._read(f"process/{rank}")
         return Process(**json.loads(text)) if text else None
 
     def host(self, patience: timedelta) -> Process | None:
-        """Which process rank 0 is; None if it has not said so after `patience`: it may make no World at all."""
+        """The process of rank 0; None if not announced after `patience`: rank 0 may make no World at all."""
         try:
             self._store.wait(["process/0"], patience)
         except dist.DistStoreError:

@@ -1,4 +1,4 @@
-"""What the other parts see of the Watch."""
+"""The Watch, as the other parts of the library use it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from accel_core.processes.mismatch_report import Description
 
 MEETING = timedelta(seconds=3)
-"""How long it may take until rank 0 has said which process it is: it makes its World now, as a rule."""
+"""The time in which rank 0 is to announce its process: it makes its World now, as a rule."""
 
 LINGER = timedelta(seconds=2)
-"""How long rank 0, which may host the store, stays for those who still want to know why the run ends."""
+"""The time that rank 0, which may host the store, waits for ranks that still ask why the run ends."""
 
 PATIENCE = 4.0
 """Seconds in which a rank whose connection broke looks for the reason, before it raises without one."""
@@ -155,7 +155,7 @@ class Watch:
 
 
 def _connected_anew(store: Store) -> Store:
-    """The same store over a connection of its own: a client serves one request after the other, and some wait long."""
+    """A clone of the store with its own connection: a client serves one request at a time, and some wait long."""
     client: Any = store
     clone: Store = client.clone()  # torch's stubs do not know it
     return clone
