@@ -230,7 +230,7 @@ accelerator = Accelerator(cpu=True)
 explained = accelerator.explain().as_dict()
 chosen = [[each["name"], each["source"]] for each in explained["parts"] if each["role"] == "tracker"]
 setting = [each["value"] for each in explained["settings"] if each["option"] == "diary.pages"]
-print(json.dumps([chosen, setting, [name for name in sys.modules if name in {"stationery", "missing", "accel_trackers"}]]))
+print(json.dumps([chosen, setting, [name for name in sys.modules if name in {"stationery", "missing", "accel_trackers.tensorboard"}]]))
 """
 
 

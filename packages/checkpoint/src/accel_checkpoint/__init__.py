@@ -1,6 +1,7 @@
 """The neutral checkpoint: state that knows no strategy, saved by any number of ranks and loaded by any other.
 
-The names here are the door: strategies and tests import them, and no inner module. Inside, read in this order:
+The names here are the door: strategies and tests import them, and no inner module. Inside, read in
+this order:
 
     component           what the core finds: the hooks `save_checkpoint` and `load_checkpoint`
     checkpoints         of one Accelerator: where they go, how many are kept

@@ -29,7 +29,8 @@ _NEXT = "for what the main process reads next"
 class Weights(Mapping[str, Any]):
     """The state of a model, of which a value is only put together, on every rank, when it is read.
 
-    Unless they are replicated, reading a parameter is a collective: every rank reads the same names in the same order.
+    Unless they are replicated, reading a parameter is a collective: every rank reads the same names
+    in the same order.
 
     Args:
         state: of the model.
@@ -96,7 +97,8 @@ class WeightGather:
             What `work` returned there; None elsewhere.
 
         Raises:
-            Exception: on every rank, what `work` raised, or what made a rank fail to bring its part.
+            Exception: on every rank, what `work` raised, or what made a rank fail to bring its
+                part.
         """
         if self._world.size == 1:
             return work()

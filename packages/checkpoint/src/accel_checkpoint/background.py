@@ -1,10 +1,12 @@
 """Saving while training goes on: copies are taken, a thread writes them, and failures surface at the next save or wait.
 
-*Eager*: everything is copied before `save_state` returns. *Lazy*: what only an optimizer's step changes is copied by the
-thread, and the next step waits for that. What was changed all the same, by somebody else, is noticed by the tensor's version
-and makes the save fail; writes through `tensor.data` have no version and are not noticed.
+*Eager*: everything is copied before `save_state` returns. *Lazy*: what only an optimizer's step
+changes is copied by the thread, and the next step waits for that. What was changed all the same, by
+somebody else, is noticed by the tensor's version and makes the save fail; writes through
+`tensor.data` have no version and are not noticed.
 
-The ranks tell each other what they have written by small files beside it, because a thread has no part in collectives.
+The ranks tell each other what they have written by small files beside it, because a thread has no
+part in collectives.
 """
 
 from __future__ import annotations
@@ -164,7 +166,8 @@ class _Save:
     Args:
         data: the data folder.
         place: this rank, and those that write into that folder.
-        waits: whether others write into other folders, so that what is replaced stays until all are published.
+        waits: whether others write into other folders, so that what is replaced stays until all are
+            published.
     """
 
     def __init__(self, data: Path, place: tuple[int, tuple[int, ...]], *, waits: bool = False) -> None:

@@ -71,10 +71,12 @@ class LoadRequest:
 def load(run: Run, request: LoadRequest) -> dict[str, Any]:
     """Restores all of a run, and returns the record of the checkpoint. A collective.
 
-    Where a save replaces the checkpoint that is being read, the new one is read instead, from the beginning.
+    Where a save replaces the checkpoint that is being read, the new one is read instead, from the
+    beginning.
 
     Raises:
-        CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing what does not.
+        CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing
+            what does not.
         OSError: on every rank, if a rank cannot read it.
     """
     restored: list[str] = []

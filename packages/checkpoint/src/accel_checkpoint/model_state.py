@@ -18,8 +18,9 @@ _EXTRA_STATE = "_extra_state"
 def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
     """The live entries of a model: parameters as the sharding says, buffers as those of the lowest rank.
 
-    Names of one tensor are tied: the first has it, the others are aliases. What `state_dict` makes rather than holds (the
-    `get_extra_state` of a module, tensors that a hook of the user's adds) and tensor subclasses are opaque.
+    Names of one tensor are tied: the first has it, the others are aliases. What `state_dict` makes
+    rather than holds (the `get_extra_state` of a module, tensors that a hook of the user's adds)
+    and tensor subclasses are opaque.
 
     Args:
         model: the user's model, unwrapped.

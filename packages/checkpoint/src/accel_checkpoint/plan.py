@@ -1,7 +1,7 @@
 """Plans for checkpoints: which rank writes what, and which stored parts a rank reads.
 
-Both are arithmetic on boxes, and read no data. Every rank describes what it has; from all descriptions each rank computes
-the same plan by itself.
+Both are arithmetic on boxes, and read no data. Every rank describes what it has; from all
+descriptions each rank computes the same plan by itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Task:
 
     Args:
         name: of the entry.
-        box: the box that is written of an elementwise tensor, one that the rank presents; None: all that it presents.
+        box: the box that is written of an elementwise tensor, one that the rank presents; None: all
+            that it presents.
         part: that of an opaque value, "rank <r>" for a term, else "whole".
     """
 
@@ -92,19 +93,22 @@ _Claims = Mapping[int, Claim]
 def plan(descriptions: Sequence[Description], members: Sequence[int] | None = None) -> list[list[Task]]:
     """Assigns tasks to ranks: everything is written once, with about equal bytes for each rank.
 
-    Of equal boxes, and of opaque values with the same part, one is written, by the rank with the fewest bytes so far; of a
-    replicated tensor that of the lowest rank; of a partial one each rank's. A tensor without elements needs no task.
+    Of equal boxes, and of opaque values with the same part, one is written, by the rank with the
+    fewest bytes so far; of a replicated tensor that of the lowest rank; of a partial one each
+    rank's. A tensor without elements needs no task.
 
     Args:
         descriptions: one per rank of the world, in rank order, the same on every rank that plans.
-        members: the ranks that write, and together have to present everything that any rank presents, such as those of
-            one node; None: all.
+        members: the ranks that write, and together have to present everything that any rank
+            presents, such as those of one node; None: all.
 
     Returns:
-        The tasks of each rank of the world, in the order in which names were presented; none for a rank that is no member.
+        The tasks of each rank of the world, in the order in which names were presented; none for a
+        rank that is no member.
 
     Raises:
-        CheckpointError: if ranks differ about a name, or what the members present of it is not everything, or not once.
+        CheckpointError: if ranks differ about a name, or what the members present of it is not
+            everything, or not once.
     """
     ranks = range(len(descriptions)) if members is None else sorted(set(members))
     presented: dict[str, dict[int, Claim]] = {}
@@ -312,7 +316,8 @@ class StoredBoxes:
         """The copies that read a box of the tensor, each of its elements once.
 
         Raises:
-            CheckpointError: if the checkpoint does not have each of its elements, or has one more than once.
+            CheckpointError: if the checkpoint does not have each of its elements, or has one more
+                than once.
         """
         if wanted.is_empty:
             return []

@@ -127,7 +127,8 @@ class Checkpoint:
         """Jobs that fill the tensors of an entry with the data of the checkpoint under `name`.
 
         Args:
-            rank, ranks: for terms: a term of its own, if as many ranks as here saved them, else the mean of all.
+            rank, ranks: for terms: a term of its own, if as many ranks as here saved them, else the
+                mean of all.
         """
         if isinstance(entry, Elementwise):
             yield from self._boxes(name, entry)
@@ -151,7 +152,8 @@ class Checkpoint:
         """The object of a unit as it was on a rank, for a world of `ranks`.
 
         Raises:
-            CheckpointError: if it was another one on each rank, and there were more ranks, or fewer, than now.
+            CheckpointError: if it was another one on each rank, and there were more ranks, or
+                fewer, than now.
         """
         entries = self.index.objects[unit]
         if entries[0]["ranks"] == "all":

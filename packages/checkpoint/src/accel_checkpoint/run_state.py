@@ -41,7 +41,8 @@ class Content:
     Args:
         state: entries by name.
         objects: what is encoded, by unit.
-        versions: of the pieces of elementwise entries, by name, as they were when the content was kept.
+        versions: of the pieces of elementwise entries, by name, as they were when the content was
+            kept.
     """
 
     state: dict[str, Entry] = field(default_factory=dict)
@@ -183,7 +184,8 @@ def check_value(name: str, value: Any, device: torch.device | None) -> None:
     """Raises `CheckpointError` for a value that no save leaves in a unit of ours: so a load restores nothing then.
 
     Args:
-        name: of a unit, such as "random", or of an opaque entry of one; what objects of the user's hold is not looked at.
+        name: of a unit, such as "random", or of an opaque entry of one; what objects of the user's
+            hold is not looked at.
         value: what is decoded.
         device: whose random stream is among those that would be restored; None: the CPU's alone.
     """

@@ -70,8 +70,8 @@ class Work:
 
     Args:
         name: of the file.
-        lasting: the keys of tensors that only a step of an optimizer changes, with the versions that they have until then: they
-            may be copied a little later.
+        lasting: the keys of tensors that only a step of an optimizer changes, with the versions
+            that they have until then: they may be copied a little later.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
     from accel_core import Accelerator
 
-See `Accelerator` for the loop, `accel_core.contract.hook_specs` for what a plugin can take over, and `accel_testing` for what
-defines a strategy.
+See `Accelerator` for the loop, `accel_core.contract.hook_specs` for what a plugin can take over,
+and `accel_testing` for what defines a strategy.
 """
 
 from __future__ import annotations

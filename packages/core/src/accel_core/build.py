@@ -1,7 +1,7 @@
 """From the arguments of the Accelerator to the parts that it works with, in the order in which they are made.
 
-World, then components (strategy, precision, loader, the user's plugins), then the hooks bound to their owners, then the
-layout. Nothing here is kept but the result.
+World, then components (strategy, precision, loader, the user's plugins), then the hooks bound to
+their owners, then the layout. Nothing here is kept but the result.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ class _State(ProcessControl):
     def destroy_process_group(self) -> None:
         """Ends the process group, after everything of ours that uses it has let go. A collective; twice is once.
 
-        Accelerators and `PartialState`s of this world know their ranks afterwards, but communicate no more. In a world of one
-        it does nothing. `Accelerator.end_training` does this by itself when it is the last user.
+        Accelerators and `PartialState`s of this world know their ranks afterwards, but communicate
+        no more. In a world of one it does nothing. `Accelerator.end_training` does this by itself
+        when it is the last user.
 
         Raises:
             WorldError: if somebody else started the group: who started it ends it.
@@ -89,11 +90,12 @@ class PartialState(_State):
         with state.main_process_first():
             prepare_the_files()
 
-    Building one is a collective when it starts the process group: the first one, on every rank that the launcher started.
-    Two of them share the process group and nothing else.
+    Building one is a collective when it starts the process group: the first one, on every rank that
+    the launcher started. Two of them share the process group and nothing else.
 
     Args:
-        cpu: whether to compute on the CPU although there is an accelerator. Not given: ACCELERATE_USE_CPU, else False.
+        cpu: whether to compute on the CPU although there is an accelerator. Not given:
+            ACCELERATE_USE_CPU, else False.
         backend, timeout, init_method: of the process group, as in `InitProcessGroupKwargs`.
 
     Raises:
@@ -147,12 +149,14 @@ class PartialState(_State):
 class AcceleratorState(_State):
     """A read-only view of an Accelerator's set-up, as `accelerator.state`; printing it shows one fact a line.
 
-    Besides what `PartialState` has: the precision and the strategies. For a strategy with the name `x` there are
+    Besides what `PartialState` has: the precision and the strategies. For a strategy with the name
+    `x` there are
 
     - `x_plugin`: the strategy object, or None where another strategy is in use;
     - `x_plugins`: all that were given, key → object, or None;
     - `get_x_plugin(key)`: one of them; without a key the one in use;
-    - `select_x_plugin(key)`: nothing for the one in use, else an error: one Accelerator has one strategy.
+    - `select_x_plugin(key)`: nothing for the one in use, else an error: one Accelerator has one
+      strategy.
     """
 
     _mixed_precision: str
@@ -180,7 +184,8 @@ class AcceleratorState(_State):
         Args:
             processes: its processes.
             mixed_precision: the name of its precision.
-            strategies: what was given as strategy, by the keys of the user's dict; a single one by its name.
+            strategies: what was given as strategy, by the keys of the user's dict; a single one by
+                its name.
             active: the key of the one in use.
             name: the name of the one in use: its entry point's, or its class's.
         """

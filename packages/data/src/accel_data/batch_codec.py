@@ -4,15 +4,16 @@ A message to one receiver is a row of words of 64 bits and, aligned, the bodies:
 
     words of the mailbox | words of the encoder | tensor | tensor | pickle | …
 
-What repeats from batch to batch, the *structure* (containers, keys, dtypes, numbers of dimensions), is pickled when it is
-new and gets a number; from then on the number stands for it. Tensors travel as they lie in memory. Whatever else is in a
-batch is pickled, all of it together, once per batch: strings, numbers, containers other than dicts, lists and tuples,
-objects, tensors that are not plain. Plain tensors and arrays inside of these still travel as bytes. So a batch of plain tensors in
-plain containers costs no pickle once its structure is known.
+What repeats from batch to batch, the *structure* (containers, keys, dtypes, numbers of dimensions),
+is pickled when it is new and gets a number; from then on the number stands for it. Tensors travel
+as they lie in memory. Whatever else is in a batch is pickled, all of it together, once per batch:
+strings, numbers, containers other than dicts, lists and tuples, objects, tensors that are not
+plain. Plain tensors and arrays inside of these still travel as bytes. So a batch of plain tensors
+in plain containers costs no pickle once its structure is known.
 
-What arrives equals what was sent, with these exceptions: tensors arrive on the CPU, contiguous, without `requires_grad`,
-and a tensor that occurs twice in a batch arrives as two. Each has memory of its own, for whoever keeps the labels of an
-epoch must not keep its images with them.
+What arrives equals what was sent, with these exceptions: tensors arrive on the CPU, contiguous,
+without `requires_grad`, and a tensor that occurs twice in a batch arrives as two. Each has memory
+of its own, for whoever keeps the labels of an epoch must not keep its images with them.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Encoder:
         """The words and bodies of some batches.
 
         Raises:
-            TypeError: if a batch holds what cannot be pickled. The encoder is then of no use until both sides forget.
+            TypeError: if a batch holds what cannot be pickled. The encoder is then of no use until
+                both sides forget.
         """
         forget = len(self._numbers) >= KEPT_STRUCTURES
         if forget:
@@ -181,7 +183,8 @@ class Decoder:
             start: where the bodies begin, in bytes.
 
         Raises:
-            RuntimeError: if an object cannot be unpickled. The decoder is ready for the next message all the same.
+            RuntimeError: if an object cannot be unpickled. The decoder is ready for the next
+                message all the same.
         """
         if next(words):
             self.forget()
@@ -242,8 +245,9 @@ def _is_plain(leaf: Any) -> bool:
 def _collect(node: Any, leaves: list[Any], kinds: list[Kind]) -> Any:
     """Appends the leaves of a node and returns its shape: None for a leaf, else type, keys, and the children's shapes.
 
-    Only containers that are their items and nothing else are opened. One without any plain tensor is a leaf itself: its
-    content is pickled anyway, and lists of varying lengths then need no structures of their own.
+    Only containers that are their items and nothing else are opened. One without any plain tensor
+    is a leaf itself: its content is pickled anyway, and lists of varying lengths then need no
+    structures of their own.
     """
     if _is_plain(node):
         leaves.append(node)

@@ -3,15 +3,20 @@
 The rule, for a batch of n rows:
 
 - A tensor or NumPy array with n in its first dimension has n rows.
-- A mapping, list or tuple whose members have n rows is made of **columns**, and cut in each of them.
-- A list or tuple of n members that are not columns holds **one object per row**: strings, numbers, dicts, ragged tensors.
-- Whatever else has no rows and belongs to everyone: numbers, strings, None, tensors without dimensions, objects; also lists
-  and tuples of such, of another length. But an object that has a `to` method (a `PackedSequence`) holds tensors that nobody
-  here knows how to cut, and so do tensors that are sparse or nested: a batch with one of these has no rows.
+- A mapping, list or tuple whose members have n rows is made of **columns**, and cut in each of
+  them.
+- A list or tuple of n members that are not columns holds **one object per row**: strings, numbers,
+  dicts, ragged tensors.
+- Whatever else has no rows and belongs to everyone: numbers, strings, None, tensors without
+  dimensions, objects; also lists and tuples of such, of another length. But an object that has a
+  `to` method (a `PackedSequence`) holds tensors that nobody here knows how to cut, and so do
+  tensors that are sparse or nested: a batch with one of these has no rows.
 
-Where a list or tuple of n members can be read both ways, it is made of columns if a member is itself a tensor of n rows, or
-if all of its content has n rows, because that is what `default_collate` makes of n samples with n fields; yet n plain tuples
-with tensors in them are n samples, for `default_collate` makes lists. The number of samples that were asked for decides between several possible n.
+Where a list or tuple of n members can be read both ways, it is made of columns if a member is
+itself a tensor of n rows, or if all of its content has n rows, because that is what
+`default_collate` makes of n samples with n fields; yet n plain tuples with tensors in them are n
+samples, for `default_collate` makes lists. The number of samples that were asked for decides
+between several possible n.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ A message is one scatter of flat buffers of equal size. It begins with words of 
 
     bytes needed | what it is | how many words | serial | sequence number | …
 
-of which the first is the largest need of all receivers. **Capacity**: the size of a scatter has to be known beforehand, and
-depends only on what every rank has seen, the needs of earlier messages: it is the largest of the last `MEMORY`, rounded up.
-A message that does not fit announces its need in one scatter and follows in a second one. So a loader takes one collective
-per message as long as its batches do not grow, and one unusually large message costs at most `MEMORY` oversized ones.
+of which the first is the largest need of all receivers. **Capacity**: the size of a scatter has to
+be known beforehand, and depends only on what every rank has seen, the needs of earlier messages: it
+is the largest of the last `MEMORY`, rounded up. A message that does not fit announces its need in
+one scatter and follows in a second one. So a loader takes one collective per message as long as its
+batches do not grow, and one unusually large message costs at most `MEMORY` oversized ones.
 
-**Device**: bytes travel from CPU to CPU where the group has a backend for that, else over the accelerator.
+**Device**: bytes travel from CPU to CPU where the group has a backend for that, else over the
+accelerator.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ Message = tuple[list[int], Sequence[Body]]
 class Mailbox:
     """Carries batches from rank 0 of a group to each other rank, to each its own.
 
-    Rank 0 calls `post` or `post_error` as often as each of the others calls `receive`; each call is a collective. In a
-    group of one, posting does nothing. An error on either side leaves the mailbox in order for the next message.
+    Rank 0 calls `post` or `post_error` as often as each of the others calls `receive`; each call is
+    a collective. In a group of one, posting does nothing. An error on either side leaves the
+    mailbox in order for the next message.
 
     Args:
         world: the processes.
@@ -71,10 +74,12 @@ class Mailbox:
             serial: of the iteration.
             sequence: of the message in it.
             words: integers for everyone.
-            parts: for each rank of the group its batches, each with a few integers. The first, rank 0's own, is not sent.
+            parts: for each rank of the group its batches, each with a few integers. The first, rank
+                0's own, is not sent.
 
         Raises:
-            TypeError: if a batch cannot be pickled. The others then raise a RuntimeError that quotes it.
+            TypeError: if a batch cannot be pickled. The others then raise a RuntimeError that
+                quotes it.
         """
         assert self.rank == 0, "rank 0 of the group posts, the others receive"
         assert len(parts) == self.size, "one part per rank of the group"
@@ -113,8 +118,8 @@ class Mailbox:
             sequence: of the message that it expects.
 
         Raises:
-            RuntimeError: if rank 0 posted an error, or is in another iteration or at another message of it; if an object of a
-                batch cannot be unpickled.
+            RuntimeError: if rank 0 posted an error, or is in another iteration or at another
+                message of it; if an object of a batch cannot be unpickled.
         """
         assert self.rank > 0, "rank 0 of the group posts, the others receive"
         with torch.inference_mode(False):

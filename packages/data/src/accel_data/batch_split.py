@@ -1,8 +1,9 @@
 """The division of a global batch that one rank has read into the parts of all ranks.
 
-A whole step goes out as it is: a batch for each rank, or an equal piece of one batch with `split_batches`. Only an incomplete
-last step is cut: its rows are split evenly, and filled up to a multiple of the ranks with the first rows that were read. If it
-cannot be cut, its batches go out whole, and the first batches fill up, as padding.
+A whole step goes out as it is: a batch for each rank, or an equal piece of one batch with
+`split_batches`. Only an incomplete last step is cut: its rows are split evenly, and filled up to a
+multiple of the ranks with the first rows that were read. If it cannot be cut, its batches go out
+whole, and the first batches fill up, as padding.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Sharing:
         request: what was asked for.
 
     Raises:
-        ValueError: if batches are to be cut into pieces, and their size is not a multiple of the ranks.
+        ValueError: if batches are to be cut into pieces, and their size is not a multiple of the
+            ranks.
     """
 
     def __init__(self, loader: DataLoaderShard, request: Request) -> None:

@@ -27,24 +27,28 @@ _AT_ONCE = 1 << 12  # indices that are passed over without a line of Python for 
 class BatchSamplerShard(Sampler[Indices]):
     """Wraps a batch sampler to yield the index batches of one process.
 
-    Without `split_batches`, `num_processes` consecutive batches make a global step, and each process gets one of them;
-    with it, a batch is a global step, and each process gets an equal piece. With `drop_last=True` (an attribute of the
-    batch sampler), an incomplete last step is left out on all processes.
+    Without `split_batches`, `num_processes` consecutive batches make a global step, and each
+    process gets one of them; with it, a batch is a global step, and each process gets an equal
+    piece. With `drop_last=True` (an attribute of the batch sampler), an incomplete last step is
+    left out on all processes.
 
-    Batches are never lost. If their sizes vary, whether or not the batch sampler has a `batch_size`, they are handed out
-    as they come, and whole first batches fill the last step. A single process gets what the batch sampler yields.
+    Batches are never lost. If their sizes vary, whether or not the batch sampler has a
+    `batch_size`, they are handed out as they come, and whole first batches fill the last step. A
+    single process gets what the batch sampler yields.
 
     Args:
         batch_sampler: any iterable of lists of indices. Every process must see the same ones.
         num_processes: how many processes share them.
         process_index: which of them this is.
         split_batches: whether a batch is cut in pieces, or given to one process whole.
-        even_batches: whether an incomplete last step is filled from the start of the epoch, so that all processes get as
-            many batches, all of one size. Otherwise the last batch may be short, and a process may get one batch less.
+        even_batches: whether an incomplete last step is filled from the start of the epoch, so that
+            all processes get as many batches, all of one size. Otherwise the last batch may be
+            short, and a process may get one batch less.
 
     Raises:
-        ValueError: for a process that does not exist; with `split_batches`, for a batch sampler without a `batch_size`,
-            or with one that the number of processes does not divide, and, when iterated, for batches of another size.
+        ValueError: for a process that does not exist; with `split_batches`, for a batch sampler
+            without a `batch_size`, or with one that the number of processes does not divide, and,
+            when iterated, for batches of another size.
     """
 
     def __init__(
@@ -82,8 +86,8 @@ class BatchSamplerShard(Sampler[Indices]):
     def __len__(self) -> int:
         """The number of batches of this process.
 
-        It is an upper bound with `split_batches=True, even_batches=False` and a batch sampler of the user's own, for what
-        its last batch holds is not known beforehand.
+        It is an upper bound with `split_batches=True, even_batches=False` and a batch sampler of
+        the user's own, for what its last batch holds is not known beforehand.
 
         Raises:
             TypeError: if the batch sampler has no length.
@@ -125,8 +129,9 @@ class BatchSamplerShard(Sampler[Indices]):
         """The index batches of this process, each with its number of rows and of real ones among them.
 
         Args:
-            start: how many samples of the epoch are left out: they are asked of the sampler, and not read. Of batches that
-                are cut from a sampler any number; of a batch sampler of another kind, whole batches.
+            start: how many samples of the epoch are left out: they are asked of the sampler, and
+                not read. Of batches that are cut from a sampler any number; of a batch sampler of
+                another kind, whole batches.
             drawn: makes of the iterator that asks the batch sampler another one.
 
         Raises:

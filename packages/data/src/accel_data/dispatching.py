@@ -1,8 +1,8 @@
 """The source of a dispatching loader: one rank iterates, and posts to the others.
 
-Batches travel in blocks: a message carries several steps at once, for what a message costs does not depend on its size as
-long as it is small. A step is one batch for every rank. The first message of an iteration carries one step, the next ones
-more, as long as they stay small.
+Batches travel in blocks: a message carries several steps at once, for what a message costs does not
+depend on its size as long as it is small. A step is one batch for every rank. The first message of
+an iteration carries one step, the next ones more, as long as they stay small.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class DispatchSource:
 
     Attributes:
         skipped: batches of this rank that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position inside it was loaded.
+        restarts: whether they are counted from the beginning of the epoch also where a position
+            inside it was loaded.
     """
 
     def __init__(self, local: DataLoaderShard, request: Request) -> None:

@@ -1,7 +1,8 @@
 """Iterable datasets in workers that go on from epoch to epoch.
 
-Such a worker keeps the copy of the dataset that it was started with, so what the main process tells its own copy does not
-reach it. The epoch therefore stands in shared memory as well, and a worker reads it when it begins a pass.
+Such a worker keeps the copy of the dataset that it was started with, so what the main process tells
+its own copy does not reach it. The epoch therefore stands in shared memory as well, and a worker
+reads it when it begins a pass.
 """
 
 from __future__ import annotations

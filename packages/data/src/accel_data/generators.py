@@ -46,8 +46,8 @@ def check_between(given: list[torch.Generator], extras: Mapping[str, Any]) -> No
 def restore_between(given: list[torch.Generator], extras: dict[str, Any]) -> dict[str, Any]:
     """Puts generators where they were between two epochs, and returns what else was in the state.
 
-    What is drawn from there to the order is drawn as it was in the run that was saved. Those of a begun epoch are left for
-    `settle`.
+    What is drawn from there to the order is drawn as it was in the run that was saved. Those of a
+    begun epoch are left for `settle`.
     """
     saved = extras.get("generators")
     if saved is None or saved["begun"]:

@@ -1,8 +1,9 @@
 """`IterableDatasetShard`: one process's part of the samples of an iterable dataset, and the rule by which they are shared out.
 
-A *step* is `count * part` consecutive samples of the stream; the process with index r takes the r-th part of each. An incomplete
-last step is dropped; or filled from the first samples of the stream, over again if it is shorter than a step; or left as it
-is. What fills up is known by its place, never guessed.
+A *step* is `count * part` consecutive samples of the stream; the process with index r takes the
+r-th part of each. An incomplete last step is dropped; or filled from the first samples of the
+stream, over again if it is shorter than a step; or left as it is. What fills up is known by its
+place, never guessed.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ class Steps:
         index: which process.
         count: how many processes.
         drop_last: leaves out an incomplete last step.
-        fill: fills it. With one process there is nobody to be even with, and its last piece is short.
-        skip: how many samples of the stream are left out at the beginning: they are read, and may fill up.
-        turn: takes only each step whose number, counted behind what is left out, is `turn` modulo `turns`.
+        fill: fills it. With one process there is nobody to be even with, and its last piece is
+            short.
+        skip: how many samples of the stream are left out at the beginning: they are read, and may
+            fill up.
+        turn: takes only each step whose number, counted behind what is left out, is `turn` modulo
+            `turns`.
         turns: how many take turns.
     """
 
@@ -71,7 +75,8 @@ class Steps:
         """The pieces of this process, in order.
 
         Args:
-            samples: the stream. It is only asked for the next sample, for `iter` would begin some hand-written iterators anew.
+            samples: the stream. It is only asked for the next sample, for `iter` would begin some
+                hand-written iterators anew.
 
         Raises:
             ValueError: if the stream ends before `skip` samples.
@@ -111,20 +116,22 @@ class Steps:
 class IterableDatasetShard(IterableDataset[T], Generic[T]):
     """Wraps an iterable dataset to yield the samples of one process. Every process must see the same stream.
 
-    An incomplete last step is filled from the first samples of the stream, so that all processes get equally many; if the
-    dataset yields nothing, so does each part of it. A single process gets what the dataset yields.
+    An incomplete last step is filled from the first samples of the stream, so that all processes
+    get equally many; if the dataset yields nothing, so does each part of it. A single process gets
+    what the dataset yields.
 
     Args:
         dataset: the stream; it is not changed.
-        batch_size: samples that one process takes in turn; with `split_batches`, that all of them take together.
+        batch_size: samples that one process takes in turn; with `split_batches`, that all of them
+            take together.
         drop_last: leaves out an incomplete last step on all processes.
         num_processes: how many processes share the stream.
         process_index: which of them this is.
         split_batches: whether `batch_size` is that of all processes together.
 
     Raises:
-        ValueError: for a process that does not exist, a batch size below 1, or, with `split_batches`, one that the number of
-            processes does not divide.
+        ValueError: for a process that does not exist, a batch size below 1, or, with
+            `split_batches`, one that the number of processes does not divide.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The source of a loader over an iterable dataset: no indices, only samples in sequence.
 
-Going on inside an epoch therefore reads what is left out, batch by batch, unless dataset or loader has a state of its own:
-then that is kept beside the position, as it was when the latest batch was yielded, and restored.
+Going on inside an epoch therefore reads what is left out, batch by batch, unless dataset or loader
+has a state of its own: then that is kept beside the position, as it was when the latest batch was
+yielded, and restored.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class StreamSource:
     Attributes:
         inherits_state: whether a loader class that keeps a position of its own is asked for it.
         skipped: batches that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position inside it was loaded.
+        restarts: whether they are counted from the beginning of the epoch also where a position
+            inside it was loaded.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
         delivered: what torch's latest iterator has delivered, where samples are counted; else None.
     """
@@ -102,10 +104,12 @@ class StreamSource:
         Args:
             fetched: begins a pass over the batches.
             outlet: where they go.
-            stateful: what keeps a position of its own, the dataset or the loader. None: batches are counted.
+            stateful: what keeps a position of its own, the dataset or the loader. None: batches are
+                counted.
 
         Raises:
-            ValueError: if what is left out ends before a loaded position to which the dataset has gone on by itself.
+            ValueError: if what is left out ends before a loaded position to which the dataset has
+                gone on by itself.
         """
         resumes, restarts = self.epochs.resumes, self._workers_persist and self.epochs.restarts
         before = capture_random_state(outlet.device) if resumes or restarts else {}
@@ -330,7 +334,8 @@ def at_the_end(extras: Mapping[str, Any]) -> dict[str, Any]:
 def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) -> dict[str, Any]:
     """A state, and where it was taken: inside an epoch, behind its last batch, or between two epochs.
 
-    Behind the last batch some have begun the next epoch already. A copy: some hand out what they go on changing.
+    Behind the last batch some have begun the next epoch already. A copy: some hand out what they go
+    on changing.
     """
     return {"standing": standing, "state": copy.deepcopy(stateful.state_dict())}
 
@@ -338,9 +343,9 @@ def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) 
 def _restarted(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -> Iterator[Any]:
     """A pass from a state at the end of an epoch.
 
-    Some pipelines begin anew from there, others end once more first; where a loader and its dataset both have a state, each of
-    them may. `tell` tells the dataset the epoch, for a loader may have put it into its older state only now. What an empty pass
-    draws is drawn again by the next one.
+    Some pipelines begin anew from there, others end once more first; where a loader and its dataset
+    both have a state, each of them may. `tell` tells the dataset the epoch, for a loader may have
+    put it into its older state only now. What an empty pass draws is drawn again by the next one.
     """
     before = capture_random_state(None)
     for number in range(3):

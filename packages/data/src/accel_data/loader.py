@@ -25,19 +25,23 @@ if TYPE_CHECKING:
 class DataLoaderShard(PositionedLoader, DataLoader[Any]):
     """A `DataLoader` that places its batches, knows its position, and reads the part of one rank.
 
-    `Accelerator.prepare` and `prepare_data_loader` make it from a loader. Constructed, it reads what its own arguments say:
-    to share data out, give it a `BatchSamplerShard`, or an `IterableDatasetShard` as dataset. Constructing it is a collective
-    in a world larger than one, which agrees on the seed of the run.
+    `Accelerator.prepare` and `prepare_data_loader` make it from a loader. Constructed, it reads
+    what its own arguments say: to share data out, give it a `BatchSamplerShard`, or an
+    `IterableDatasetShard` as dataset. Constructing it is a collective in a world larger than one,
+    which agrees on the seed of the run.
 
     Args:
         dataset: as of a `DataLoader`.
         device: where batches are put; None leaves them where they are.
-        rng_types: which random streams are made equal to those of rank 0 when an iteration begins: "torch", "cuda", "xla",
-            "generator"; None: "generator" if there is one. A collective of the world.
-        synchronized_generator: a generator that is made equal to that of rank 0, beside those of the samplers.
-        skip_batches: how many batches each epoch leaves out at its beginning; behind `load_state_dict`, the rest of one leaves
-            out nothing more.
-        _drop_last: says that `drop_last` of the loader, or of its batch sampler, is True; an error otherwise.
+        rng_types: which random streams are made equal to those of rank 0 when an iteration begins:
+            "torch", "cuda", "xla", "generator"; None: "generator" if there is one. A collective of
+            the world.
+        synchronized_generator: a generator that is made equal to that of rank 0, beside those of
+            the samplers.
+        skip_batches: how many batches each epoch leaves out at its beginning; behind
+            `load_state_dict`, the rest of one leaves out nothing more.
+        _drop_last: says that `drop_last` of the loader, or of its batch sampler, is True; an error
+            otherwise.
         kwargs: of the `DataLoader`.
     """
 

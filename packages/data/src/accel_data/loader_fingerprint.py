@@ -25,7 +25,8 @@ class Identity:
         number: how many loaders were prepared before this one.
         length: of the dataset; None if it has none.
         order: what gives the order: the classes of the samplers, or of an iterable dataset.
-        workers: among how many the order of an iterable dataset is made; None where it does not depend on that.
+        workers: among how many the order of an iterable dataset is made; None where it does not
+            depend on that.
     """
 
     seed: int

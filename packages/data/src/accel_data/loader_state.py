@@ -1,7 +1,7 @@
 """The position of a loader: seed, epoch, and the number of samples yielded of the global order.
 
-A position says nothing about ranks, so a state that four processes saved is continued by two. It counts what was yielded;
-what workers have fetched ahead is fetched again.
+A position says nothing about ranks, so a state that four processes saved is continued by two. It
+counts what was yielded; what workers have fetched ahead is fetched again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class EpochProgress(SourceProgress):
     """The progress of an iteration of an epoch, and what else is needed to resume from it.
 
     Args:
-        extras: entries for the state, such as that of the dataset; whoever yields keeps them up to date.
+        extras: entries for the state, such as that of the dataset; whoever yields keeps them up to
+            date.
     """
 
     __slots__ = ("extras",)
@@ -52,8 +53,9 @@ class Start:
 
         Args:
             batches: how many of this rank.
-            restarts: whether they are counted from the beginning of the epoch, wherever in it a loaded position lies. Of the
-                state, the generators are kept: the order of the epoch is drawn from them.
+            restarts: whether they are counted from the beginning of the epoch, wherever in it a
+                loaded position lies. Of the state, the generators are kept: the order of the epoch
+                is drawn from them.
         """
         if not self.samples:
             return replace(self, skipped=batches)
@@ -68,10 +70,12 @@ class Epochs:
 
     Attributes:
         following: the epoch that comes next.
-        begins_from_a_state: whether the dataset stands at the end of an epoch because a state was loaded, and the next one has
-            not begun.
-        current: how far the iteration has come that was begun last; None if none was since an epoch or a state was set.
-        has_opened: whether there was an iteration at all, so that a dataset may have been read, or given a state.
+        begins_from_a_state: whether the dataset stands at the end of an epoch because a state was
+            loaded, and the next one has not begun.
+        current: how far the iteration has come that was begun last; None if none was since an epoch
+            or a state was set.
+        has_opened: whether there was an iteration at all, so that a dataset may have been read, or
+            given a state.
     """
 
     def __init__(self) -> None:
@@ -123,7 +127,8 @@ class Epochs:
     def next(self) -> Start:
         """The start of an iteration that is opened now.
 
-        One that was opened before, and may still be advanced, has its own epoch: `zip(loader, loader)` pairs two.
+        One that was opened before, and may still be advanced, has its own epoch:
+        `zip(loader, loader)` pairs two.
         """
         latest = self._latest() if self._latest is not None else None
         epoch = self.following if latest is None else max(self.following, latest.progress.epoch + 1)

@@ -1,12 +1,14 @@
 """In which order an epoch runs through its samples, as a function from position to index.
 
-Nothing is materialised: any block of positions can be asked for, so a rank computes the indices that it reads, and no
-others. An order depends on its key alone, never on the number of ranks, on torch's version, or on what a script draws.
+Nothing is materialised: any block of positions can be asked for, so a rank computes the indices
+that it reads, and no others. An order depends on its key alone, never on the number of ranks, on
+torch's version, or on what a script draws.
 
-Permutations: up to `SMALL` samples, positions are sorted by a keyed 64-bit hash. Above, eight rounds of a Feistel network
-on Z_a x Z_b with a*b barely above n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), walking the cycle
-until the result is below n. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). A round takes a shorter
-one of its kind: after eight of them the order is as even, and an index costs half as much.
+Permutations: up to `SMALL` samples, positions are sorted by a keyed 64-bit hash. Above, eight
+rounds of a Feistel network on Z_a x Z_b with a*b barely above n (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002), walking the cycle until the result is below n. The hash is the
+finaliser of SplitMix64 (Steele, Lea and Flood, 2014). A round takes a shorter one of its kind:
+after eight of them the order is as even, and an index costs half as much.
 """
 
 from __future__ import annotations

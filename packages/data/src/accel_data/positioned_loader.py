@@ -75,14 +75,15 @@ class PositionedLoader(PreparedLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position: seed, epoch, and samples yielded of the global order, over all ranks.
 
-        Numbers, and tensors of bytes where generators or the dataset have states of their own. The state of rank 0 serves
-        every rank, and any number of them. Not a collective.
+        Numbers, and tensors of bytes where generators or the dataset have states of their own. The
+        state of rank 0 serves every rank, and any number of them. Not a collective.
 
-        Where every rank has a stream of its own (`presharded`), each saves its own state, and loads it again.
+        Where every rank has a stream of its own (`presharded`), each saves its own state, and loads
+        it again.
 
         Raises:
-            ValueError: with workers whose batches come out of order, for they are no beginning of the order; and for a class
-                of loader that does not iterate as torch does.
+            ValueError: with workers whose batches come out of order, for they are no beginning of
+                the order; and for a class of loader that does not iterate as torch does.
         """
         if self.num_workers and not self.in_order:
             raise ValueError(
@@ -100,8 +101,9 @@ class PositionedLoader(PreparedLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where `state` was taken; the one after it is the next epoch, whole.
 
-        At the end of an epoch that was not left yet, the next iteration is the rest of it: empty. Not a collective: every
-        rank loads the same state, which any rank of a world of any size has saved.
+        At the end of an epoch that was not left yet, the next iteration is the rest of it: empty.
+        Not a collective: every rank loads the same state, which any rank of a world of any size has
+        saved.
 
         Raises:
             TypeError: if it is no state of a loader.
@@ -123,7 +125,8 @@ class PositionedLoader(PreparedLoader):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`; without this call, each iteration is the next epoch.
 
-        Passed on to the dataset, the batch sampler, the sampler and the loader's own class, where they take it.
+        Passed on to the dataset, the batch sampler, the sampler and the loader's own class, where
+        they take it.
         """
         inherited = getattr(super(), "set_epoch", None)
         if inherited is not None:

@@ -1,7 +1,8 @@
 """The number of samples that a batch of a stream was made of.
 
-A stream's last batch may be short, and by its looks one sample with two fields can be two samples: the one who cuts it has to
-be told. So the collate function counts, in the worker if there is one, and the count is taken off before anybody looks.
+A stream's last batch may be short, and by its looks one sample with two fields can be two samples:
+the one who cuts it has to be told. So the collate function counts, in the worker if there is one,
+and the count is taken off before anybody looks.
 """
 
 from __future__ import annotations

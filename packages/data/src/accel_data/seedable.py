@@ -14,17 +14,18 @@ from accel_data.configuration import SEEDS, check_options
 class SeedableRandomSampler(RandomSampler):
     """Shuffles by `torch.randperm` from a generator that is seeded with `data_seed + epoch` at the start of each pass.
 
-    The order is the same on every rank that has the same seed, and in another run. The global streams of torch, Python and
-    NumPy are neither read nor moved.
+    The order is the same on every rank that has the same seed, and in another run. The global
+    streams of torch, Python and NumPy are neither read nor moved.
 
     Args:
         data_source: what has the length; indices 0 to `len(data_source)` - 1 are drawn.
         replacement: draw with replacement, each index independently.
         num_samples: how many indices a pass has; None: the length of `data_source`.
-        generator: the generator that is seeded and drawn from; None: one for each pass, so that several can be read at once.
-        data_seed: the seed of epoch 0, 0 to 2**64 - 1 (the sum with the epoch is taken modulo 2**64); None:
-            `torch.initial_seed()`, which is the seed of `set_seed`, and is not the same on all ranks where they were seeded
-            apart or not at all.
+        generator: the generator that is seeded and drawn from; None: one for each pass, so that
+            several can be read at once.
+        data_seed: the seed of epoch 0, 0 to 2**64 - 1 (the sum with the epoch is taken modulo
+            2**64); None: `torch.initial_seed()`, which is the seed of `set_seed`, and is not the
+            same on all ranks where they were seeded apart or not at all.
 
     Raises:
         TypeError: if `data_seed` is no whole number.

@@ -1,8 +1,9 @@
 """The part of an epoch that each rank reads, as arithmetic.
 
-A *global step* is `count * part` consecutive positions of the epoch; the rank with index r reads the r-th part of each.
-The last step may be incomplete. It is dropped; or filled from the first positions of the epoch, over again if the epoch
-is shorter than a step; or left as it is, and then the last part of a rank may be short or missing.
+A *global step* is `count * part` consecutive positions of the epoch; the rank with index r reads
+the r-th part of each. The last step may be incomplete. It is dropped; or filled from the first
+positions of the epoch, over again if the epoch is shorter than a step; or left as it is, and then
+the last part of a rank may be short or missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Parts:
         index: which rank.
         count: how many ranks.
         drop_last: leaves out an incomplete last step.
-        even: fills an incomplete last step. With one rank there is nothing to make even, and its last part is short.
+        even: fills an incomplete last step. With one rank there is nothing to make even, and its
+            last part is short.
         start: how many samples of the epoch were read before; the first step begins behind them.
     """
 

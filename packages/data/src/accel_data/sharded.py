@@ -25,20 +25,25 @@ class Sharded:
     `DataLoaderConfiguration` says more about each option.
 
     Args:
-        split_batches: the loader's batch size is the global one, and each rank gets an equal piece of a batch. Otherwise
-            it is the batch size of each rank.
-        even_batches: fill an incomplete last global batch from the first samples of the epoch, so that all ranks see as
-            many batches of one size; metrics leave the filling out. Otherwise the last batch may be short, and ranks may
-            differ by one batch.
-        dispatch_batches: one rank reads a loader, and sends the others their parts; None: only where the dataset is iterable.
-        use_seedable_sampler: shuffle by `torch.randperm` from seed + epoch, instead of computing the order.
+        split_batches: the loader's batch size is the global one, and each rank gets an equal piece
+            of a batch. Otherwise it is the batch size of each rank.
+        even_batches: fill an incomplete last global batch from the first samples of the epoch, so
+            that all ranks see as many batches of one size; metrics leave the filling out. Otherwise
+            the last batch may be short, and ranks may differ by one batch.
+        dispatch_batches: one rank reads a loader, and sends the others their parts; None: only
+            where the dataset is iterable.
+        use_seedable_sampler: shuffle by `torch.randperm` from seed + epoch, instead of computing
+            the order.
         data_seed: the seed of the order, 0 to 2**64 - 1; None: the run's.
         non_blocking: copy batches in pinned memory to the device while the host goes on.
-        use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared loader has anyway.
-        rng_types: which random streams all ranks take from rank 0 at the start of each iteration: names of
-            `accel_core.RNGType`. "generator" means those that the user handed to a loader's samplers.
+        use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared
+            loader has anyway.
+        rng_types: which random streams all ranks take from rank 0 at the start of each iteration:
+            names of `accel_core.RNGType`. "generator" means those that the user handed to a
+            loader's samplers.
         presharded: iterable datasets yield each rank's own samples already.
-        uneven: what happens where the iterable streams of ranks end unevenly: "pad", "stop" or "join".
+        uneven: what happens where the iterable streams of ranks end unevenly: "pad", "stop" or
+            "join".
 
     Raises:
         TypeError: if a value is of another type, such as a text for a truth value.

@@ -210,7 +210,8 @@ class Lanes:
     """The progress of each stream of a dataset that splits itself over workers, or of its only one.
 
     Args:
-        behind: for each of them, how many samples are left out because a position was loaded; None: nothing is.
+        behind: for each of them, how many samples are left out because a position was loaded; None:
+            nothing is.
         dataset: the name of its class, for messages.
     """
 
@@ -232,7 +233,8 @@ class Lanes:
         """A batch has come. Returns whether it is not left out.
 
         Raises:
-            ValueError: if the position belongs to another number of lanes, or lies inside the batch.
+            ValueError: if the position belongs to another number of lanes, or lies inside the
+                batch.
         """
         if not self._read:
             self._begin(mark.lanes)

@@ -14,22 +14,25 @@ from accel_data.request import Request
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader that leaves out the first batches of each of its iterations, without reading them where they have indices.
 
-    Of a prepared loader it is a copy that shares its epochs: an iteration of the one is followed by the next epoch of either.
-    So loop over it for the rest of an epoch, and over the loader itself from then on. A prepared loader resumes more simply
-    by `load_state_dict`, on any number of ranks.
+    Of a prepared loader it is a copy that shares its epochs: an iteration of the one is followed by
+    the next epoch of either. So loop over it for the rest of an epoch, and over the loader itself
+    from then on. A prepared loader resumes more simply by `load_state_dict`, on any number of
+    ranks.
 
-    Batches are counted from the beginning of the epoch, also behind `load_state_dict`: as many as were done lead where the
-    loader goes on by itself, and the loaded position is used up. 0 leaves out nothing, so the loaded position holds.
+    Batches are counted from the beginning of the epoch, also behind `load_state_dict`: as many as
+    were done lead where the loader goes on by itself, and the loaded position is used up. 0 leaves
+    out nothing, so the loaded position holds.
 
     Args:
-        dataloader: a prepared loader, or any other: then the result reads all of it, in this process, and a shuffled order is
-            a function of seed and epoch. That is a collective in a world larger than one, which agrees on the seed.
+        dataloader: a prepared loader, or any other: then the result reads all of it, in this
+            process, and a shuffled order is a function of seed and epoch. That is a collective in a
+            world larger than one, which agrees on the seed.
         num_batches: how many batches of this rank.
 
     Raises:
         TypeError: if it is no `DataLoader`.
-        ValueError: if the number is negative, or no whole number. When iterated: if a dataset that keeps a position of its
-            own would have to go back from the one that was loaded.
+        ValueError: if the number is negative, or no whole number. When iterated: if a dataset that
+            keeps a position of its own would have to go back from the one that was loaded.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.behind(num_batches)

@@ -1,8 +1,9 @@
 """Random streams of a sampler's own.
 
-A sampler of the user's that takes no generator draws from the global streams of torch, Python or NumPy. These differ between
-ranks, so each rank would share out another order: samples would be lost, and others read twice. While such a sampler is asked
-for its next indices, the global streams are therefore exchanged for private ones, which are the same on every rank.
+A sampler of the user's that takes no generator draws from the global streams of torch, Python or
+NumPy. These differ between ranks, so each rank would share out another order: samples would be
+lost, and others read twice. While such a sampler is asked for its next indices, the global streams
+are therefore exchanged for private ones, which are the same on every rank.
 """
 
 from __future__ import annotations

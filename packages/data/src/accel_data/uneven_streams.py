@@ -1,9 +1,10 @@
 """Batches that end at different steps on different ranks, because the dataset itself gives the ranks different streams.
 
-Under the policies "pad" and "stop" the ranks agree, with every batch, on how many are still to come. The agreement does not
-stand in the way of the step: each rank holds one batch more than it has to look ahead, so that what it says about the next
-batch can leave when this one is handed out, in an asynchronous collective of one number per rank, and is there when the next
-one is asked for. Once the end is in sight, nothing more has to be said.
+Under the policies "pad" and "stop" the ranks agree, with every batch, on how many are still to
+come. The agreement does not stand in the way of the step: each rank holds one batch more than it
+has to look ahead, so that what it says about the next batch can leave when this one is handed out,
+in an asynchronous collective of one number per rank, and is there when the next one is asked for.
+Once the end is in sight, nothing more has to be said.
 
 An error of one rank's dataset travels the same way, so all ranks raise instead of waiting for it.
 """
@@ -41,18 +42,22 @@ def even_ends(
 ) -> Iterator[tuple[T, bool, int]]:
     """This rank's batches, as many as the policy says, each with whether it is real and how many follow.
 
-    Advancing is a collective of the group, except for "join" and where the group has one rank. Ranks that leave the loop early
-    do so at the same batch, and closing the iterator waits for what has been sent.
+    Advancing is a collective of the group, except for "join" and where the group has one rank.
+    Ranks that leave the loop early do so at the same batch, and closing the iterator waits for what
+    has been sent.
 
     Args:
-        batches: of this rank. It is asked for `ahead` + 1 batches beyond the one that is handed out.
-        policy: "pad": all go on until the last rank has ended; one that ended before repeats its first batches, which are not
-            real, or one of another rank if it never had any. "stop": all end with the first; what the others have left is not
-            read. "join": each ends by itself, and nothing is agreed.
+        batches: of this rank. It is asked for `ahead` + 1 batches beyond the one that is handed
+            out.
+        policy: "pad": all go on until the last rank has ended; one that ended before repeats its
+            first batches, which are not real, or one of another rank if it never had any. "stop":
+            all end with the first; what the others have left is not read. "join": each ends by
+            itself, and nothing is agreed.
         world: the processes.
         group: the ranks that take part; None: all.
-        ahead: from how many batches before the end on the number of those that follow is exact, for all ranks together, but
-            for each alone under "join"; before that it is `ahead`. At least 1.
+        ahead: from how many batches before the end on the number of those that follow is exact, for
+            all ranks together, but for each alone under "join"; before that it is `ahead`. At least
+            1.
 
     Raises:
         RuntimeError: if the dataset of another rank raised; that rank raises its own exception.
@@ -152,8 +157,8 @@ class _Agreement:
     """One number of each rank to all, without waiting: `send`, and later `receive`. Both in the same order on all ranks.
 
     Args:
-        channel: of the ranks. The numbers travel on the CPU where its group can, for a device would have to finish its work
-            first.
+        channel: of the ranks. The numbers travel on the CPU where its group can, for a device would
+            have to finish its work first.
     """
 
     def __init__(self, channel: Channel) -> None:

@@ -1,14 +1,18 @@
 """Iterable datasets that every rank reads whole: what each rank, and each of its workers, keeps of the stream.
 
-Every worker of a loader has a copy of the dataset, and iterates it. There are two kinds of datasets:
+Every worker of a loader has a copy of the dataset, and iterates it. There are two kinds of
+datasets:
 
-- One that *splits itself* gives each worker a stream of its own, a *lane*. The rank's part is taken of each lane.
-- Any other gives each worker the same stream, so all samples once per worker. There the workers of a rank take turns: worker w
-  keeps the steps w, w + W, w + 2·W, … torch asks the workers in turn, so the batches arrive in the order of the stream.
+- One that *splits itself* gives each worker a stream of its own, a *lane*. The rank's part is taken
+  of each lane.
+- Any other gives each worker the same stream, so all samples once per worker. There the workers of
+  a rank take turns: worker w keeps the steps w, w + W, w + 2·W, … torch asks the workers in turn,
+  so the batches arrive in the order of the stream.
 
-Which of the two it is cannot be asked, but it can be watched: a stream can only depend on the worker if it asks for the worker.
-So what `get_worker_info` returns notes whether its `id` or `num_workers` is read until the first sample is there, and
-whether a `worker_init_fn` reaches for the dataset. Once seen, a worker keeps to it.
+Which of the two it is cannot be asked, but it can be watched: a stream can only depend on the
+worker if it asks for the worker. So what `get_worker_info` returns notes whether its `id` or
+`num_workers` is read until the first sample is there, and whether a `worker_init_fn` reaches for
+the dataset. Once seen, a worker keeps to it.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ class Mark(NamedTuple):
         lanes: into how many streams the dataset has split itself; 1 if there is one stream.
         lane: which of them the batch comes from.
         read: how many samples of the lane all ranks have read with this batch.
-        skipped: how many samples of the lane were left out as asked. A dataset that splits itself leaves out none: whoever
-            receives its batches has to.
+        skipped: how many samples of the lane were left out as asked. A dataset that splits itself
+            leaves out none: whoever receives its batches has to.
     """
 
     lanes: int
@@ -65,8 +69,8 @@ class Counted(NamedTuple):
 
     Attributes:
         batch: what the collate function made.
-        rows: its samples, and how many are real. Without batches (`batch_size=None`) None, and `Rows(None, 0)` for one that
-            fills up.
+        rows: its samples, and how many are real. Without batches (`batch_size=None`) None, and
+            `Rows(None, 0)` for one that fills up.
         mark: where it stands.
     """
 
@@ -78,15 +82,17 @@ class Counted(NamedTuple):
 class ShardedStream(IterableDataset[Element]):
     """Stands in a prepared loader where the user's iterable dataset stood, and yields the elements of one rank.
 
-    The loader's batch size has to be `part`, its collate function a `CountedCollate`, its `worker_init_fn` a `WorkerStart`.
-    Other attributes are those of the dataset, which is not changed.
+    The loader's batch size has to be `part`, its collate function a `CountedCollate`, its
+    `worker_init_fn` a `WorkerStart`. Other attributes are those of the dataset, which is not
+    changed.
 
     Args:
         dataset: the user's. Every rank must see the same stream, or the same lanes.
         shard: which part of each step is read here.
         part: samples of one rank in a step; 1 if the elements of the dataset are batches already.
         drop_last: leaves out an incomplete last step of each lane.
-        fill: fills it up from the first samples of the lane, marked as not real. Otherwise it is left as it is.
+        fill: fills it up from the first samples of the lane, marked as not real. Otherwise it is
+            left as it is.
         skip: how many samples of the stream the next iteration leaves out.
     """
 
@@ -107,7 +113,8 @@ class ShardedStream(IterableDataset[Element]):
         Args:
             skip: how many samples of the stream it leaves out.
             fill: whether it fills up an incomplete last step.
-            read: how many samples lie before the stream, because the dataset itself goes on from a state.
+            read: how many samples lie before the stream, because the dataset itself goes on from a
+                state.
         """
         self._plan.write(skip=skip, fill=int(fill), read=read)
 
@@ -277,7 +284,8 @@ def watch(info: torch_worker.WorkerInfo, dataset: Any) -> WatchedInfo:
 def refuse_datapipe(loader: DataLoader[Any]) -> None:
     """Raises if the dataset of a loader is a datapipe, in a world larger than one.
 
-    torch's `DataLoader` makes a process group when it iterates one, and its workers share it out among the ranks.
+    torch's `DataLoader` makes a process group when it iterates one, and its workers share it out
+    among the ranks.
 
     Raises:
         ValueError: for an `IterDataPipe`.
@@ -295,8 +303,8 @@ def refuse_datapipe(loader: DataLoader[Any]) -> None:
 class _Plan:
     """Numbers that the main process sets, and that its running workers read when they begin anew.
 
-    A worker that begins for the first time takes `given`, which it got when it was started: by the time that it is up, the
-    shared numbers may be those of a later iteration.
+    A worker that begins for the first time takes `given`, which it got when it was started: by the
+    time that it is up, the shared numbers may be those of a later iteration.
     """
 
     _NAMES = ("epoch", "skip", "fill", "read")

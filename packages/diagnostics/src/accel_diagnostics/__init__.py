@@ -5,7 +5,8 @@ recording           keeps what it takes to repeat a forward
 batch_tracking      which batch a forward uses
 replay, tracing, no_collectives    repeat it, and look at every module
 
-What was found, and the error that says it, are `accel_core.Finding` and `accel_core.NonFiniteError`.
+What was found, and the error that says it, are `accel_core.Finding` and
+`accel_core.NonFiniteError`.
 """
 
 from __future__ import annotations

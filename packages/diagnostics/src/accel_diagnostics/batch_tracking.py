@@ -1,8 +1,8 @@
 """The batch that a forward uses, in loops that may draw batches before they use them.
 
-A feed knows the batch that a loader has yielded last. A loop that draws the batches of a whole window first, or one ahead,
-calls the model with an earlier one. So draws are counted: where more than one came between two looks, it is not known from then
-on which batch the model is called with.
+A feed knows the batch that a loader has yielded last. A loop that draws the batches of a whole
+window first, or one ahead, calls the model with an earlier one. So draws are counted: where more
+than one came between two looks, it is not known from then on which batch the model is called with.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The first value that is not finite: where it came from.
 
-A NaN is seen in the loss, or in the gradient, long after it was made: thousands of operations later, and after the strategy
-has spread it to every rank. So the detector keeps, of every forward of the open window, what it takes to repeat it: references
-to the inputs, the states of the random streams, the buffers, and the gradient that arrived at the outputs. When the window
-closes, the ranks agree by one small collective on whether anybody's loss or gradient is not finite. Mostly nobody's is, and all
-of that is dropped. Else every rank repeats its own micro-batches with a look at every module (`accel_diagnostics.replay`), and all
-ranks raise the same `NonFiniteError`.
+A NaN is seen in the loss, or in the gradient, long after it was made: thousands of operations
+later, and after the strategy has spread it to every rank. So the detector keeps, of every forward
+of the open window, what it takes to repeat it: references to the inputs, the states of the random
+streams, the buffers, and the gradient that arrived at the outputs. When the window closes, the
+ranks agree by one small collective on whether anybody's loss or gradient is not finite. Mostly
+nobody's is, and all of that is dropped. Else every rank repeats its own micro-batches with a look
+at every module (`accel_diagnostics.replay`), and all ranks raise the same `NonFiniteError`.
 
-Under loss scaling, gradients that overflow are the scaler's business, which leaves the step out; there only the loss counts, as
-it was before it was scaled.
+Under loss scaling, gradients that overflow are the scaler's business, which leaves the step out;
+there only the loss counts, as it was before it was scaled.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class NonFiniteDetector:
         owners: who owns each hook. Where losses are scaled, gradients may overflow.
 
     Raises:
-        ValueError: if the strategy runs windows by itself, or does not say that each rank holds the whole model.
+        ValueError: if the strategy runs windows by itself, or does not say that each rank holds the
+            whole model.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class NonFiniteDetector:
         """Begins to record the forwards of a model that is trained: those in training mode, with gradients enabled.
 
         Args:
-            model: the user's, inside a wrapper if there is one: it is called again without the strategy's collectives.
+            model: the user's, inside a wrapper if there is one: it is called again without the
+                strategy's collectives.
         """
         if not any(watcher.watches(model) for watcher in self._watchers):
             self._watchers.append(Watcher(self, model))

@@ -1,7 +1,7 @@
 """The data for repeating a forward: inputs, random streams, buffers, and output gradients.
 
-Inputs and buffers are kept by reference. A buffer that the forward changes in place (running statistics) is copied before:
-which these are is seen at the first forward, for which all are.
+Inputs and buffers are kept by reference. A buffer that the forward changes in place (running
+statistics) is copied before: which these are is seen at the first forward, for which all are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Repeating the micro-batches of a window until the first value that is not finite.
 
-They come in the order in which they ran. Of one whose loss was not finite, the forwards are looked at; of one whose loss was
-finite, the gradients are, from the last forward to the first.
+They come in the order in which they ran. Of one whose loss was not finite, the forwards are looked
+at; of one whose loss was finite, the gradients are, from the last forward to the first.
 
 Nothing here touches `.grad`, or talks to other ranks; random streams and buffers are put back.
 """

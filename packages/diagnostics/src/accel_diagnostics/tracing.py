@@ -1,12 +1,12 @@
 """Observation of a repeated forward and its backward: the values that are not finite, by call.
 
-In the forward, the first module whose output is not finite although its inputs are is suspected, unless what it made is
-absorbed later: an infinite score that a softmax turns into 0 is no fault. Negative infinity in an input is taken for a mask, as
-long as another place is suspected.
+In the forward, the first module whose output is not finite although its inputs are is suspected,
+unless what it made is absorbed later: an infinite score that a softmax turns into 0 is no fault.
+Negative infinity in an input is taken for a mask, as long as another place is suspected.
 
-In the backward, every call of a module has an alias of its inputs, so that the gradient that this very call gives can be told
-from what other uses of the same tensor give. Autograd runs from later to earlier, so the first alias whose gradient is not
-finite belongs to the module that made it.
+In the backward, every call of a module has an alias of its inputs, so that the gradient that this
+very call gives can be told from what other uses of the same tensor give. Autograd runs from later
+to earlier, so the first alias whose gradient is not finite belongs to the module that made it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Trace:
     def run_backward(self, gradients: dict[int, torch.Tensor]) -> None:
         """The backward, from the gradients that arrived at the outputs, by their number.
 
-        The parameters have to be `stand_ins`: a checkpoint that computes its part again allows no other backward than one that
-        accumulates gradients.
+        The parameters have to be `stand_ins`: a checkpoint that computes its part again allows no
+        other backward than one that accumulates gradients.
         """
         self._backward = True
         roots = [(tensor, gradients[number]) for number, (_, tensor) in enumerate(self.outputs) if number in gradients]

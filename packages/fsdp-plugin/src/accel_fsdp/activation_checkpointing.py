@@ -1,7 +1,8 @@
 """Activation checkpointing: what a unit computed is not kept for the backward, but computed again there.
 
-Between forward and backward only the inputs of a unit stay in memory, for about a third more computation. See Chen, Xu,
-Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+Between forward and backward only the inputs of a unit stay in memory, for about a third more
+computation. See Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+arXiv:1604.06174.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _TAKEN = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_st
 def checkpoint_units(units: Sequence[nn.Module | list[nn.Module]]) -> None:
     """Makes the forward of each unit run again in the backward; random numbers and autocast are then as they were.
 
-    It happens in place: names of parameters and buffers, `state_dict`, and the printed form stay what they are. Without
-    gradients, nothing is different. A unit inside another one runs again with that one, and is not checkpointed itself. Call
-    it before `fully_shard`, so that the hooks that gather parameters stay outside of what runs again.
+    It happens in place: names of parameters and buffers, `state_dict`, and the printed form stay
+    what they are. Without gradients, nothing is different. A unit inside another one runs again
+    with that one, and is not checkpointed itself. Call it before `fully_shard`, so that the hooks
+    that gather parameters stay outside of what runs again.
 
     Args:
         units: as from `find_units`. Those that are checkpointed already are left as they are.
 
     Raises:
-        ValueError: if there are no units, or one has a `forward` of its own on the instance, which a class cannot override.
+        ValueError: if there are no units, or one has a `forward` of its own on the instance, which
+            a class cannot override.
     """
     modules = [module for unit in units for module in (unit if isinstance(unit, list) else [unit])]
     if not modules:
@@ -55,8 +58,9 @@ def checkpoint_units(units: Sequence[nn.Module | list[nn.Module]]) -> None:
 class _Checkpointed(ClassOverride):
     """Runs `forward` again in the backward.
 
-    It overrides `forward`, and not the call, so that hooks run once: those of `fully_shard`, which have gathered the
-    parameters when the backward comes, and the user's own. And the compiler sees it as it sees a call of torch's `checkpoint`.
+    It overrides `forward`, and not the call, so that hooks run once: those of `fully_shard`, which
+    have gathered the parameters when the backward comes, and the user's own. And the compiler sees
+    it as it sees a call of torch's `checkpoint`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """The norm of gradients that are cut, whole, or both, over any meshes; and clipping by it.
 
-torch's own functions take gradients of one mesh only: a model with tensor parallelism, or with parameters that are kept whole, has
-several. So each rank takes the norm of what it has, in single precision at least, and the powers are added up over the ranks
-among which the parameters are cut, once for each way to cut them. Replicas count once.
+torch's own functions take gradients of one mesh only: a model with tensor parallelism, or with
+parameters that are kept whole, has several. So each rank takes the norm of what it has, in single
+precision at least, and the powers are added up over the ranks among which the parameters are cut,
+once for each way to cut them. Replicas count once.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 
     Args:
         gradients: DTensors of any meshes, and plain tensors, which are the same on all ranks.
-        norm_type: 2 is the Euclidean norm, `inf` the largest element; any positive number is possible.
+        norm_type: 2 is the Euclidean norm, `inf` the largest element; any positive number is
+            possible.
 
     Returns:
-        A plain 0-d tensor on the device of the first gradient, in its dtype but single precision at least; 0 of no gradients.
+        A plain 0-d tensor on the device of the first gradient, in its dtype but single precision at
+        least; 0 of no gradients.
 
     Raises:
         ValueError: for a `norm_type` that is not positive.

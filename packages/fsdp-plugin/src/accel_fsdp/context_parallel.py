@@ -6,25 +6,31 @@
         loss = loss_of(model(tokens, positions), labels)
         accelerator.backward(loss)
 
-Inside the block each of the buffers holds this process's part of the sequence, and `F.scaled_dot_product_attention` is attention of
-these positions to the positions of all peers. Everything else in a transformer treats positions one by one.
+Inside the block each of the buffers holds this process's part of the sequence, and
+`F.scaled_dot_product_attention` is attention of these positions to the positions of all peers.
+Everything else in a transformer treats positions one by one.
 
-**Which part.** The sequence is cut into two pieces per peer, and peer r has the r-th from the front and the r-th from the back. Under a
-causal mask a position attends to those before it, so that is as much work for each.
+**Which part.** The sequence is cut into two pieces per peer, and peer r has the r-th from the front
+and the r-th from the back. Under a causal mask a position attends to those before it, so that is as
+much work for each.
 
-**How.** Every peer collects the keys and values of all, and attends with its own queries; in the backward the gradients of keys and values
-are summed where they belong. That is the method of Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2), it takes torch's own kernels
-on every device, and sends what torch's default ring sends in the forward. A layer keeps the keys and values of the whole sequence
-until its backward; with `activation_checkpointing=True` one layer at a time does.
+**How.** Every peer collects the keys and values of all, and attends with its own queries; in the
+backward the gradients of keys and values are summed where they belong. That is the method of Llama
+3 (https://arxiv.org/abs/2407.21783, section 3.3.2), it takes torch's own kernels on every device,
+and sends what torch's default ring sends in the forward. A layer keeps the keys and values of the
+whole sequence until its backward; with `activation_checkpointing=True` one layer at a time does.
 
-**What the model has to do.** It says where its positions are: what it makes of `arange(length)` inside would count from zero on every
-peer, so position ids or tables of rotary angles belong among the buffers. It attends by `F.scaled_dot_product_attention` without a mask of its
-own, causal or not. Labels are shifted before they are cut.
+**What the model has to do.** It says where its positions are: what it makes of `arange(length)`
+inside would count from zero on every peer, so position ids or tables of rotary angles belong among
+the buffers. It attends by `F.scaled_dot_product_attention` without a mask of its own, causal or
+not. Labels are shifted before they are cut.
 
-**Losses.** Each peer has the mean over its part, and gradients are averaged over shards and peers: that is the gradient of the mean over
-the sequence if all parts count as many tokens. If they do not (padding), `accelerator.forward_backward` sums and divides exactly.
+**Losses.** Each peer has the mean over its part, and gradients are averaged over shards and peers:
+that is the gradient of the mean over the sequence if all parts count as many tokens. If they do not
+(padding), `accelerator.forward_backward` sums and divides exactly.
 
-A model that is called outside the block computes the whole sequence on every peer. That is right, and saves nothing.
+A model that is called outside the block computes the whole sequence on every peer. That is right,
+and saves nothing.
 """
 
 from __future__ import annotations
@@ -49,20 +55,23 @@ def split_sequence(
 ) -> Iterator[None]:
     """Inside the block each buffer holds this process's part of the sequence, and attention spans all parts.
 
-    The forward and the backward belong inside: buffers change in place at the end of the block, and a backward that needs one then raises.
-    Attention is a collective over the group. What the block changes, the function `F.scaled_dot_product_attention` and the buffers,
-    is as it was after it, also if it raises; buffers get their own memory back, not a copy.
+    The forward and the backward belong inside: buffers change in place at the end of the block, and
+    a backward that needs one then raises. Attention is a collective over the group. What the block
+    changes, the function `F.scaled_dot_product_attention` and the buffers, is as it was after it,
+    also if it raises; buffers get their own memory back, not a copy.
 
     Args:
         group: the peers, all of which enter with the same buffers.
-        buffers: tensors of any dtype that do not require gradients; the first one has the length of the sequence. A longer one, a table of
-            positions, counts from its beginning.
-        buffer_seq_dims: which dimension of each buffer is the sequence; as many, and in range, which the Accelerator checks.
-        no_restore_buffers: those of the buffers that stay parts, so that the rest of their memory can be freed.
+        buffers: tensors of any dtype that do not require gradients; the first one has the length of
+            the sequence. A longer one, a table of positions, counts from its beginning.
+        buffer_seq_dims: which dimension of each buffer is the sequence; as many, and in range,
+            which the Accelerator checks.
+        no_restore_buffers: those of the buffers that stay parts, so that the rest of their memory
+            can be freed.
 
     Raises:
-        ValueError: when entered, for buffers that cannot be cut; inside, for attention with a mask, or over a length that is not
-            a part's.
+        ValueError: when entered, for buffers that cannot be cut; inside, for attention with a mask,
+            or over a length that is not a part's.
         RuntimeError: when entered inside another block, and at the end if nothing attended.
     """
     peers, peer = dist.get_world_size(group), dist.get_rank(group)

@@ -1,6 +1,7 @@
 """Gradients that have not travelled, and other state of torch's engine that has no public name.
 
-All private attributes of `torch.distributed.fsdp` that this package uses are used here. Tried with torch 2.13.
+All private attributes of `torch.distributed.fsdp` that this package uses are used here. Tried with
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ def current_backward() -> int:
 def refuse_second_derivatives(units: Iterable[nn.Module]) -> None:
     """Has a backward raise that is to be differentiated itself, before it reaches the units.
 
-    The engine sends gradients and cuts parameters when a unit's first backward is done, and knows of no second one through it: gradients
-    that come later are never sent, and weights that it needs are gone.
+    The engine sends gradients and cuts parameters when a unit's first backward is done, and knows
+    of no second one through it: gradients that come later are never sent, and weights that it needs
+    are gone.
     """
     for state in {id(state): state for state in map(engine_state, units)}.values():
         # Looked up by the engine in each forward, and called with the gradient of each output.
@@ -126,7 +128,8 @@ def _pre_backward(engines: Callable[[torch.Tensor], torch.Tensor], gradient: tor
 def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
     """Between forward and backward, a unit's parameters are kept in parts on the second dim of `mesh`: fewer ranks than shards.
 
-    That is what a number as `reshard_after_forward` of `fully_shard` does, with a mesh that was made elsewhere.
+    That is what a number as `reshard_after_forward` of `fully_shard` does, with a mesh that was
+    made elsewhere.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
@@ -141,8 +144,9 @@ def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
 def gather_apart(model: nn.Module, world: World) -> None:
     """Has units of unlike sizes gather in process groups of their own, on CPUs. A collective, made once per size.
 
-    Where one rank calls the model once more than another, they gather different units. In one group, gloo would end the
-    process of the one with the smaller unit; in two they wait, and the Watch names both. Other backends end nobody.
+    Where one rank calls the model once more than another, they gather different units. In one
+    group, gloo would end the process of the one with the smaller unit; in two they wait, and the
+    Watch names both. Other backends end nobody.
     """
     if world.device.type != "cpu" or world.size == 1:
         return

@@ -1,7 +1,8 @@
 """Sharded models of libraries that write their models by a `save_pretrained` of their own.
 
-Those methods take the weights from `state_dict()`, of which every rank has a part. So the call becomes a collective: the
-main process runs the user's method with all weights, and the others send it their parts.
+Those methods take the weights from `state_dict()`, of which every rank has a part. So the call
+becomes a collective: the main process runs the user's method with all weights, and the others send
+it their parts.
 """
 
 from __future__ import annotations

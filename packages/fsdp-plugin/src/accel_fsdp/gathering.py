@@ -1,10 +1,11 @@
 """In which dtypes the parameters of a unit are gathered, and in which their gradients travel.
 
-Where matrix products are computed in a narrow dtype, autocast casts their weights, and autograd keeps what was cast until the
-backward: the whole model, on every rank. Weights that are gathered in that dtype need no cast, go when their unit has computed, and
-are half of the communication. Norms and embeddings, which autocast leaves alone, are gathered in their own dtype. So every number is
-the one that one process computes, but for what a module computes by itself with weights of two and more dims, and with
-parameters that it has beside its children: outside of autocast, these are rounded.
+Where matrix products are computed in a narrow dtype, autocast casts their weights, and autograd
+keeps what was cast until the backward: the whole model, on every rank. Weights that are gathered in
+that dtype need no cast, go when their unit has computed, and are half of the communication. Norms
+and embeddings, which autocast leaves alone, are gathered in their own dtype. So every number is the
+one that one process computes, but for what a module computes by itself with weights of two and more
+dims, and with parameters that it has beside its children: outside of autocast, these are rounded.
 """
 
 from __future__ import annotations

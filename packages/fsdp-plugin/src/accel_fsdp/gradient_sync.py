@@ -1,7 +1,8 @@
 """Gradient synchronisation: decided by each forward, as under every strategy.
 
-torch's engine decides in the backward instead, by a switch in each unit. So every call of a sharded model turns the switches for the
-backward that follows, if they stand otherwise; and if they do not, which is the common case, it does nothing.
+torch's engine decides in the backward instead, by a switch in each unit. So every call of a sharded
+model turns the switches for the backward that follows, if they stand otherwise; and if they do not,
+which is the common case, it does nothing.
 """
 
 from __future__ import annotations

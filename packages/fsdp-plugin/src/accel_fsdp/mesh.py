@@ -1,11 +1,12 @@
 """The arrangement of a run's processes: replicas × shards × context peers × tensor peers.
 
-Tensor peers are neighbours by rank, because they talk in every layer; then come context peers, then shards, and replicas are
-furthest apart. Parameters are sharded over context peers too: these hold the same weights for other parts of a sequence, so to
-the gradients they are one more dimension of data parallelism.
+Tensor peers are neighbours by rank, because they talk in every layer; then come context peers, then
+shards, and replicas are furthest apart. Parameters are sharded over context peers too: these hold
+the same weights for other parts of a sequence, so to the gradients they are one more dimension of
+data parallelism.
 
-Every process group is made by `World.subgroup`, with the world's timeout and backend; torch's own way to a mesh,
-`init_device_mesh`, drops the timeout.
+Every process group is made by `World.subgroup`, with the world's timeout and backend; torch's own
+way to a mesh, `init_device_mesh`, drops the timeout.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Sizes(NamedTuple):
         """The sizes for so many processes: what the named dimensions leave over is the number of shards, unless that is named too.
 
         Raises:
-            ValueError: if the product of the named dimensions does not divide the number of processes; or is not that number, with
-                `shard` among them.
+            ValueError: if the product of the named dimensions does not divide the number of
+                processes; or is not that number, with `shard` among them.
         """
         named = replicate * context * tensor
         if shard is not None and named * shard != processes:
@@ -65,13 +66,17 @@ class Meshes:
 
     Args:
         sizes: of the four dimensions.
-        root: the mesh of which `fsdp` and `tensor` are slices, as torch wants it to shard what is split already.
-        fsdp: what `fully_shard` takes: over all shards and context peers; with replicas, 2-D, (replicate, shard).
+        root: the mesh of which `fsdp` and `tensor` are slices, as torch wants it to shard what is
+            split already.
+        fsdp: what `fully_shard` takes: over all shards and context peers; with replicas, 2-D,
+            (replicate, shard).
         tensor: the peers that hold parts of one layer; None without tensor parallelism.
         context: the peers that hold parts of one sequence; None without context parallelism.
         data: which part of the data this process reads: tensor and context peers read the same.
-        data_group: the ranks over which a global batch is spread, with this process's tensor and context coordinate.
-        gradient_group: the ranks over which a gradient is the mean, where there are context peers; else None.
+        data_group: the ranks over which a global batch is spread, with this process's tensor and
+            context coordinate.
+        gradient_group: the ranks over which a gradient is the mean, where there are context peers;
+            else None.
     """
 
     sizes: Sizes
@@ -90,11 +95,13 @@ class Meshes:
         """Arranges the processes of `world`. A collective: every rank calls it, with the same numbers.
 
         Args:
-            world: whose ranks these are. In a world of one that has no group yet, one is started, with this process alone.
+            world: whose ranks these are. In a world of one that has no group yet, one is started,
+                with this process alone.
             replicate: how many copies of the sharded parameters there are.
             context: how many processes share a sequence.
             tensor: how many processes share a layer.
-            shard: how many processes share a copy of the parameters; None: those that the others leave over.
+            shard: how many processes share a copy of the parameters; None: those that the others
+                leave over.
 
         Raises:
             ValueError: if the numbers do not fit the number of processes.

@@ -1,10 +1,11 @@
 """Models that are built without data, cut, and given their data part by part: no process but the first ever has all of it.
 
-`Recipes.build` runs the factory, and each parameter goes to the meta device as soon as it stands in its module. Numbers (parameters
-without dims), buffers, and tensors that are neither, are computed as ever: they are small, they may be in no checkpoint, and a
-factory may want to read them.
-`Recipes.materialise` gives the model that was cut its memory, and fills it: either the main process runs the factory again,
-with data this time, and the others receive one parameter after another; or each rank reads its own parts of a checkpoint.
+`Recipes.build` runs the factory, and each parameter goes to the meta device as soon as it stands in
+its module. Numbers (parameters without dims), buffers, and tensors that are neither, are computed
+as ever: they are small, they may be in no checkpoint, and a factory may want to read them.
+`Recipes.materialise` gives the model that was cut its memory, and fills it: either the main process
+runs the factory again, with data this time, and the others receive one parameter after another; or
+each rank reads its own parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Recipes:
     def build(self, factory: Factory, checkpoint: Path | None) -> nn.Module:
         """The factory's model, its parameters without data. No collective; random streams are unchanged.
 
-        A parameter of a class of its own (quantised weights, say) keeps its data, and so does a model that the factory did not
-        build but had.
+        A parameter of a class of its own (quantised weights, say) keeps its data, and so does a
+        model that the factory did not build but had.
 
         Raises:
             RuntimeError: if the factory fails on parameters without data.
@@ -97,20 +98,24 @@ class Recipes:
     def materialise(self, model: nn.Module, world: World, device: torch.device) -> None:
         """Gives a model that `build` built its data. A collective; every parameter stays the object that it is.
 
-        Without a checkpoint the main process runs the factory, in CPU memory, and broadcasts one tensor after another, so beside
-        what it keeps another rank has one of them at most. Random streams end where they would had every rank run the factory: those
-        of a rank that stood where the main process's did follow them. With a checkpoint each rank reads what it keeps. Buffers are
-        those of the main process, as the factory gives them, but for what is in the checkpoint.
+        Without a checkpoint the main process runs the factory, in CPU memory, and broadcasts one
+        tensor after another, so beside what it keeps another rank has one of them at most. Random
+        streams end where they would had every rank run the factory: those of a rank that stood
+        where the main process's did follow them. With a checkpoint each rank reads what it keeps.
+        Buffers are those of the main process, as the factory gives them, but for what is in the
+        checkpoint.
 
         Args:
             model: as it was built, or cut since. Parameters that have data keep it.
             world: the processes.
-            device: of the parameters that are cut; all else goes to the device of the world. There may be no weak references to
-                parameters without data: torch cannot give them any.
+            device: of the parameters that are cut; all else goes to the device of the world. There
+                may be no weak references to parameters without data: torch cannot give them any.
 
         Raises:
-            RuntimeError: on every rank, for a model that was not built by `build`, and for tensors of which nobody knows the data.
-            CheckpointError, FileNotFoundError: on every rank, if the checkpoint does not fit, or cannot be read.
+            RuntimeError: on every rank, for a model that was not built by `build`, and for tensors
+                of which nobody knows the data.
+            CheckpointError, FileNotFoundError: on every rank, if the checkpoint does not fit, or
+                cannot be read.
         """
         recipe = self._of.pop(model, None)
         if recipe is None:

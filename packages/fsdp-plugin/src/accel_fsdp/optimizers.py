@@ -1,7 +1,7 @@
 """Optimizers whose parameters were cut: what they have learnt is cut too, and those that cannot step a DTensor are refused.
 
-No list says which optimizers can: it would be out of date with the next release of torch. Each is tried, in a copy, on parameters of
-a few elements that lie on the ranks as the real ones do.
+No list says which optimizers can: it would be out of date with the next release of torch. Each is
+tried, in a copy, on parameters of a few elements that lie on the ranks as the real ones do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ STEPS = 2
 
 TOLERANCE = 0.1
 """The part of the largest change by which a trial may differ. Muon, which orthogonalises in bfloat16, differs by up to 0.05 when its sums
-are taken in another order; who takes the norm of a part for that of the whole, by 0.4 on two ranks and more on others."""
+are taken in another order; who takes the norm of a part for that of the whole, by 0.4 on two ranks
+and more on others."""
 
 RATE = 0.1
 """The learning rate of a trial: that of the user may be 0 at the start of a warm-up."""
@@ -50,7 +51,8 @@ def carrying(model: nn.Module, optimizers: Sequence[Optimizer], whole: Collectio
         whole: parameters that will not be cut.
 
     Raises:
-        ValueError: naming parameter and key, before anything is changed, if an optimizer has state that cannot be cut.
+        ValueError: naming parameter and key, before anything is changed, if an optimizer has state
+            that cannot be cut.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {id(parameter) for parameter in whole}
@@ -71,8 +73,9 @@ def carry(
 ) -> State:
     """An optimizer's state of a parameter, sharded like its successor on this rank. No collective.
 
-    What is declared to be laid out like the parameter is cut as it is; of an optimizer that declares nothing, floating tensors of its
-    shape. Numbers stay. State is cut as each rank has it: that it is the same on all is up to the user, as under DDP.
+    What is declared to be laid out like the parameter is cut as it is; of an optimizer that
+    declares nothing, floating tensors of its shape. Numbers stay. State is cut as each rank has it:
+    that it is the same on all is up to the user, as under DDP.
 
     Args:
         old: the parameter, whole.
@@ -132,8 +135,9 @@ def _part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def check(optimizer: Optimizer) -> None:
     """Raises if an optimizer cannot step the DTensors that it holds. A collective; neither they nor random streams change.
 
-    A copy of it steps small parameters twice, those cut like its own and the same ones whole, and has to find the same values. It
-    takes milliseconds; seconds, where the optimizer compiles itself.
+    A copy of it steps small parameters twice, those cut like its own and the same ones whole, and
+    has to find the same values. It takes milliseconds; seconds, where the optimizer compiles
+    itself.
 
     Raises:
         ValueError: on every rank, saying what happened.
@@ -298,8 +302,8 @@ def _largest(value: torch.Tensor) -> float:
 def _copied(optimizer: Optimizer, groups: Sequence[Mapping[_Kind, nn.Parameter]]) -> Any:
     """A copy of an optimizer, with all that it refers to, that has not stepped and holds other parameters.
 
-    It is not built by the constructor, whose arguments nobody has kept. What was put over its methods (gates, schedulers) and into
-    its hooks stays behind.
+    It is not built by the constructor, whose arguments nobody has kept. What was put over its
+    methods (gates, schedulers) and into its hooks stays behind.
     """
     kind = type(optimizer)
     memo: dict[int, Any] = {id(gate_of(optimizer)): None}

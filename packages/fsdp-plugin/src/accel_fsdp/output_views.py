@@ -1,9 +1,10 @@
 """Outputs of units that are no views of other tensors.
 
-The engine gathers a unit for its backward when the gradient of an output arrives, which a hook on that output tells. A change in place
-of an output that is a view drops the hook, and the backward goes on with what is there: torch warns of it wherever a unit
-returns a view, as every linear layer with a bias does for inputs of three dims. So a view is returned as a tensor of its own, in
-the same memory, whose hook survives.
+The engine gathers a unit for its backward when the gradient of an output arrives, which a hook on
+that output tells. A change in place of an output that is a view drops the hook, and the backward
+goes on with what is there: torch warns of it wherever a unit returns a view, as every linear layer
+with a bias does for inputs of three dims. So a view is returned as a tensor of its own, in the same
+memory, whose hook survives.
 """
 
 from __future__ import annotations

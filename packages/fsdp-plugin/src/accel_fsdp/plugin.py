@@ -1,7 +1,8 @@
 """`FullyShardedDataParallelPlugin`: the options of `FSDP` under their older names.
 
-What stands for an option of `FSDP` is translated. What only the first generation of FSDP had (torch's
-`FullyShardedDataParallel` class) is an error that says what to write instead, or why nothing has to be written.
+What stands for an option of `FSDP` is translated. What only the first generation of FSDP had
+(torch's `FullyShardedDataParallel` class) is an error that says what to write instead, or why
+nothing has to be written.
 """
 
 from __future__ import annotations
@@ -64,23 +65,27 @@ class _Configures(type):
 class FullyShardedDataParallelPlugin(metaclass=_Configures):
     """Gives an `FSDP` that is configured by older names: `Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...))`.
 
-    The result is an `FSDP` like any other, and `isinstance(strategy, FullyShardedDataParallelPlugin)` is true of every `FSDP`.
-    Nothing is read from the environment: the object is complete. None stands for "not given" everywhere.
+    The result is an `FSDP` like any other, and
+    `isinstance(strategy, FullyShardedDataParallelPlugin)` is true of every `FSDP`. Nothing is read
+    from the environment: the object is complete. None stands for "not given" everywhere.
 
     Args:
         fsdp_version: 2, which is what there is.
         sharding_strategy: of the first generation; see `SHARDING_STRATEGIES`.
         reshard_after_forward: as in `FSDP`.
-        backward_prefetch: see `NOT_NEEDED`, for this and for everything else that is an error whatever its value.
+        backward_prefetch: see `NOT_NEEDED`, for this and for everything else that is an error
+            whatever its value.
         mixed_precision_policy: see `NOT_NEEDED`.
-        auto_wrap_policy: "transformer_based_wrap" (with `transformer_cls_names_to_wrap`; without, the repeated blocks),
-            "size_based_wrap" (with `min_num_params`) or "no_wrap"; `functools.partial` of torch's
-            `transformer_auto_wrap_policy` or `size_based_auto_wrap_policy`; or a function (module, name) -> bool. None: what
+        auto_wrap_policy: "transformer_based_wrap" (with `transformer_cls_names_to_wrap`; without,
+            the repeated blocks), "size_based_wrap" (with `min_num_params`) or "no_wrap";
+            `functools.partial` of torch's `transformer_auto_wrap_policy` or
+            `size_based_auto_wrap_policy`; or a function (module, name) -> bool. None: what
             `transformer_cls_names_to_wrap` or `min_num_params` say, else the repeated blocks.
         cpu_offload: as in `FSDP`.
-        ignored_modules: modules; or a text: a regular expression that matches the whole names of those that are ignored.
-        state_dict_type: without effect, with a warning: a checkpoint knows no types, any strategy loads it. The same holds for
-            `state_dict_config` and `optim_state_dict_config`.
+        ignored_modules: modules; or a text: a regular expression that matches the whole names of
+            those that are ignored.
+        state_dict_type: without effect, with a warning: a checkpoint knows no types, any strategy
+            loads it. The same holds for `state_dict_config` and `optim_state_dict_config`.
         limit_all_gathers: see `NOT_NEEDED`.
         use_orig_params: see `NOT_NEEDED`.
         param_init_fn: see `NOT_NEEDED`.
@@ -88,13 +93,15 @@ class FullyShardedDataParallelPlugin(metaclass=_Configures):
         forward_prefetch: see `NOT_NEEDED`.
         activation_checkpointing: as in `FSDP`.
         activation_checkpointing_offload: not offered; only False is accepted.
-        cpu_ram_efficient_loading: only False is accepted; `accelerator.build_model` does what True asks for.
+        cpu_ram_efficient_loading: only False is accepted; `accelerator.build_model` does what True
+            asks for.
         transformer_cls_names_to_wrap: names of the classes of units.
         min_num_params: how many parameters a unit has at least; 0: not given.
 
     Raises:
         TypeError: for a value of another type.
-        ValueError: for an option of the first generation, with what to write instead; for options that contradict each other.
+        ValueError: for an option of the first generation, with what to write instead; for options
+            that contradict each other.
     """
 
     def __new__(  # type: ignore[misc]  # the object is an FSDP, so that nothing else has to know the older names

@@ -1,9 +1,10 @@
 """The order in which a model is made ready to be trained in parts: `prepare`.
 
-Each step stands where it has to. Weights of rank 0 are taken before anything is cut. Plans of tensor parallelism cut whole
-parameters, so they come before `fully_shard`, which cuts what they left. Units are sharded from the inside out. Optimizers follow
-when parameters are final; classes are dressed last, because `fully_shard` changes them too; and what is compiled is the
-result of it all.
+Each step stands where it has to. Weights of rank 0 are taken before anything is cut. Plans of
+tensor parallelism cut whole parameters, so they come before `fully_shard`, which cuts what they
+left. Units are sharded from the inside out. Optimizers follow when parameters are final; classes
+are dressed last, because `fully_shard` changes them too; and what is compiled is the result of it
+all.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def prepare(
         place: where to.
 
     Raises:
-        ValueError: on every rank, before anything is cut, for what cannot be cut as it is asked for.
+        ValueError: on every rank, before anything is cut, for what cannot be cut as it is asked
+            for.
     """
     check_alike(model, place.world)
     empty = is_meta(model)
@@ -290,7 +292,8 @@ def shard(
 def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:
     """The mesh on whose second dim parameters are kept in parts between forward and backward; None if they are not.
 
-    torch makes one by itself, for every unit anew, with process groups that have neither the world's timeout nor an end.
+    torch makes one by itself, for every unit anew, with process groups that have neither the
+    world's timeout nor an end.
     """
     shards = place.meshes.fsdp.size(-1)
     if isinstance(number, bool) or number == shards:

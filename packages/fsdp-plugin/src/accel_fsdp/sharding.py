@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class DTensorSharding:
     """A `Sharding` of parameters cut along any dims of any mesh; plain tensors are whole.
 
-    A rank has one box of each parameter, or nothing where there are more ranks than rows. Replicas have equal boxes.
+    A rank has one box of each parameter, or nothing where there are more ranks than rows. Replicas
+    have equal boxes.
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
@@ -72,8 +73,9 @@ def local_of(tensor: Any) -> torch.Tensor:
 def _box(parameter: DTensor | Any) -> Box:
     """The part of the global shape: each mesh dim cuts what the ones before it have left.
 
-    Where two mesh dims cut the same dim of a tensor, the one that was applied last is marked: a strided shard (FSDP, of what tensor
-    parallelism had cut). It cuts the part of the other, so it comes second here, wherever it stands in the mesh.
+    Where two mesh dims cut the same dim of a tensor, the one that was applied last is marked: a
+    strided shard (FSDP, of what tensor parallelism had cut). It cuts the part of the other, so it
+    comes second here, wherever it stands in the mesh.
     """
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     mesh = parameter.device_mesh

@@ -1,9 +1,11 @@
 """Fully sharded data parallelism over torch's `fully_shard`.
 
-Every process holds a part of each parameter, of its gradient and of what the optimizer keeps for it. A unit of the model is gathered
-when it computes, and let go of afterwards; gradients are averaged and cut as soon as a unit's backward is done. So memory for
-parameters, gradients and optimizer state shrinks with the number of processes, for about half as much communication again as under
-DDP. See Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
+Every process holds a part of each parameter, of its gradient and of what the optimizer keeps for
+it. A unit of the model is gathered when it computes, and let go of afterwards; gradients are
+averaged and cut as soon as a unit's backward is done. So memory for parameters, gradients and
+optimizer state shrinks with the number of processes, for about half as much communication again as
+under DDP. See Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
+arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -55,36 +57,50 @@ _NOTHING = contextlib.nullcontext()
 class FSDP(Strategy):
     """Fully sharded data parallelism, with replicas, tensor parallelism and context parallelism as further dimensions.
 
-    `replicate * shard * context_parallel * tensor_parallel` is the number of processes; the number of shards follows, if it is not given.
+    `replicate * shard * context_parallel * tensor_parallel` is the number of processes; the number
+    of shards follows, if it is not given.
 
-    What a model computes is what it computes under any other strategy, in every dtype: parameters keep their dtype, and a `compute`
-    dtype is that of autocast. Where there is one, parameters are gathered in it, but for those of norms and embeddings, which autocast
-    leaves alone. `gather_dtype` gathers all of them in one dtype, which saves a small collective per unit: in bfloat16, norms and
-    embeddings then compute with rounded parameters (on a CPU, a norm of a float32 input refuses to); in float32, autocast keeps a
-    copy of every weight until the backward.
+    What a model computes is what it computes under any other strategy, in every dtype: parameters
+    keep their dtype, and a `compute` dtype is that of autocast. Where there is one, parameters are
+    gathered in it, but for those of norms and embeddings, which autocast leaves alone.
+    `gather_dtype` gathers all of them in one dtype, which saves a small collective per unit: in
+    bfloat16, norms and embeddings then compute with rounded parameters (on a CPU, a norm of a
+    float32 input refuses to); in float32, autocast keeps a copy of every weight until the backward.
 
-    A model that is frozen as a whole, or prepared for evaluation only, is not sharded: one rank alone may call it.
+    A model that is frozen as a whole, or prepared for evaluation only, is not sharded: one rank
+    alone may call it.
 
     Args:
-        reshard_after_forward: whether a unit's gathered parameters are let go of between its forward and its backward. False keeps
-            them, which costs memory and saves a gather. A number: they are kept in parts, on so many neighbouring ranks. Without
-            gradients there is no backward, and they are let go of in any case.
-        replicate: how many groups of processes hold a whole set of shards each: 2 on two machines keeps gathering inside of each.
+        reshard_after_forward: whether a unit's gathered parameters are let go of between its
+            forward and its backward. False keeps them, which costs memory and saves a gather. A
+            number: they are kept in parts, on so many neighbouring ranks. Without gradients there
+            is no backward, and they are let go of in any case.
+        replicate: how many groups of processes hold a whole set of shards each: 2 on two machines
+            keeps gathering inside of each.
         tensor_parallel: how many processes share each layer that `parallelize_plan` names.
-        context_parallel: how many processes share each sequence, inside `accelerator.maybe_context_parallel`.
-        wrap: which modules are units: None, the repeated blocks; names of classes; the least number of parameters; "none", only the
-            model as a whole; or a function of a module and its name.
-        parallelize_plan: how layers are cut among tensor-parallel peers: names, with "*", and styles of
-            `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …; or a function of the model and the mesh.
-        cpu_offload: whether parts, their gradients and the state of optimizers are kept in the memory of the host.
-        activation_checkpointing: whether units compute their forward again in the backward, instead of keeping what it made.
-        ignored_modules: modules, or names of such with "*", whose parameters every rank keeps whole; their gradients are averaged.
-        gather_dtype: in which all parameters are gathered; None: in the `compute` dtype of the precision if it has one, but for
-            norms and embeddings.
-        reduce_unused_parameters: whether parameters that took no part in a rank's backward travel as zeros, so that ranks may use
-            different ones (experts, modalities). Their gradient then is zero, and not None, also where no rank used them. False is
-            right only if all ranks always use the same: otherwise gradients of different parameters are added up without a word.
-        shard: how many processes share a copy of the parameters; None: as many as the other dimensions leave over.
+        context_parallel: how many processes share each sequence, inside
+            `accelerator.maybe_context_parallel`.
+        wrap: which modules are units: None, the repeated blocks; names of classes; the least number
+            of parameters; "none", only the model as a whole; or a function of a module and its
+            name.
+        parallelize_plan: how layers are cut among tensor-parallel peers: names, with "*", and
+            styles of `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …; or a
+            function of the model and the mesh.
+        cpu_offload: whether parts, their gradients and the state of optimizers are kept in the
+            memory of the host.
+        activation_checkpointing: whether units compute their forward again in the backward, instead
+            of keeping what it made.
+        ignored_modules: modules, or names of such with "*", whose parameters every rank keeps
+            whole; their gradients are averaged.
+        gather_dtype: in which all parameters are gathered; None: in the `compute` dtype of the
+            precision if it has one, but for norms and embeddings.
+        reduce_unused_parameters: whether parameters that took no part in a rank's backward travel
+            as zeros, so that ranks may use different ones (experts, modalities). Their gradient
+            then is zero, and not None, also where no rank used them. False is right only if all
+            ranks always use the same: otherwise gradients of different parameters are added up
+            without a word.
+        shard: how many processes share a copy of the parameters; None: as many as the other
+            dimensions leave over.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.

@@ -7,20 +7,24 @@ A *plan* says which layers are cut, and how:
         "blocks.*.attention.output": "rowwise",   # and their contributions are summed here
     })
 
-It names modules by patterns, one per part of the dotted name, and gives each a word of `WORDS`, a `ParallelStyle` of
-`torch.distributed.tensor.parallel`, or a list of these that is applied in order. A plan may also be a function of the model and
-the device mesh, which then does everything itself.
+It names modules by patterns, one per part of the dotted name, and gives each a word of `WORDS`, a
+`ParallelStyle` of `torch.distributed.tensor.parallel`, or a list of these that is applied in order.
+A plan may also be a function of the model and the device mesh, which then does everything itself.
 
 What a plan cannot do is the model's own business:
 
-- Behind "colwise" a peer sees its part of the features. Attributes that count heads or features are not changed, so a model lets
-  torch count (`view(batch, length, -1, head_size)`), or divides them itself.
-- "colwise" gives each peer consecutive rows of the weight. Of queries, keys and values in *one* weight these are not the same heads
-  of all three: keep three layers, or lay the weight out head by head.
-- A parameter of a layer without an entry is whole on every peer. That is right where the layer's input is the same on all of
-  them. Where it is a part of the features or heads (a norm over each head), its gradient is a part too, and the peers would drift apart:
-  give such a norm the word "replicated_with_grad_allreduce".
-- All peers compute on the same batch, which the loader sees to, and draw the same dropout, which a common seed sees to.
+- Behind "colwise" a peer sees its part of the features. Attributes that count heads or features are
+  not changed, so a model lets torch count (`view(batch, length, -1, head_size)`), or divides them
+  itself.
+- "colwise" gives each peer consecutive rows of the weight. Of queries, keys and values in *one*
+  weight these are not the same heads of all three: keep three layers, or lay the weight out head by
+  head.
+- A parameter of a layer without an entry is whole on every peer. That is right where the layer's
+  input is the same on all of them. Where it is a part of the features or heads (a norm over each
+  head), its gradient is a part too, and the peers would drift apart: give such a norm the word
+  "replicated_with_grad_allreduce".
+- All peers compute on the same batch, which the loader sees to, and draw the same dropout, which a
+  common seed sees to.
 - torch 2.13 compiles a model with a plan, but not an embedding that is cut (it raises).
 
 Megatron-LM cuts pairs of layers in this way: https://arxiv.org/abs/1909.08053.
@@ -69,7 +73,8 @@ def check_plan(plan: Plan | None, tensor_parallel: int) -> None:
     """Checks what can be known of a plan without a model. Imports nothing.
 
     Raises:
-        ValueError: for a plan without `tensor_parallel`, `tensor_parallel` without a plan, and an unknown word.
+        ValueError: for a plan without `tensor_parallel`, `tensor_parallel` without a plan, and an
+            unknown word.
         TypeError: for a plan that is neither a mapping nor a function.
     """
     if tensor_parallel > 1 and not plan:
@@ -100,8 +105,9 @@ def check_plan(plan: Plan | None, tensor_parallel: int) -> None:
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cuts the layers of a model as a plan says, in place; their parameters are `DTensor`s on `mesh` afterwards.
 
-    A collective where the model has dropout. Nothing is sent but for that: each peer keeps its part of what it has, so weights have to be equal
-    on all peers before. Tied parameters stay tied, and what is frozen stays frozen. Parameters are replaced.
+    A collective where the model has dropout. Nothing is sent but for that: each peer keeps its part
+    of what it has, so weights have to be equal on all peers before. Tied parameters stay tied, and
+    what is frozen stays frozen. Parameters are replaced.
 
     Args:
         model: on its device, or on the meta device.
@@ -109,9 +115,10 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         mesh: one-dimensional, the peers.
 
     Raises:
-        ValueError: for a name that fits no layer, two names that fit one, a layer that a word cannot cut, sizes that the number of
-            peers does not divide, ties that would be cut in different ways, and peers that would draw different dropout. The model
-            is not to be used after the last two.
+        ValueError: for a name that fits no layer, two names that fit one, a layer that a word
+            cannot cut, sizes that the number of peers does not divide, ties that would be cut in
+            different ways, and peers that would draw different dropout. The model is not to be used
+            after the last two.
         TypeError: for an entry that is no style.
     """
     flags, ties = _requires_grad(model), _ties(model)

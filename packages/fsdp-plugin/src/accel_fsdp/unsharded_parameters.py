@@ -1,7 +1,8 @@
 """Parameters that are not cut (those without dims, and of `ignored_modules`): their gradients are averaged with the others.
 
-Once at the end of each backward that synchronises, all of them, whichever took part on this rank: the ranks then agree on what travels,
-and what was accumulated without travelling does not stay behind where the closing micro-batch uses other parameters.
+Once at the end of each backward that synchronises, all of them, whichever took part on this rank:
+the ranks then agree on what travels, and what was accumulated without travelling does not stay
+behind where the closing micro-batch uses other parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class WholeParameters:
     """Those of one model.
 
     Args:
-        parameters: plain tensors, equal on all ranks, in one order; frozen ones may be trained later.
+        parameters: plain tensors, equal on all ranks, in one order; frozen ones may be trained
+            later.
         mesh: over which the other parameters are cut and replicated.
         dtype: in which gradients travel; None: their own.
 

@@ -1,13 +1,13 @@
 """The units of a model: modules that `fully_shard` gathers, computes with and frees together.
 
-The whole model is always the outermost unit, which holds what is in no other. A parameter belongs to one unit, also where
-several modules share it:
+The whole model is always the outermost unit, which holds what is in no other. A parameter belongs
+to one unit, also where several modules share it:
 
 - A module that occurs in several units is a unit of its own.
-- Units that share a parameter are gathered together. If its other owner is no unit (a head beside an embedding that is
-  one), that module joins.
-- A unit inside another one that shares a parameter with the outside becomes part of the outer one; so does, of the whole
-  model, a unit that shares one with the model itself.
+- Units that share a parameter are gathered together. If its other owner is no unit (a head beside
+  an embedding that is one), that module joins.
+- A unit inside another one that shares a parameter with the outside becomes part of the outer one;
+  so does, of the whole model, a unit that shares one with the model itself.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def check_ignored(ignored: object) -> None:
 def find_units(model: nn.Module, wrap: Wrap = None, ignored: Ignored = None) -> list[Unit]:
     """The units inside a model, in the order in which `fully_shard` takes them: inner ones first. The model itself is left out.
 
-    Only modules with parameters that are not ignored are units; lists and dicts of modules, which have no forward, never are.
+    Only modules with parameters that are not ignored are units; lists and dicts of modules, which
+    have no forward, never are.
 
     Args:
         model: as the user wrote it; converted already, if its precision converts.
-        wrap: None takes repeated blocks: in every outermost `nn.ModuleList` or `nn.Sequential`, members whose class occurs there
-            more than once. A name or several (also separated by commas) take every module of these classes and their
-            subclasses. A number takes modules with at least as many parameters that are in no unit yet, from the inside out. A
+        wrap: None takes repeated blocks: in every outermost `nn.ModuleList` or `nn.Sequential`,
+            members whose class occurs there more than once. A name or several (also separated by
+            commas) take every module of these classes and their subclasses. A number takes modules
+            with at least as many parameters that are in no unit yet, from the inside out. A
             function is asked with each module and its name. "none" takes nothing.
         ignored: see `ignored_parameters`.
 
@@ -76,8 +78,8 @@ def find_units(model: nn.Module, wrap: Wrap = None, ignored: Ignored = None) -> 
         Modules; or lists of those that share parameters, which are gathered together.
 
     Raises:
-        TypeError, ValueError: if `wrap` or `ignored` is of a wrong kind, a class or pattern matches nothing, or what was chosen
-            has no forward.
+        TypeError, ValueError: if `wrap` or `ignored` is of a wrong kind, a class or pattern matches
+            nothing, or what was chosen has no forward.
     """
     check_wrap(wrap)
     tree = _Tree(model, ignored_parameters(model, ignored))
@@ -99,8 +101,9 @@ def ignored_parameters(model: nn.Module, ignored: Ignored = None) -> set[nn.Para
 
     Args:
         model: the model.
-        ignored: modules of the model, and patterns of names as in `fnmatch` ("adapters.*", "*.norm"); or a function that is
-            asked with each module and its name. What lies inside an ignored module is ignored too.
+        ignored: modules of the model, and patterns of names as in `fnmatch` ("adapters.*",
+            "*.norm"); or a function that is asked with each module and its name. What lies inside
+            an ignored module is ignored too.
 
     Raises:
         TypeError: if it is of another kind.

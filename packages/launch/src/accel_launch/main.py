@@ -1,8 +1,8 @@
 """`accel`: one program, whose commands are what installed distributions offer in the entry-point group `accel.commands`.
 
-An entry point names a callable, `main(arguments: Sequence[str] | None = None) -> int | None`: it takes what stands behind the command's
-name, and returns the exit status, None for 0. The first line of its docstring is what `accel -h` says of it. Only the command that is
-asked for is imported.
+An entry point names a callable, `main(arguments: Sequence[str] | None = None) -> int | None`: it
+takes what stands behind the command's name, and returns the exit status, None for 0. The first line
+of its docstring is what `accel -h` says of it. Only the command that is asked for is imported.
 """
 
 from __future__ import annotations

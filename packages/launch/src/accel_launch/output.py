@@ -1,7 +1,8 @@
 """The output of commands: colour and tables that fit the window on a terminal; whole plain lines elsewhere.
 
-Plain means: no terminal, or `NO_COLOR` is set, or `TERM=dumb`. Then there is no control code, and nothing is cut or wrapped, so that
-output in files and pipes can be read by programs. Text is never taken for markup: brackets are brackets.
+Plain means: no terminal, or `NO_COLOR` is set, or `TERM=dumb`. Then there is no control code, and
+nothing is cut or wrapped, so that output in files and pipes can be read by programs. Text is never
+taken for markup: brackets are brackets.
 """
 
 from __future__ import annotations

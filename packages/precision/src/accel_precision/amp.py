@@ -1,7 +1,7 @@
 """Half precision: mixed, where matrix products run in it and all else in full precision; and pure, where all of it does.
 
-bfloat16 has the range of single precision, and needs nothing else. float16 has more digits and a small range, so that losses
-are scaled: see `accel_precision.scaling`.
+bfloat16 has the range of single precision, and needs nothing else. float16 has more digits and a
+small range, so that losses are scaled: see `accel_precision.scaling`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class HalfPrecision(Precision):
 class ScaledPrecision(HalfPrecision):
     """The base class of precisions with loss scaling and its options. A subclass gives its dtypes.
 
-    An optimizer whose step is left out has `step_was_skipped`, and `accelerator.optimizer_step_was_skipped` is True. What is
-    saved and loaded is the scale.
+    An optimizer whose step is left out has `step_was_skipped`, and
+    `accelerator.optimizer_step_was_skipped` is True. What is saved and loaded is the scale.
     """
 
     scaling: LossScaling
@@ -110,8 +110,8 @@ class BF16(HalfPrecision):
     """`mixed_precision="bf16"`: matrix products in bfloat16, parameters, gradients and all else as they are.
 
     Args:
-        output_dtype: floating leaves of what the model returns are cast to it, so that losses are computed in it. None leaves
-            them alone and costs nothing.
+        output_dtype: floating leaves of what the model returns are cast to it, so that losses are
+            computed in it. None leaves them alone and costs nothing.
         reduce_dtype: in which gradients travel between ranks; None: as they are.
     """
 
@@ -124,8 +124,9 @@ class BF16(HalfPrecision):
 class BF16True(HalfPrecision):
     """`mixed_precision="bf16-true"`: parameters, gradients, optimizer state and all products in bfloat16.
 
-    Half the memory. Updates that are smaller than 1/256 of a parameter are lost, unless the optimizer rounds them by chance or
-    keeps what is left over. Floating inputs of the model are cast; integers are not.
+    Half the memory. Updates that are smaller than 1/256 of a parameter are lost, unless the
+    optimizer rounds them by chance or keeps what is left over. Floating inputs of the model are
+    cast; integers are not.
 
     Args:
         output_dtype: as for `BF16`.
@@ -145,7 +146,8 @@ class FP16(ScaledPrecision):
         output_dtype: as for `BF16`.
         reduce_dtype: as for `BF16`.
         init_scale: what losses are multiplied by at first, above 0.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row without overflow, above 1.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row
+            without overflow, above 1.
         backoff_factor: what the scale is multiplied by after an overflow, between 0 and 1.
         growth_interval: in steps, at least 1.
         enabled: False leaves losses as they are, and leaves no step out.
@@ -163,9 +165,9 @@ class FP16(ScaledPrecision):
 class FP16True(ScaledPrecision):
     """`mixed_precision="fp16-true"`: parameters, gradients, optimizer state and all products in float16, losses scaled.
 
-    Half the memory, and for small or careful models only: gradients are float16 after unscaling too, so what is below 6e-8
-    is lost before the step, and an optimizer's epsilon below that is zero. Floating inputs of the model are cast; integers are
-    not.
+    Half the memory, and for small or careful models only: gradients are float16 after unscaling
+    too, so what is below 6e-8 is lost before the step, and an optimizer's epsilon below that is
+    zero. Floating inputs of the model are cast; integers are not.
 
     Args:
         output_dtype: as for `BF16`.

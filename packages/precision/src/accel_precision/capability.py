@@ -1,7 +1,7 @@
 """The hardware that can compute in each dtype, and the alternative to choose where it cannot.
 
-Some devices emulate a dtype that they lack, several times slower than full precision, and without a word. Here that is an
-error: the precision that was asked for would not be what runs.
+Some devices emulate a dtype that they lack, several times slower than full precision, and without a
+word. Here that is an error: the precision that was asked for would not be what runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def require(asked: str, dtype: torch.dtype, device: torch.device) -> None:
     Args:
         asked: what the user chose, as in messages: "BF16()".
         dtype: that of the matrix products.
-        device: where they run. A CUDA device is asked for its compute capability; others what torch says of their kind.
+        device: where they run. A CUDA device is asked for its compute capability; others what torch
+            says of their kind.
     """
     lack = _lack_of_cuda(dtype, device) if device.type == "cuda" else _lack_of_kind(dtype, device.type)
     if lack is not None:

@@ -14,7 +14,8 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: what losses are multiplied by at first, above 0.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row without overflow, above 1.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row
+            without overflow, above 1.
         backoff_factor: what the scale is multiplied by after an overflow, between 0 and 1.
         growth_interval: in steps, at least 1.
         enabled: False leaves losses as they are, and leaves no step out.

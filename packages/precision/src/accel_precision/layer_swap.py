@@ -1,7 +1,8 @@
 """Changing what a linear layer is, in place.
 
-Replacing the layer in its parent would lose hooks, attributes and every other reference to it. Instead it becomes what the engine
-made of it: it takes over class and attributes, and keeps its identity, its hooks and its name in `state_dict()`.
+Replacing the layer in its parent would lose hooks, attributes and every other reference to it.
+Instead it becomes what the engine made of it: it takes over class and attributes, and keeps its
+identity, its hooks and its name in `state_dict()`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def become(layer: nn.Linear, other: nn.Linear, calls: type[FilledRows]) -> None:
 def revert(layer: nn.Linear) -> None:
     """Makes a layer an `nn.Linear` again that became something else; another one is left alone. Its weight stays what it is.
 
-    Classes that a strategy has made around it since, to shard it for instance, stay around it. A layer whose weight is cut, and
-    arrives in the layer's own format when it is gathered, stays what it has become: an `nn.Linear` could not compute with that.
+    Classes that a strategy has made around it since, to shard it for instance, stay around it. A
+    layer whose weight is cut, and arrives in the layer's own format when it is gathered, stays what
+    it has become: an `nn.Linear` could not compute with that.
     """
     if not has_become(layer) or _arrives_converted(layer.weight):
         return
@@ -76,8 +78,9 @@ def has_become(layer: nn.Linear) -> bool:
 class FilledRows(ClassOverride):
     """Calls of a layer whose kernels want the number of rows (the product of all dims but the last) to be a multiple.
 
-    Rows of zeros are appended and cut off again: they change no scale, no gradient and no other row. The input comes in the dtype
-    of autocast, on every kind of device; engines look at autocast for one kind only, or not at all.
+    Rows of zeros are appended and cut off again: they change no scale, no gradient and no other
+    row. The input comes in the dtype of autocast, on every kind of device; engines look at autocast
+    for one kind only, or not at all.
     """
 
     def _filled(self, input: torch.Tensor, multiple: int, call: Any) -> torch.Tensor:

@@ -84,8 +84,8 @@ class Conversions:
         """Goes by the rule, then by what can be converted. Changes nothing.
 
         Raises:
-            ValueError: if a layer that `accepts` named cannot be converted, if a pattern of `skip` has matched nothing so far, or if
-                nothing is left to convert.
+            ValueError: if a layer that `accepts` named cannot be converted, if a pattern of `skip`
+                has matched nothing so far, or if nothing is left to convert.
         """
         layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         taken, left, refused = _sorted(layers, self.rule, misfit)

@@ -1,9 +1,11 @@
 """`mixed_precision="mxfp8"`: linear layers in a microscaling format, in which each block of 32 values has a scale of its own.
 
-It is a prototype of torchao (`torchao.prototype`), whose interface may move; tried with torchao 0.18. NVFP4 is left out: torchao has
-kernels of it for training on Blackwell alone, which were never run here, and no emulation.
+It is a prototype of torchao (`torchao.prototype`), whose interface may move; tried with torchao
+0.18. NVFP4 is left out: torchao has kernels of it for training on Blackwell alone, which were never
+run here, and no emulation.
 
-Format: OCP Microscaling Formats (MX) Specification v1.0; scales are rounded up to a power of two ("RCEIL").
+Format: OCP Microscaling Formats (MX) Specification v1.0; scales are rounded up to a power of two
+("RCEIL").
 """
 
 from __future__ import annotations
@@ -34,23 +36,29 @@ _REMEDIES = {
 class MXFP8(Precision):
     """Matrix products of linear layers in MXFP8 by torchao, on top of bf16, as `FP8` does it with other scales.
 
-    All linear layers are converted whose two sizes are divisible by 32, except the first and the last one. Parameters, names and
-    checkpoints stay those of the ordinary model. Products need compute capability 10.0 (Blackwell); on a CPU they are emulated, and
-    `accelerator.explain()` says so. The products on Blackwell were never run here.
+    All linear layers are converted whose two sizes are divisible by 32, except the first and the
+    last one. Parameters, names and checkpoints stay those of the ordinary model. Products need
+    compute capability 10.0 (Blackwell); on a CPU they are emulated, and `accelerator.explain()`
+    says so. The products on Blackwell were never run here.
 
     Args:
-        emulate: True: products are computed in high precision from values that were rounded, on any hardware, slowly. False: by the
-            hardware. None: emulated on a CPU, and by the hardware on an accelerator, which has to be capable of it.
+        emulate: True: products are computed in high precision from values that were rounded, on any
+            hardware, slowly. False: by the hardware. None: emulated on a CPU, and by the hardware
+            on an accelerator, which has to be capable of it.
         high_precision_weight_gradient: whether gradients of weights are computed in bf16.
-        skip: patterns of names, with `*` and `?`, of layers that stay as they are; the name of a module stands for all in it.
+        skip: patterns of names, with `*` and `?`, of layers that stay as they are; the name of a
+            module stands for all in it.
         convert_ends: whether the first and the last linear layer are converted too.
-        module_filter_func: called with each linear layer and its name, says whether it is converted.
-        output_dtype: of floating tensors that a model returns; None leaves them in bf16 and costs nothing.
+        module_filter_func: called with each linear layer and its name, says whether it is
+            converted.
+        output_dtype: of floating tensors that a model returns; None leaves them in bf16 and costs
+            nothing.
         reduce_dtype: in which gradients travel between ranks; None: in their own.
 
     Raises:
         NotInstalledError: if torchao is not installed.
-        ValueError: if options contradict each other; in `prepare`: if the hardware is not capable, or nothing can be converted.
+        ValueError: if options contradict each other; in `prepare`: if the hardware is not capable,
+            or nothing can be converted.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ __all__ = ["KernelPreference", "MXLinear"]
 class MXLinear(MXFP8Linear):  # type: ignore[misc]  # torchao is untyped
     """An `MXFP8Linear` whose weight is cast to the dtype of the input, as autocast casts that of an `nn.Linear`.
 
-    torchao's own forward hands both to kernels that take one dtype. The function that it calls has no public name; tried with
-    torchao 0.18.
+    torchao's own forward hands both to kernels that take one dtype. The function that it calls has
+    no public name; tried with torchao 0.18.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

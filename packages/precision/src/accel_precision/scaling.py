@@ -1,17 +1,21 @@
 """Dynamic loss scaling: small gradients survive float16, and steps whose gradients overflowed are left out.
 
-The loss is multiplied by a scale before its backward, and the gradients are divided by it before the step. An overflow makes
-the scale smaller; many steps in a row without one make it larger (Micikevicius et al., "Mixed Precision Training", 2018). The
-state machine is `torch.amp.GradScaler`; here is when it is updated, and what it does with the pieces of a sharded gradient.
+The loss is multiplied by a scale before its backward, and the gradients are divided by it before
+the step. An overflow makes the scale smaller; many steps in a row without one make it larger
+(Micikevicius et al., "Mixed Precision Training", 2018). The state machine is
+`torch.amp.GradScaler`; here is when it is updated, and what it does with the pieces of a sharded
+gradient.
 
-**When the scale changes.** Once for all optimizers that step one after the other: what they found is collected, and the scale
-changes just before the next loss is scaled. So every gradient that is there when an optimizer steps has one scale, whichever
-of several steps first. Optimizers that step by turns, each after a backward of its own, give one update per turn. One that
-waits meanwhile, with gradients of the old scale, has them multiplied to match the new one, also those that the strategy holds
-outside of `.grad`.
+**When the scale changes.** Once for all optimizers that step one after the other: what they found
+is collected, and the scale changes just before the next loss is scaled. So every gradient that is
+there when an optimizer steps has one scale, whichever of several steps first. Optimizers that step
+by turns, each after a backward of its own, give one update per turn. One that waits meanwhile, with
+gradients of the old scale, has them multiplied to match the new one, also those that the strategy
+holds outside of `.grad`.
 
-**What it costs.** One pass over the gradients, and one wait for the device per step, to learn whether to leave it out. Where
-ranks hold parts of the parameters, also one all-reduce of one number.
+**What it costs.** One pass over the gradients, and one wait for the device per step, to learn
+whether to leave it out. Where ranks hold parts of the parameters, also one all-reduce of one
+number.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ _STATE = {"scale", "growth_tracker"}
 class LossScaling:
     """A loss scale for any number of optimizers, on any kind of device.
 
-    Its state is the scale, and how many steps in a row had no overflow; how it changes is said by the options alone. A copy
-    has the same state, and belongs to no world.
+    Its state is the scale, and how many steps in a row had no overflow; how it changes is said by
+    the options alone. A copy has the same state, and belongs to no world.
 
     Args:
         options: see `GradScalerKwargs`.
@@ -59,8 +63,8 @@ class LossScaling:
 
         Args:
             world: the processes.
-            replicated: whether all ranks see the same gradients. Otherwise, unscaling becomes a collective of all ranks, so
-                that they leave out the same steps.
+            replicated: whether all ranks see the same gradients. Otherwise, unscaling becomes a
+                collective of all ranks, so that they leave out the same steps.
         """
         self._scaler.scale(torch.zeros((), device=world.device))
         if world.size > 1 and not replicated:
@@ -114,7 +118,8 @@ class LossScaling:
         """Takes a state over; steps that were taken before are forgotten.
 
         Raises:
-            ValueError: if scaling is off here and was on there, or the reverse; if it is no state of a loss scale.
+            ValueError: if scaling is off here and was on there, or the reverse; if it is no state
+                of a loss scale.
         """
         self._check_state(state)
         if self.options.enabled:
@@ -181,7 +186,8 @@ class LossScaling:
 class _Scaler(GradScaler):
     """torch's scaler, for gradients of any dtype, on several devices, and cut into pieces.
 
-    What torch keeps under private names is touched in `stages`, `update_stepped` and `_unscale_grads_` alone; tried with 2.13.
+    What torch keeps under private names is touched in `stages`, `update_stepped` and
+    `_unscale_grads_` alone; tried with 2.13.
     """
 
     def __init__(self, options: GradScalerKwargs) -> None:
@@ -200,8 +206,8 @@ class _Scaler(GradScaler):
     def stages(self) -> dict[int, dict[str, Any]]:
         """The records since the last update, by the optimizer's `id`: its stage, and any overflow.
 
-        torch has no public way to say that an optimizer has stepped without calling `step`, which calls the optimizer's and
-        does not tell whether it did.
+        torch has no public way to say that an optimizer has stepped without calling `step`, which
+        calls the optimizer's and does not tell whether it did.
         """
         return self._per_optimizer_states if self.is_enabled() else {}
 
@@ -237,8 +243,8 @@ class _Scaler(GradScaler):
         """Updates the scale by what those found that have stepped; gradients that are unscaled and wait for a step stay so.
 
         Args:
-            waiting: gradients that were scaled by the scale so far, and are multiplied in place to match the new one. Does not
-                wait for the device.
+            waiting: gradients that were scaled by the scale so far, and are multiplied in place to
+                match the new one. Does not wait for the device.
         """
         unscaled = {key: state for key, state in self.stages.items() if state["stage"] is not OptState.STEPPED}
         for key in unscaled:

@@ -1,7 +1,8 @@
 """Jobs of the checkpoint suite: each trains, saves or loads on the ranks, and returns facts.
 
-Every rank trains on the same batches, so that the mean of its gradients over the ranks is what one process computes: a
-checkpoint of one process and one of the strategy describe the same run, and can be held against each other.
+Every rank trains on the same batches, so that the mean of its gradients over the ranks is what one
+process computes: a checkpoint of one process and one of the strategy describe the same run, and can
+be held against each other.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Moment:
     """The state of a run at one moment.
 
     Args:
-        state: of the model, without the buffer; empty where the strategy gives it to the main process only.
+        state: of the model, without the buffer; empty where the strategy gives it to the main
+            process only.
         noted: the buffer of this rank.
         rates: the learning rate of each group, and that of which the scheduler knows.
         random: drawn from torch's stream.

@@ -6,13 +6,15 @@
     class TestMyStrategysCheckpoints(CheckpointSuite):
         strategy = MyStrategy
 
-A checkpoint knows no strategy. So it is held against one process: what the strategy saves, the strategy `single` loads, and
-the other way round, with weights, optimizer, scheduler and all. A strategy whose ranks hold everything declares
-`replicates_parameters`, and the core does the rest; others own the hooks `model_state`, `model_loaded`, `optimizer_state`,
-`optimizer_misfits` and `load_optimizer_state` (see `accel_core.contract.hook_specs`). Training itself is `StrategySuite`'s, which is to pass
-first.
+A checkpoint knows no strategy. So it is held against one process: what the strategy saves, the
+strategy `single` loads, and the other way round, with weights, optimizer, scheduler and all. A
+strategy whose ranks hold everything declares `replicates_parameters`, and the core does the rest;
+others own the hooks `model_state`, `model_loaded`, `optimizer_state`, `optimizer_misfits` and
+`load_optimizer_state` (see `accel_core.contract.hook_specs`). Training itself is `StrategySuite`'s,
+which is to pass first.
 
-What a strategy cannot do is declared, with the reason, and then has to fail, as in the other suites.
+What a strategy cannot do is declared, with the reason, and then has to fail, as in the other
+suites.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class CheckpointSuite(Suite):
     """The tests of what a strategy saves and loads. Subclass it under a name that begins with `Test`, and set `strategy`.
 
     Attributes:
-        strategy: the name of an installed strategy, or what makes one without arguments: the class, or a function at the
-            level of a module, because it is pickled by its name.
+        strategy: the name of an installed strategy, or what makes one without arguments: the class,
+            or a function at the level of a module, because it is pickled by its name.
 
     For `worlds`, `lacks`, `cpu`, `patience` and `timeout` see `accel_testing.suite.Suite`.
     """

@@ -143,7 +143,8 @@ class LabelledLoader(DataLoader[Any]):
 class Teams(Strategy):
     """Ranks work in teams, as under tensor parallelism: all of a team read the same part of the data, and train nothing.
 
-    The team is half the world, or all of it where that has no half, so there are fewer parts than ranks.
+    The team is half the world, or all of it where that has no half, so there are fewer parts than
+    ranks.
     """
 
     @hookimpl

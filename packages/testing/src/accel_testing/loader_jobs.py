@@ -1,7 +1,8 @@
 """The jobs of the loader suite on the ranks: each reads a little and returns what came.
 
-Jobs judge nothing; the suite compares their facts with what one process reads. A job is a function of a `LoaderSubject`, at the
-level of this module because it travels to the ranks by name, and uses the public loop only.
+Jobs judge nothing; the suite compares their facts with what one process reads. A job is a function
+of a `LoaderSubject`, at the level of this module because it travels to the ranks by name, and uses
+the public loop only.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class LoaderSubject(Subject):
 class Reading(NamedTuple):
     """One epoch of one loader on one rank.
 
-    `shards`: into how many parts the data are divided; `batches`: the numbers in each batch, padding included; `length`: what
-    `len()` said before; `counted`: what `gather_for_metrics` gave over the epoch, None where ranks have unequally many batches.
+    `shards`: into how many parts the data are divided; `batches`: the numbers in each batch,
+    padding included; `length`: what `len()` said before; `counted`: what `gather_for_metrics` gave
+    over the epoch, None where ranks have unequally many batches.
     """
 
     shards: int
@@ -302,8 +304,9 @@ def _peek(evaluation: Any) -> None:
 class Resumption(NamedTuple):
     """A run that was left and goes on.
 
-    `epochs`: what the uninterrupted run counts; `before`: what was counted of epoch `epoch` when the state was taken; `after`:
-    the iterations after it was loaded; `over`: whether the loop over that epoch had ended by itself.
+    `epochs`: what the uninterrupted run counts; `before`: what was counted of epoch `epoch` when
+    the state was taken; `after`: the iterations after it was loaded; `over`: whether the loop over
+    that epoch had ended by itself.
     """
 
     epochs: list[list[int]]

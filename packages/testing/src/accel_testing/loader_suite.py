@@ -6,15 +6,17 @@
     class TestMyLoader(LoaderSuite):
         loader = MyLoader
 
-Each test proves one sentence of the contract in `accel_core.contract.hook_specs`, with real ranks, against what one process reads. It
-needs pytest and no plugin of it.
+Each test proves one sentence of the contract in `accel_core.contract.hook_specs`, with real ranks,
+against what one process reads. It needs pytest and no plugin of it.
 
-What a loader cannot do is declared, with the reason, and then has to fail: a lack that has vanished is noticed.
+What a loader cannot do is declared, with the reason, and then has to fail: a lack that has vanished
+is noticed.
 
     lacks = {"test_an_iterable_dataset_is_read_once[2]": "samples without an index cannot be divided by arithmetic"}
 
-The jobs of one world size share one launch, for fresh ranks are what costs. When a job breaks it (a rank is stuck, or raises
-where others do not), the tests of that job fail, and the jobs after it get another launch.
+The jobs of one world size share one launch, for fresh ranks are what costs. When a job breaks it (a
+rank is stuck, or raises where others do not), the tests of that job fail, and the jobs after it get
+another launch.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class LoaderSuite(Suite):
     """The tests of a loader component. Subclass it under a name that begins with `Test`, and set `loader`.
 
     Attributes:
-        loader: the name of an installed loader, or what makes one without arguments: the class, or a function at the level
-            of a module, because it is pickled by its name.
+        loader: the name of an installed loader, or what makes one without arguments: the class, or
+            a function at the level of a module, because it is pickled by its name.
 
     For `worlds`, `lacks`, `cpu`, `patience` and `timeout` see `accel_testing.suite.Suite`.
     """

@@ -1,6 +1,7 @@
 """Small models, data with a global index, and what one process without any strategy makes of them.
 
-The conformance suite holds a strategy against these references: plain torch, one process, the global batch.
+The conformance suite holds a strategy against these references: plain torch, one process, the
+global batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The jobs of the precision suite on the ranks: each trains a little and returns what it saw.
 
-Jobs judge nothing; the suite compares their facts with a reference in the test's own process. They use the public loop, and
-read off the Accelerator only what no user asks for: its shard, who owns which hook, and the factor by which a loss is scaled.
+Jobs judge nothing; the suite compares their facts with a reference in the test's own process. They
+use the public loop, and read off the Accelerator only what no user asks for: its shard, who owns
+which hook, and the factor by which a loss is scaled.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Pupil(nn.Module):
     """Learns, notes the dtypes that it meets, and returns more than it computes: a mapping with tuples, integers and bools.
 
     It has a layer between the first and the last one, which narrow formats often leave as they are.
-    Of `shift` it returns the first number alone, so that a gradient of one number may overflow, which under a strategy that
-    shards parameters is in the memory of a single rank.
+    Of `shift` it returns the first number alone, so that a gradient of one number may overflow,
+    which under a strategy that shards parameters is in the memory of a single rank.
     """
 
     def __init__(self) -> None:

@@ -162,8 +162,10 @@ class Named:
     Args:
         parameters: their names.
         state: the names of its state; empty where the strategy gives it to the main process only.
-        still: for each order of preparing the optimizer, the parameters that two steps have left as they were.
-        copied: the class of a pickled copy of the undressed model and the names of its state, or how that failed.
+        still: for each order of preparing the optimizer, the parameters that two steps have left as
+            they were.
+        copied: the class of a pickled copy of the undressed model and the names of its state, or
+            how that failed.
     """
 
     parameters: list[str]

@@ -7,15 +7,17 @@
         precision = MyPrecision
         tolerance = 1e-2
 
-Each test proves one sentence of the contract in `accel_core.contract.hook_specs` and `accel_core.contract.precision_policy`, with real ranks, against plain
-torch in full precision on the global batch. It needs pytest and no plugin of it. Full precision passes the same suite.
+Each test proves one sentence of the contract in `accel_core.contract.hook_specs` and
+`accel_core.contract.precision_policy`, with real ranks, against plain torch in full precision on
+the global batch. It needs pytest and no plugin of it. Full precision passes the same suite.
 
-A precision holds under any strategy, or the strategy refuses it. Which ones it is tested under is declared as well:
+A precision holds under any strategy, or the strategy refuses it. Which ones it is tested under is
+declared as well:
 
     strategies = (("single", 1), ("ddp", 2), (MyStrategy, 2))
 
-What cannot be done is declared, with the reason, and then has to fail: a test, a test under one strategy, or all of a strategy, which
-then has to refuse.
+What cannot be done is declared, with the reason, and then has to fail: a test, a test under one
+strategy, or all of a strategy, which then has to refuse.
 
     lacks = {"test_a_finite_loss_never_skips_a_step[ddp-2]": "…", "MyStrategy-2": "it reduces in float32 only"}
 
@@ -78,15 +80,17 @@ class PrecisionSuite(Suite, _Declarations):
     """The tests of a precision. Subclass it under a name that begins with `Test`, and set `precision`.
 
     Attributes:
-        precision: the name of an installed precision, or what makes one without arguments: the class, or a function at the
-            level of a module, because it is pickled by its name.
+        precision: the name of an installed precision, or what makes one without arguments: the
+            class, or a function at the level of a module, because it is pickled by its name.
         strategies: pairs of a strategy (its name, or what makes one) and a number of ranks.
         tolerance: the largest relative error of a loss within six steps, against full precision.
-        gradient_tolerance: that of a parameter's gradient, and of their joint norm, both as Euclidean norms.
-        worlds: the numbers of ranks for which `strategies` are run; where it is not given, all of them.
+        gradient_tolerance: that of a parameter's gradient, and of their joint norm, both as
+            Euclidean norms.
+        worlds: the numbers of ranks for which `strategies` are run; where it is not given, all of
+            them.
 
-    For `lacks`, `cpu`, `patience` and `timeout` see `accel_testing.suite.Suite`. Tolerances that are not given are those of full
-    precision.
+    For `lacks`, `cpu`, `patience` and `timeout` see `accel_testing.suite.Suite`. Tolerances that
+    are not given are those of full precision.
     """
 
     precision: ClassVar[str | Callable[[], Precision]]

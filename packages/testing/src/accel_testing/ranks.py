@@ -8,12 +8,13 @@
     def test_mean():
         first, second = run_ranks(mean_of_ranks, 2, 10.0)
 
-Every call starts fresh processes, so nothing survives from one test to the next. They are forked from a server that has
-imported torch once and lives as long as the test process, which makes the start of a rank cheap. A rank finds the
-environment that torchrun would give it, and it leaves through the interpreter's own shutdown: threads are waited for,
-`atexit` callbacks run, objects are finalized. A rank that fails or aborts on its way out has failed, whatever its function
-returned. What the server had loaded is not taken down in every rank, which would cost more than most tests do: who tests the
-very end of a process, the destructors of C++ libraries included, starts a script.
+Every call starts fresh processes, so nothing survives from one test to the next. They are forked
+from a server that has imported torch once and lives as long as the test process, which makes the
+start of a rank cheap. A rank finds the environment that torchrun would give it, and it leaves
+through the interpreter's own shutdown: threads are waited for, `atexit` callbacks run, objects are
+finalized. A rank that fails or aborts on its way out has failed, whatever its function returned.
+What the server had loaded is not taken down in every rank, which would cost more than most tests
+do: who tests the very end of a process, the destructors of C++ libraries included, starts a script.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ _OF_A_RANK = ("accel", "torch.distributed", "__main__")
 def preload(*modules: str) -> None:
     """Has the server import modules before the first rank is forked, so that ranks find them: engines that take seconds.
 
-    Call it in a `conftest.py`. Behind the first `run_ranks` of a process it has no effect but on the next server.
+    Call it in a `conftest.py`. Behind the first `run_ranks` of a process it has no effect but on
+    the next server.
     """
     _preloaded.extend(module for module in modules if module not in _preloaded)
 
@@ -79,12 +81,13 @@ class RankReport:
 
     Args:
         rank: which one.
-        state: one line: "returned", "raised: ValueError: …", "did not end: killed 60 s after the start",
-            "returned, and then failed while exiting: ended by SIGABRT", …
+        state: one line: "returned", "raised: ValueError: …", "did not end: killed 60 s after the
+            start", "returned, and then failed while exiting: ended by SIGABRT", …
         failed: whether this rank failed by itself, or had to be killed.
         exit_code: of the process; negative numbers are signals.
         traceback: of the exception that its function raised, whole; else empty.
-        stacks: of every thread of a rank that was stuck or crashed, innermost call first; else empty.
+        stacks: of every thread of a rank that was stuck or crashed, innermost call first; else
+            empty.
         output: what the rank wrote to stdout and stderr.
     """
 
@@ -128,20 +131,24 @@ def run_ranks(
 ) -> list[Any]:
     """Runs `function(*args, **kwargs)` on `world_size` fresh processes and returns what each returned, in rank order.
 
-    Function, arguments and results are pickled: the function must stand at the level of a module that the ranks can
-    import (they get this process's `sys.path` and working directory). Results of any size are fine; tensors are copied.
+    Function, arguments and results are pickled: the function must stand at the level of a module
+    that the ranks can import (they get this process's `sys.path` and working directory). Results of
+    any size are fine; tensors are copied.
 
     Args:
         function: what each rank calls. It may create a process group; `World.current()` and
             `torch.distributed.init_process_group()` find what they need in the environment.
         world_size: how many ranks, all "local" to one machine.
-        timeout: seconds after which every rank must have returned and exited; those that have not are killed.
-        env: environment variables of all ranks, on top of this process's own and of torchrun's; None removes one.
-            Variables that torch reads at import are read once, when the first call starts the server.
+        timeout: seconds after which every rank must have returned and exited; those that have not
+            are killed.
+        env: environment variables of all ranks, on top of this process's own and of torchrun's;
+            None removes one. Variables that torch reads at import are read once, when the first
+            call starts the server.
 
     Raises:
-        RanksFailed: with the traceback of each rank that raised and the stacks of each rank that was stuck. When one
-            rank fails, the others have `GRACE` seconds to end before they are killed.
+        RanksFailed: with the traceback of each rank that raised and the stacks of each rank that
+            was stuck. When one rank fails, the others have `GRACE` seconds to end before they are
+            killed.
     """
     task = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _reserved_port() as port:
@@ -274,8 +281,8 @@ def _environment(rank: int, world_size: int, port: int, more: Mapping[str, str |
 def _reserved_port() -> Iterator[int]:
     """A port that no other process is given meanwhile.
 
-    A socket that is bound, but does not listen, keeps the port out of the kernel's choice for others, and still lets a
-    server bind it that sets SO_REUSEADDR, as torch's store does.
+    A socket that is bound, but does not listen, keeps the port out of the kernel's choice for
+    others, and still lets a server bind it that sets SO_REUSEADDR, as torch's store does.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -397,8 +404,9 @@ def _call(task: bytes, results: Connection) -> int:
 def _leave(exit_code: int) -> NoReturn:
     """Exits through the interpreter's own finalization, as the end of a script does.
 
-    A child of multiprocessing ends with `os._exit`, which runs neither `atexit` callbacks nor the destructors of what
-    modules still hold; crashes at exit would go unseen. `Py_Exit` is the C function behind `sys.exit`.
+    A child of multiprocessing ends with `os._exit`, which runs neither `atexit` callbacks nor the
+    destructors of what modules still hold; crashes at exit would go unseen. `Py_Exit` is the C
+    function behind `sys.exit`.
     """
     ctypes.pythonapi.Py_Exit(exit_code)
     raise AssertionError("Py_Exit does not return")
@@ -407,9 +415,10 @@ def _leave(exit_code: int) -> NoReturn:
 def _keep_loaded(inherited: frozenset[str]) -> None:
     """Keeps from finalization what the server had loaded. The last callback of `atexit`: the others may still import.
 
-    Finalization takes every module apart, and C's `exit` every library, and by that they copy most of the memory that a rank shares with
-    the server. Kept are modules that hold nothing of one rank: neither process groups, nor what is ours. Only glibc can pass the exit code
-    over what libraries have registered; elsewhere that runs.
+    Finalization takes every module apart, and C's `exit` every library, and by that they copy most
+    of the memory that a rank shares with the server. Kept are modules that hold nothing of one
+    rank: neither process groups, nor what is ours. Only glibc can pass the exit code over what
+    libraries have registered; elsewhere that runs.
     """
     for name in inherited & sys.modules.keys():
         if name.partition(".")[0] not in sys.stdlib_module_names and not name.startswith(_OF_A_RANK):

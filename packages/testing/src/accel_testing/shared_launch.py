@@ -1,7 +1,8 @@
 """Several jobs in one launch of ranks, because fresh ranks are what a test costs.
 
-A job is a function of a `Subject` that returns what it saw. The facts travel through a store that the test hosts, so that
-those of the jobs before are there when one breaks the launch: then it alone has failed, and the jobs after it get another.
+A job is a function of a `Subject` that returns what it saw. The facts travel through a store that
+the test hosts, so that those of the jobs before are there when one breaks the launch: then it alone
+has failed, and the jobs after it get another.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Subject:
     Args:
         strategy: a name, or what makes one; it is pickled by its name.
         cpu: whether it trains on the CPU although there is an accelerator.
-        patience: how long a collective may take, and how long ranks wait for each other after a job.
+        patience: how long a collective may take, and how long ranks wait for each other after a
+            job.
     """
 
     strategy: str | Factory
@@ -81,7 +83,8 @@ def observe(
         timeout: seconds after which the ranks of one launch are killed.
 
     Returns:
-        For the name of each job what it returned, or `Raised`, in rank order; or how it broke its launch.
+        For the name of each job what it returned, or `Raised`, in rank order; or how it broke its
+        launch.
     """
     found: dict[str, list[Any] | RanksFailed] = {}
     waiting = list(jobs)
@@ -106,9 +109,10 @@ def observe(
 def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) -> None:
     """Runs jobs one after the other on this rank, and puts the facts of each, or `Raised`, into the store on `port`.
 
-    That store, which the test hosts, is not the process group's: through it the ranks agree after each job that all have come
-    to its end. One that raises on some ranks only, or hangs, leaves the others in the middle of a collective, and what came
-    next would tell nothing. Then this raises; the facts of the jobs before are in the store.
+    That store, which the test hosts, is not the process group's: through it the ranks agree after
+    each job that all have come to its end. One that raises on some ranks only, or hangs, leaves the
+    others in the middle of a collective, and what came next would tell nothing. Then this raises;
+    the facts of the jobs before are in the store.
     """
     world = World.current(cpu=subject.cpu, timeout=subject.patience)
     stay = _Stay()

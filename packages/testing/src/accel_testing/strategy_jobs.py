@@ -1,9 +1,10 @@
 """The jobs of the strategy suite on the ranks: each trains a little and returns what it saw.
 
-Jobs judge nothing; the suite compares their facts with a reference in the test's own process. A job is a function of a
-`Subject`, at the level of this module because it travels to the ranks by name, and uses the public loop only, but for two
-things that no test may depend on having installed: the shard is read off the Accelerator, and a stand-in for a loader feeds
-it, because the core has no loader for a larger world.
+Jobs judge nothing; the suite compares their facts with a reference in the test's own process. A job
+is a function of a `Subject`, at the level of this module because it travels to the ranks by name,
+and uses the public loop only, but for two things that no test may depend on having installed: the
+shard is read off the Accelerator, and a stand-in for a loader feeds it, because the core has no
+loader for a larger world.
 """
 
 from __future__ import annotations

@@ -6,15 +6,18 @@
     class TestMyStrategy(StrategySuite):
         strategy = MyStrategy
 
-Each test proves one sentence of the contract in `accel_core.contract.hook_specs`, with real ranks, against plain torch in one process
-on the global batch. It needs pytest and no plugin of it. The strategies of the core pass the same suite.
+Each test proves one sentence of the contract in `accel_core.contract.hook_specs`, with real ranks,
+against plain torch in one process on the global batch. It needs pytest and no plugin of it. The
+strategies of the core pass the same suite.
 
-What a strategy cannot do is declared, with the reason, and then has to fail: a lack that has vanished is noticed.
+What a strategy cannot do is declared, with the reason, and then has to fail: a lack that has
+vanished is noticed.
 
     lacks = {"test_clipping_gives_the_norm_of_one_process": "the engine clips all parameters or none"}
 
-The jobs of one world size share one launch, for fresh ranks are what costs. When a job breaks it (a rank is stuck, or raises
-where others do not), the tests of that job fail, and the jobs after it get another launch.
+The jobs of one world size share one launch, for fresh ranks are what costs. When a job breaks it (a
+rank is stuck, or raises where others do not), the tests of that job fail, and the jobs after it get
+another launch.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class StrategySuite(Suite):
     """The tests of a strategy. Subclass it under a name that begins with `Test`, and set `strategy`.
 
     Attributes:
-        strategy: the name of an installed strategy, or what makes one without arguments: the class, or a function at the
-            level of a module, because it is pickled by its name.
+        strategy: the name of an installed strategy, or what makes one without arguments: the class,
+            or a function at the level of a module, because it is pickled by its name.
 
     For `worlds`, `lacks`, `cpu`, `patience` and `timeout` see `accel_testing.suite.Suite`.
     """

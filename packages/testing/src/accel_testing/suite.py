@@ -15,9 +15,11 @@ class Suite:
 
     Attributes:
         worlds: the numbers of ranks with which the component is tested.
-        lacks: for the name of an inherited test, `"test_…"`, or of one of its worlds, `"test_…[2]"`, why it fails.
+        lacks: for the name of an inherited test, `"test_…"`, or of one of its worlds,
+            `"test_…[2]"`, why it fails.
         cpu: whether it is tested on the CPU, with gloo, although there is an accelerator.
-        patience: seconds that a collective may take, and that ranks wait for each other after a job.
+        patience: seconds that a collective may take, and that ranks wait for each other after a
+            job.
         timeout: seconds after which the ranks of one launch are killed.
     """
 

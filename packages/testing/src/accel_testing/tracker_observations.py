@@ -29,8 +29,10 @@ class Recorded:
     Args:
         numbers: as int or float.
         texts: as they were logged.
-        config: names of nested dicts joined by "/" → the value, or it as a text, in the spelling of Python or of JSON.
-        images: each as a tensor (height, width, channels) of uint8, or as (height, width) where the pixels cannot be had.
+        config: names of nested dicts joined by "/" → the value, or it as a text, in the spelling of
+            Python or of JSON.
+        images: each as a tensor (height, width, channels) of uint8, or as (height, width) where the
+            pixels cannot be had.
         tables: with cells as they were logged, or as texts of them.
         histograms: their counts and edges are compared.
         ended: how the run ended; None if the service does not say.

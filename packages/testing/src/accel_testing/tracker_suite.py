@@ -10,10 +10,11 @@
             run = my_service.open(written.run.directory)
             return Recorded(numbers=..., texts=..., config=...)
 
-Each test proves one sentence of the contract in `accel_core.tracking.tracker`. Four runs are recorded, in threads of their own as the
-core does it: one with everything in it, the same one resumed, another beside that, and one of odd names. What was recorded is compared,
-all of it, with what `read` finds by means of the service itself. It needs pytest and no plugin of it, and runs in pytest's own process, so
-fixtures that keep a service offline hold.
+Each test proves one sentence of the contract in `accel_core.tracking.tracker`. Four runs are
+recorded, in threads of their own as the core does it: one with everything in it, the same one
+resumed, another beside that, and one of odd names. What was recorded is compared, all of it, with
+what `read` finds by means of the service itself. It needs pytest and no plugin of it, and runs in
+pytest's own process, so fixtures that keep a service offline hold.
 
 What cannot be done is declared, with the reason, and then has to fail:
 
@@ -62,7 +63,8 @@ class TrackerSuite(Declarations):
         tracker: the name of an installed tracker, or what makes one without arguments.
         lacks: for the name of an inherited test why it fails.
         precision: in which the service keeps numbers.
-        leaves_behind: beginnings of what the service changes in the process for good, such as "os.environ['X", → the reason.
+        leaves_behind: beginnings of what the service changes in the process for good, such as
+            "os.environ['X", → the reason.
     """
 
     _seen: ClassVar[dict[str, Any]]

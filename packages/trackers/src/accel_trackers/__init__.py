@@ -1,7 +1,7 @@
 """Trackers: runs recorded with the services that people look at, or in plain files.
 
-One module per service, found by the name of its entry point: `Accelerator(log_with="wandb")`. None of them imports its service before a
-run starts, and importing this package imports none of them.
+One module per service, found by the name of its entry point: `Accelerator(log_with="wandb")`. None
+of them imports its service before a run starts, and importing this package imports none of them.
 """
 
 from __future__ import annotations

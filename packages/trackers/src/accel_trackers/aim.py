@@ -22,18 +22,21 @@ _QUIET = {"log_system_params": False, "capture_terminal_logs": False, "system_tr
 class Aim(Tracker):
     """`log_with="aim"`: numbers, texts, images, histograms, and tables as texts with a JSON list per line.
 
-    Aim's records of the terminal, of the machine's load, and of packages, environment variables and git are off. `init_kwargs={"aim":
-    {"capture_terminal_logs": True, "system_tracking_interval": 10, "log_system_params": True}}` turns them on; it takes what `aim.Run`
-    does. `log_kwargs={"aim": {"context": {"subset": "train"}, "epoch": 3}}` goes to its `track`.
+    Aim's records of the terminal, of the machine's load, and of packages, environment variables and
+    git are off.
+    `init_kwargs={"aim": {"capture_terminal_logs": True, "system_tracking_interval": 10, "log_system_params": True}}`
+    turns them on; it takes what `aim.Run` does.
+    `log_kwargs={"aim": {"context": {"subset": "train"}, "epoch": 3}}` goes to its `track`.
 
-    A name has one value per step in Aim, and one kind of value. What is recorded at a step that the name has passed goes to the context
-    `{"series": 2}`, and so on; what is of another kind than before to `{"kind": "text"}`. A resumed run goes on in the same run of Aim,
-    where it replaces what came after the checkpoint. A value without a name gets one, in the
-    configuration too, which is told. Histograms have bins of equal width in Aim; others are refused.
+    A name has one value per step in Aim, and one kind of value. What is recorded at a step that the
+    name has passed goes to the context `{"series": 2}`, and so on; what is of another kind than
+    before to `{"kind": "text"}`. A resumed run goes on in the same run of Aim, where it replaces
+    what came after the checkpoint. A value without a name gets one, in the configuration too, which
+    is told. Histograms have bins of equal width in Aim; others are refused.
 
     Args:
-        repo: the folder that holds, or is to hold, the folder .aim of all runs; or the address of a server, as aim://host:53800.
-            None: the folder of the project, below `logging_dir`.
+        repo: the folder that holds, or is to hold, the folder .aim of all runs; or the address of a
+            server, as aim://host:53800. None: the folder of the project, below `logging_dir`.
         experiment: what Aim calls a project; None: the project.
         name: of the run, as people see it; None: Aim's own.
         tags: of the run.

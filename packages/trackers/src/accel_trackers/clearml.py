@@ -33,28 +33,36 @@ _FRAMEWORKS = (
 class ClearML(Tracker):
     """`log_with="clearml"`: numbers, texts in the log of the task, images and plots of tables and histograms.
 
-    "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a line of the log, since ClearML would
-    record a 0 instead. An image or a plot at a step that its name has passed goes to the series "name ⟨2⟩", and so on. ClearML sends in
-    threads of its own, and says in its own log what it could not send.
+    "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a
+    line of the log, since ClearML would record a 0 instead. An image or a plot at a step that its
+    name has passed goes to the series "name ⟨2⟩", and so on. ClearML sends in threads of its own,
+    and says in its own log what it could not send.
 
-    A process has one task in ClearML. Where the program has called `Task.init` itself, that task is recorded into, and not ended. A
-    resumed run goes on in the same task; numbers of steps after the checkpoint stay beside those that repeat them.
+    A process has one task in ClearML. Where the program has called `Task.init` itself, that task is
+    recorded into, and not ended. A resumed run goes on in the same task; numbers of steps after the
+    checkpoint stay beside those that repeat them.
 
-    What ClearML does to the process around it is off: it neither takes over frameworks, arguments, output and random seeds, nor reads git
-    and packages, nor watches the machine's load; and it reports from threads, unless its configuration says so, for its subprocess is a
-    fork of a process with threads. `init_kwargs={"clearml": {"auto_connect_frameworks": True, "auto_resource_monitoring": True}}` turns
-    such things on, frameworks only in the first run of a process; it takes what `Task.init` does. What it sets besides is put back:
-    `sys.exit`, the hooks of exceptions and of imports, and the level of the logger "urllib3". Not to be turned off: the start method of
-    `multiprocessing` is settled once records are sent, so set another one before; the patches of `argparse.ArgumentParser` and of
-    `multiprocessing.Process.run`; the variables CLEARML_* and TRAINS_* of the process; and a hook of imports in `sys.meta_path`.
+    What ClearML does to the process around it is off: it neither takes over frameworks, arguments,
+    output and random seeds, nor reads git and packages, nor watches the machine's load; and it
+    reports from threads, unless its configuration says so, for its subprocess is a fork of a
+    process with threads.
+    `init_kwargs={"clearml": {"auto_connect_frameworks": True, "auto_resource_monitoring": True}}`
+    turns such things on, frameworks only in the first run of a process; it takes what `Task.init`
+    does. What it sets besides is put back: `sys.exit`, the hooks of exceptions and of imports, and
+    the level of the logger "urllib3". Not to be turned off: the start method of `multiprocessing`
+    is settled once records are sent, so set another one before; the patches of
+    `argparse.ArgumentParser` and of `multiprocessing.Process.run`; the variables CLEARML_* and
+    TRAINS_* of the process; and a hook of imports in `sys.meta_path`.
 
     Args:
         task_name: None: the id of the run.
         tags: of the task.
         task_type: such as "training" or "testing".
-        output_uri: where models that are saved by way of ClearML go, such as s3://bucket/folder; None: nowhere.
-        offline: whether all goes to a folder, and at the end to a file beside it, for `Task.import_offline_session`; the process stays
-            offline then. False: as ClearML is configured, or the variable CLEARML_OFFLINE_MODE says.
+        output_uri: where models that are saved by way of ClearML go, such as s3://bucket/folder;
+            None: nowhere.
+        offline: whether all goes to a folder, and at the end to a file beside it, for
+            `Task.import_offline_session`; the process stays offline then. False: as ClearML is
+            configured, or the variable CLEARML_OFFLINE_MODE says.
     """
 
     name = "clearml"

@@ -56,30 +56,35 @@ VARIABLES = {
 class CometML(Tracker):
     """Records with Comet, for which one logs in once: type `comet login`.
 
-    Options of `comet_ml.start` and of `comet_ml.ExperimentConfig` go on top of these: `init_kwargs={"comet_ml": {"log_code": True}}`. Off
-    unless asked for there, or by Comet's own settings: copies of code, graph, git and command line, what the program prints, the
-    measuring of the machine, and all that Comet takes from frameworks by patching them. The experiment is not Comet's global one
-    either, so that several can be recorded at a time; it is where one of `auto_metric_logging`, `auto_param_logging` and `log_graph` is
-    asked for. Frameworks are patched only if the program imports comet_ml first of all. Reports of Comet's own errors are off. Not to be
-    turned off: at the end Comet records a metric "process duration", in seconds.
+    Options of `comet_ml.start` and of `comet_ml.ExperimentConfig` go on top of these:
+    `init_kwargs={"comet_ml": {"log_code": True}}`. Off unless asked for there, or by Comet's own
+    settings: copies of code, graph, git and command line, what the program prints, the measuring of
+    the machine, and all that Comet takes from frameworks by patching them. The experiment is not
+    Comet's global one either, so that several can be recorded at a time; it is where one of
+    `auto_metric_logging`, `auto_param_logging` and `log_graph` is asked for. Frameworks are patched
+    only if the program imports comet_ml first of all. Reports of Comet's own errors are off. Not to
+    be turned off: at the end Comet records a metric "process duration", in seconds.
 
-    Texts are recorded as text samples whose metadata has the name, tables as CSV files, the whole configuration as config.json beside
-    the parameters (of which Comet keeps 1000 letters each). Comet has bins of its own, of which each is a tenth larger than the one
-    before: of a histogram it gets the middles of the bins with their counts. Of a metric it keeps 15 000 values. A name of more than 100
-    letters is cut, and gets a checksum, which is told.
+    Texts are recorded as text samples whose metadata has the name, tables as CSV files, the whole
+    configuration as config.json beside the parameters (of which Comet keeps 1000 letters each).
+    Comet has bins of its own, of which each is a tenth larger than the one before: of a histogram
+    it gets the middles of the bins with their counts. Of a metric it keeps 15 000 values. A name of
+    more than 100 letters is cut, and gets a checksum, which is told.
 
-    A resumed run goes on under its key. Offline it is written to a second archive; `comet upload` makes one experiment of both, in the
-    order of their upload. Offline, nothing can be read before the run ends, and where the program is killed there is no archive.
-    Where the server is lost on the way, which is told, Comet writes an archive too.
+    A resumed run goes on under its key. Offline it is written to a second archive; `comet upload`
+    makes one experiment of both, in the order of their upload. Offline, nothing can be read before
+    the run ends, and where the program is killed there is no archive. Where the server is lost on
+    the way, which is told, Comet writes an archive too.
 
     Args:
         workspace: that of the experiment; None: what COMET_WORKSPACE or the login says.
         online: False: record on this machine only; None: what COMET_START_ONLINE says, else online.
         experiment_name: shown for the experiment; None: the service invents one.
         tags: labels of the experiment.
-        offline_directory: where archives are put; None: what COMET_OFFLINE_DIRECTORY says, else .cometml-runs in the working directory.
-        system_metrics: whether Comet describes the machine, and measures processor, memory and accelerators all the time, in threads of
-            this process.
+        offline_directory: where archives are put; None: what COMET_OFFLINE_DIRECTORY says, else
+            .cometml-runs in the working directory.
+        system_metrics: whether Comet describes the machine, and measures processor, memory and
+            accelerators all the time, in threads of this process.
     """
 
     name = "comet_ml"

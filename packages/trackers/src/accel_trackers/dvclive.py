@@ -29,21 +29,25 @@ class DVCLive(Tracker):
     """`log_with="dvclive"`: numbers and texts as rows of a file per name, images as PNG, tables and histograms as
     the data of plots.
 
-    DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC is to have kept. A resumed run goes on
-    in the same files: rows that were written after the checkpoint stay, above those that repeat them. An image or a plot at a step that
-    its name has passed goes to the folder "name ⟨2⟩", and so on. A name that no file can have is recorded under one like it with a
-    checksum, which is told.
+    DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC
+    is to have kept. A resumed run goes on in the same files: rows that were written after the
+    checkpoint stay, above those that repeat them. An image or a plot at a step that its name has
+    passed goes to the folder "name ⟨2⟩", and so on. A name that no file can have is recorded under
+    one like it with a checksum, which is told.
 
-    What DVCLive does to the project around it is off: neither an experiment of DVC nor a dvc.yaml is made, and the machine's load is not
-    watched. `init_kwargs={"dvclive": {"save_dvc_exp": True, "dvcyaml": "dvc.yaml", "monitor_system": True}}` turns them on; it takes what
-    `dvclive.Live` does. A git repository is left as it is, where DVCLive by itself would make one of DVC of it, and stage files. Where this
-    is needed, it still does: for `save_dvc_exp`, which needs a commit to begin with, and for `cache_images`. A repository that is one of DVC
-    is read. Where DVC fails, DVCLive says so in its own log and goes on. Put back is what importing DVC sets: the level of the
-    logger "asyncio", which it silences, and a filter for colours around the output.
+    What DVCLive does to the project around it is off: neither an experiment of DVC nor a dvc.yaml
+    is made, and the machine's load is not watched.
+    `init_kwargs={"dvclive": {"save_dvc_exp": True, "dvcyaml": "dvc.yaml", "monitor_system": True}}`
+    turns them on; it takes what `dvclive.Live` does. A git repository is left as it is, where
+    DVCLive by itself would make one of DVC of it, and stage files. Where this is needed, it still
+    does: for `save_dvc_exp`, which needs a commit to begin with, and for `cache_images`. A
+    repository that is one of DVC is read. Where DVC fails, DVCLive says so in its own log and goes
+    on. Put back is what importing DVC sets: the level of the logger "asyncio", which it silences,
+    and a filter for colours around the output.
 
     Args:
-        dir: the folder to write to, such as "dvclive" where DVC is to compare it from commit to commit; None: that of the run, below
-            `logging_dir`.
+        dir: the folder to write to, such as "dvclive" where DVC is to compare it from commit to
+            commit; None: that of the run, below `logging_dir`.
         save_dvc_exp: whether the run becomes an experiment of DVC at its end.
         dvcyaml: the file dvc.yaml in which DVC is to find the plots; None: none is written.
         exp_name: of the experiment; None: DVC's own.
@@ -146,7 +150,8 @@ class DVCLive(Tracker):
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. It becomes the data of a plot, of the first column against the others unless options say otherwise.
 
-        Each row has the names of its columns, so one without rows gets a row of nulls, and one without columns is nothing to DVCLive.
+        Each row has the names of its columns, so one without rows gets a row of nulls, and one
+        without columns is nothing to DVCLive.
         """
         shared_options(options, "dvclive", {self._live.log_plot: ("name", "datapoints")})
         if not table.columns:

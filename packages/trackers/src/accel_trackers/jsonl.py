@@ -12,13 +12,15 @@ A line has the step, the time in seconds since 1970, and what was recorded by na
     {"step": 3, "time": 1767225600.8, "histograms": {"weights": {"counts": [1, 3], "edges": [-1.0, 0.0, 1.0], …}}}
     {"resumed": {"step": 4}, "time": 1767225700.0}
 
-All of it is strict JSON: numbers that are not finite are the texts "NaN", "Infinity" and "-Infinity", as in the JSON of protocol
-buffers, and texts stand apart from numbers so that the two cannot be mistaken. In a cell of a table, which may be either, such a
-number is `{"number": "NaN"}`.
+All of it is strict JSON: numbers that are not finite are the texts "NaN", "Infinity" and
+"-Infinity", as in the JSON of protocol buffers, and texts stand apart from numbers so that the two
+cannot be mistaken. In a cell of a table, which may be either, such a number is `{"number": "NaN"}`.
 
-Tables are lines, not files of their own: their cells keep their types, and their order among the other records is told.
+Tables are lines, not files of their own: their cells keep their types, and their order among the
+other records is told.
 
-Where a run was resumed, what the broken one had recorded from that step on stays in the file; `read` leaves it out.
+Where a run was resumed, what the broken one had recorded from that step on stays in the file;
+`read` leaves it out.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ logger = logging.getLogger(__name__)
 class JSONL(Tracker):
     """Records into `metrics.jsonl`, one line per record; see `accel_trackers.jsonl` for the files, and `read` for reading them.
 
-    Each line is with the operating system when `log` returns: a process that is killed loses the line that it is writing at most.
-    A resumed run is appended to.
+    Each line is with the operating system when `log` returns: a process that is killed loses the
+    line that it is writing at most. A resumed run is appended to.
     """
 
     name = "jsonl"
@@ -158,12 +160,15 @@ def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
         directory: that of one run, where `metrics.jsonl` lies.
 
     Returns:
-        For each record a dict with "step", "time" in seconds since 1970, and one of: "values", numbers and texts by name, as they were
-        logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`; "histograms", `accel_core.Bins`.
+        For each record a dict with "step", "time" in seconds since 1970, and one of: "values",
+            numbers and texts by name, as they were
+        logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`; "histograms",
+        `accel_core.Bins`.
 
     Raises:
         FileNotFoundError: if nothing was recorded there.
-        ValueError: for a line that is no record, naming it. One that a kill left unfinished, at the end, is no error.
+        ValueError: for a line that is no record, naming it. One that a kill left unfinished, at the
+            end, is no error.
     """
     path = Path(directory) / METRICS
     complete, _, _ = path.read_bytes().rpartition(b"\n")

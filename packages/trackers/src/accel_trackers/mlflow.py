@@ -40,33 +40,39 @@ _METRICS, _PARAMS = 1000, 50  # that a request has at most: MLflow takes 1000 an
 class MLflow(Tracker):
     """Records with MLflow. Without a server: type `mlflow ui --backend-store-uri sqlite:///LOGGING_DIR/PROJECT/mlflow.db` to look.
 
-    The configuration is in the parameters of the run, cut at 6000 characters, and whole in its artifact config.json. Texts are artifacts,
-    texts/NAME/STEP.txt, and so are tables, tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. MLflow has no
-    histograms, and its databases no infinity: that is recorded as the largest float64, 1.797...e308. A name with characters that MLflow
-    does not take has others in their place and a checksum at its end; what it was is in the tag "name.NAME".
+    The configuration is in the parameters of the run, cut at 6000 characters, and whole in its
+    artifact config.json. Texts are artifacts, texts/NAME/STEP.txt, and so are tables,
+    tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. MLflow has no
+    histograms, and its databases no infinity: that is recorded as the largest float64,
+    1.797...e308. A name with characters that MLflow does not take has others in their place and a
+    checksum at its end; what it was is in the tag "name.NAME".
 
-    A step may come again, or go back. A resumed run goes on in the same run of MLflow, which keeps what came after the checkpoint beside
-    what is recorded again. MLflow does not change the parameters of a run.
+    A step may come again, or go back. A resumed run goes on in the same run of MLflow, which keeps
+    what came after the checkpoint beside what is recorded again. MLflow does not change the
+    parameters of a run.
 
-    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state and the source code nothing is recorded,
-    of the machine's load only on request, and the address of the run is not printed. MLflow's reports on its own use are switched off,
-    because they draw from Python's random stream; set MLFLOW_DISABLE_TELEMETRY=false to have them.
+    Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state
+    and the source code nothing is recorded, of the machine's load only on request, and the address
+    of the run is not printed. MLflow's reports on its own use are switched off, because they draw
+    from Python's random stream; set MLFLOW_DISABLE_TELEMETRY=false to have them.
 
-    `init_kwargs={"mlflow": {...}}` takes the same options as below, and `run_id` of a run of MLflow to go on with, which gets the name,
-    the tags and the description that are asked for; `parent_run_id` of one below which the run is shown; `experiment_id` in place of
-    `experiment_name`; and `log_system_metrics=True`, which needs psutil: MLflow measures the machine every 10 seconds, in a thread of this
-    process. `log` takes `timestamp`, in milliseconds since 1970. Folders of files (`file://`) are no databases any more for MLflow.
+    `init_kwargs={"mlflow": {...}}` takes the same options as below, and `run_id` of a run of MLflow
+    to go on with, which gets the name, the tags and the description that are asked for;
+    `parent_run_id` of one below which the run is shown; `experiment_id` in place of
+    `experiment_name`; and `log_system_metrics=True`, which needs psutil: MLflow measures the
+    machine every 10 seconds, in a thread of this process. `log` takes `timestamp`, in milliseconds
+    since 1970. Folders of files (`file://`) are no databases any more for MLflow.
 
     Args:
-        tracking_uri: of the server or database, as http://host:5000. None: what MLFLOW_TRACKING_URI or mlflow.set_tracking_uri(...) says,
-            else a database in the folder of the project.
-        experiment_name: of the experiment that the run belongs to; made where there is none. None: what MLFLOW_EXPERIMENT_NAME says, else
-            the project.
+        tracking_uri: of the server or database, as http://host:5000. None: what MLFLOW_TRACKING_URI
+            or mlflow.set_tracking_uri(...) says, else a database in the folder of the project.
+        experiment_name: of the experiment that the run belongs to; made where there is none. None:
+            what MLFLOW_EXPERIMENT_NAME says, else the project.
         run_name: shown for the run; None: its id.
         tags: of the run.
         description: of the run, in Markdown.
-        artifact_location: a URI under which a new experiment keeps artifacts; None: the server's choice, and for the database of the
-            project a folder beside it.
+        artifact_location: a URI under which a new experiment keeps artifacts; None: the server's
+            choice, and for the database of the project a folder beside it.
         flush_secs: seconds for which numbers are gathered to be recorded at once.
     """
 
@@ -122,7 +128,8 @@ class MLflow(Tracker):
 
         Raises:
             TypeError: for an unknown option.
-            ValueError: if the run that is to go on cannot be found, or belongs to another experiment than the one asked for.
+            ValueError: if the run that is to go on cannot be found, or belongs to another
+                experiment than the one asked for.
         """
         options = {name: getattr(self, name) for name in _OPTIONS} | _checked(run.options)
         self.flush_secs = options["flush_secs"]

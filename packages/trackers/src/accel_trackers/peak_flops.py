@@ -2,9 +2,11 @@
 
 The figures are those of the makers.
 
-Of devices that come in several forms (boards, slots, halves of a package) only those stand here whose name, as torch reports it, tells
-which one it is. A multiplication and an addition are two operations. Where a data sheet counts the zeros of structured sparsity as
-computed, half of its figure stands here; where it distinguishes the type of the sum, the figure is that of sums in float32.
+Of devices that come in several forms (boards, slots, halves of a package) only those stand here
+whose name, as torch reports it, tells which one it is. A multiplication and an addition are two
+operations. Where a data sheet counts the zeros of structured sparsity as computed, half of its
+figure stands here; where it distinguishes the type of the sum, the figure is that of sums in
+float32.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float:
 
     Args:
         device: its name is what torch's module for its type calls it.
-        mixed_precision: the name of the precision. "no" is float32, or TF32 where torch is told to use it for matrix products.
+        mixed_precision: the name of the precision. "no" is float32, or TF32 where torch is told to
+            use it for matrix products.
 
     Raises:
         ValueError: where the device, or what it does in this precision, is not known.

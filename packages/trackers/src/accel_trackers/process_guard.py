@@ -104,7 +104,8 @@ def variables(wanted: Mapping[str, str | None], *, override: bool = False) -> It
 class _Process:
     """The state of the process that services change while they are imported and started.
 
-    Trackers start at the same time, each in a thread: all go back to what was before the first of them.
+    Trackers start at the same time, each in a thread: all go back to what was before the first of
+    them.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,8 @@ class Series:
 
         Args:
             name: as it was logged.
-            kind: of the value, such as "number"; a name belongs to the first kind that is logged under it.
+            kind: of the value, such as "number"; a name belongs to the first kind that is logged
+                under it.
             step: of which there may be a value already.
         """
         marks = () if self._kinds.setdefault(name, kind) == kind else (kind,)

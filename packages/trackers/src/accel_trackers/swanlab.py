@@ -30,20 +30,26 @@ _OLDER_NAMES = {"experiment_name", "notes", "logdir"}  # which `swanlab.init` st
 class SwanLab(Tracker):
     """`log_with="swanlab"`: numbers, texts, images, histograms as bar charts, and tables.
 
-    What SwanLab finds out about the machine, the packages and git, its watch over the machine's load, and its copy of the terminal are
-    off. `init_kwargs={"swanlab": {"settings": swanlab.Settings(probe={"git": True, "monitor": True}, terminal={"proxy_type": "all"})}}`
-    turns them on; other keys are those of `swanlab.init`. It never asks for a key at the terminal. SwanLab prints where the run is.
+    What SwanLab finds out about the machine, the packages and git, its watch over the machine's
+    load, and its copy of the terminal are off.
+    `init_kwargs={"swanlab": {"settings": swanlab.Settings(probe={"git": True, "monitor": True}, terminal={"proxy_type": "all"})}}`
+    turns them on; other keys are those of `swanlab.init`. It never asks for a key at the terminal.
+    SwanLab prints where the run is.
 
-    SwanLab holds one value per name and step, one kind of value per name, and has one run per process. What is recorded at a step that the
-    name has passed goes to "name ⟨2⟩", and so on; what is of another kind than before to "name ⟨text⟩". A name that SwanLab would change
-    or refuse (blanks, dots or slashes around it, tabs, more than 480 letters) has a checksum at its end, and is told; so has that of a project
-    with other characters than letters, digits and _-+., or more than 100. Numbers are stored as float64.
-    Online, a resumed run goes on in the same run; of the steps after the checkpoint SwanLab keeps what it has and ignores what it gets.
-    In the other modes it goes on in a folder of its own, to be sent with `swanlab sync --id`. SwanLab reports errors of its own on the
-    terminal, and raises few; what it has not written is lost if the process is killed.
+    SwanLab holds one value per name and step, one kind of value per name, and has one run per
+    process. What is recorded at a step that the name has passed goes to "name ⟨2⟩", and so on; what
+    is of another kind than before to "name ⟨text⟩". A name that SwanLab would change or refuse
+    (blanks, dots or slashes around it, tabs, more than 480 letters) has a checksum at its end, and
+    is told; so has that of a project with other characters than letters, digits and _-+., or more
+    than 100. Numbers are stored as float64. Online, a resumed run goes on in the same run; of the
+    steps after the checkpoint SwanLab keeps what it has and ignores what it gets. In the other
+    modes it goes on in a folder of its own, to be sent with `swanlab sync --id`. SwanLab reports
+    errors of its own on the terminal, and raises few; what it has not written is lost if the
+    process is killed.
 
     Args:
-        mode: "online", "offline", "local" for SwanLab's own dashboard, or "disabled"; None: what SwanLab is configured to, or "online".
+        mode: "online", "offline", "local" for SwanLab's own dashboard, or "disabled"; None: what
+            SwanLab is configured to, or "online".
         workspace: that of a team; None: the user's own.
         name: of the run, as people see it; None: SwanLab's own.
         description: of the run.

@@ -33,19 +33,25 @@ _MARKUP = str.maketrans({mark: f"&#{ord(mark)};" for mark in "\\`*_[]<>|&~"} | {
 class TensorBoard(Tracker):
     """Records with TensorBoard: event files in the folder of the run. Type `tensorboard --logdir FOLDER` to look at them.
 
-    The configuration is in the file hparams.json of the folder, among the texts, and in the table of hyperparameters. How a run ended is
-    not told: TensorBoard believes the first word on that, and a run may be resumed. Tables become texts. TensorBoard has one kind of data
-    per tag: where values of several kinds are logged under one name, the later ones get their kind added to it, as "name/images".
+    The configuration is in the file hparams.json of the folder, among the texts, and in the table
+    of hyperparameters. How a run ended is not told: TensorBoard believes the first word on that,
+    and a run may be resumed. Tables become texts. TensorBoard has one kind of data per tag: where
+    values of several kinds are logged under one name, the later ones get their kind added to it, as
+    "name/images".
 
-    TensorBoard's numbers are float32: about seven digits, and what is larger than 3.4e38 is infinite. `double_precision` keeps all digits,
-    but then they are shown by `tensorboard --load_fast=false` alone.
+    TensorBoard's numbers are float32: about seven digits, and what is larger than 3.4e38 is
+    infinite. `double_precision` keeps all digits, but then they are shown by
+    `tensorboard --load_fast=false` alone.
 
-    A step may come again, and all values are in the files. The default reader of `tensorboard` shows for each tag only what was written
-    after its steps last went back; `--load_fast=false` shows all.
+    A step may come again, and all values are in the files. The default reader of `tensorboard`
+    shows for each tag only what was written after its steps last went back; `--load_fast=false`
+    shows all.
 
-    A resumed run goes on in its folder, in another file that replaces what came after the checkpoint.
+    A resumed run goes on in its folder, in another file that replaces what came after the
+    checkpoint.
 
-    Options of `SummaryWriter` go on top of these: `init_kwargs={"tensorboard": {"max_queue": 100}}`. `log` takes `walltime`.
+    Options of `SummaryWriter` go on top of these:
+    `init_kwargs={"tensorboard": {"max_queue": 100}}`. `log` takes `walltime`.
 
     Args:
         flush_secs: seconds until a value can be read by others.

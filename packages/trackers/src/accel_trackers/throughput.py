@@ -34,41 +34,50 @@ _PAGES = Path("/proc/self/statm")
 class Throughput:
     """Measures a loop, and logs what it finds every few optimizer steps: `accelerator.log(values, step)`.
 
-    No collective, and no waiting for the device: this rank counts for itself, and totals are its counts times the number of
-    data-parallel parts, which is exact where all ranks have batches of one size. Time is that of the host between two reports. An
-    accelerator works some steps behind the host, by an amount that stays about the same: over several steps that is nothing, with
+    No collective, and no waiting for the device: this rank counts for itself, and totals are its
+    counts times the number of data-parallel parts, which is exact where all ranks have batches of
+    one size. Time is that of the host between two reports. An accelerator works some steps behind
+    the host, by an amount that stays about the same: over several steps that is nothing, with
     `every=1` single values jump.
 
     Recorded, each behind `prefix`:
 
     - `samples_per_second`, and `tokens_per_second` where tokens are counted, of the whole run;
     - `step_seconds`: of one optimizer step;
-    - `memory_gib`: on an accelerator the most that tensors of this process took since the last report, as its allocator counts; on the
-      CPU the memory of this process at the report, under Linux. Left out elsewhere;
+    - `memory_gib`: on an accelerator the most that tensors of this process took since the last
+      report, as its allocator counts; on the CPU the memory of this process at the report, under
+      Linux. Left out elsewhere;
     - `gradient_norm`, where `update` is given one;
-    - `model_flops_per_second` and `mfu`, with `flops_per_sample`: what the model needs, without what is computed again to save
-      memory, and its share of what all devices can do (Chowdhery et al., "PaLM", 2022, appendix B).
+    - `model_flops_per_second` and `mfu`, with `flops_per_sample`: what the model needs, without
+      what is computed again to save memory, and its share of what all devices can do (Chowdhery et
+      al., "PaLM", 2022, appendix B).
 
-    To go on counting steps in a run that is resumed: `accelerator.register_for_checkpointing(meter)`.
+    To go on counting steps in a run that is resumed:
+    `accelerator.register_for_checkpointing(meter)`.
 
     Args:
         accelerator: whose loop it is. Not kept alive.
         every: optimizer steps between two reports, at least 1.
-        flops_per_sample: floating-point operations that one sample takes, forward and backward together: about 6 * parameters * tokens
-            for a transformer.
-        peak_flops: what one device can do per second, in the dtype of the matrix products. None: from the data sheet of the device,
-            for the precision of the Accelerator; only used with `flops_per_sample`.
+        flops_per_sample: floating-point operations that one sample takes, forward and backward
+            together: about 6 * parameters * tokens for a transformer.
+        peak_flops: what one device can do per second, in the dtype of the matrix products. None:
+            from the data sheet of the device, for the precision of the Accelerator; only used with
+            `flops_per_sample`.
         prefix: stands before the names under which values are logged.
-        warmup: optimizer steps that are not measured, while things are compiled and workers start. 0: the clock starts now.
-        memory: whether memory is told. On an accelerator each report begins the peak of torch's allocator anew
-            (`torch.accelerator.reset_peak_memory_stats`), which others may be watching.
+        warmup: optimizer steps that are not measured, while things are compiled and workers start.
+            0: the clock starts now.
+        memory: whether memory is told. On an accelerator each report begins the peak of torch's
+            allocator anew (`torch.accelerator.reset_peak_memory_stats`), which others may be
+            watching.
 
     Attributes:
         steps: optimizer steps so far.
-        values: what was reported last, by names without the prefix; empty before the first report. For progress bars.
+        values: what was reported last, by names without the prefix; empty before the first report.
+            For progress bars.
 
     Raises:
-        ValueError: for a number out of range, and if `flops_per_sample` is given for a device whose peak is not known.
+        ValueError: for a number out of range, and if `flops_per_sample` is given for a device whose
+            peak is not known.
     """
 
     def __init__(
@@ -107,14 +116,14 @@ class Throughput:
     ) -> None:
         """Counts a batch; reports when it ends an optimizer step at which a report is due. No collective; call it on every rank.
 
-        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block. While the meter is paused nothing is
-        counted.
+        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block. While
+        the meter is paused nothing is counted.
 
         Args:
             samples: of this rank's batch.
             tokens: of this rank's batch; 0: not counted.
-            gradient_norm: what `accelerator.clip_grad_norm_` has returned. The last one is reported, and only read by trackers, so
-                the device is not waited for.
+            gradient_norm: what `accelerator.clip_grad_norm_` has returned. The last one is
+                reported, and only read by trackers, so the device is not waited for.
             step: under which values are logged. None: the number of optimizer steps.
         """
         if self._pauses:

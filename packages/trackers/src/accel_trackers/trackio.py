@@ -33,22 +33,28 @@ ELSEWHERE = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}
 class Trackio(Tracker):
     """Records with Trackio, on this machine unless told otherwise: `trackio show` shows the runs.
 
-    Options of `trackio.init` go on top of these: `init_kwargs={"trackio": {"server_url": "..."}}`. Off unless asked for there: the
-    measuring of the machine, the dashboard in a notebook, and what Trackio prints when a run begins and ends. The Hugging Face Hub is
-    not asked for anything, the name of the user neither, unless a Space or a server is to record.
+    Options of `trackio.init` go on top of these: `init_kwargs={"trackio": {"server_url": "..."}}`.
+    Off unless asked for there: the measuring of the machine, the dashboard in a notebook, and what
+    Trackio prints when a run begins and ends. The Hugging Face Hub is not asked for anything, the
+    name of the user neither, unless a Space or a server is to record.
 
-    A resumed run goes on as the same one, whose values from the checkpoint's step on are then there twice. Trackio's own names,
-    "project", "run", "timestamp", "step", "time" and "metrics", are recorded as "__step" and so on. Names at the top of the
-    configuration that begin with "_", as "_target_" does, are recorded without that and with a checksum, which is told; so is a project
-    whose name has more than 180 bytes. Several images under one name are several records of one step.
+    A resumed run goes on as the same one, whose values from the checkpoint's step on are then there
+    twice. Trackio's own names, "project", "run", "timestamp", "step", "time" and "metrics", are
+    recorded as "__step" and so on. Names at the top of the configuration that begin with "_", as
+    "_target_" does, are recorded without that and with a checksum, which is told; so is a project
+    whose name has more than 180 bytes. Several images under one name are several records of one
+    step.
 
     Args:
         name: shown for the run, and by which it is found again; None: its id.
         group: the name of the group that the run belongs to.
-        dir: the folder of the databases; None: what TRACKIO_DIR says, else that of Trackio in the cache of Hugging Face. It is one for
-            the whole program, because Trackio decides it when it is imported.
-        space_id: a Hugging Face Space that is to record the run, as user/name; None: what TRACKIO_SPACE_ID says, else this machine.
-        system_metrics: whether Trackio measures processor, memory and accelerators every 10 seconds, in threads of this process.
+        dir: the folder of the databases; None: what TRACKIO_DIR says, else that of Trackio in the
+            cache of Hugging Face. It is one for the whole program, because Trackio decides it when
+            it is imported.
+        space_id: a Hugging Face Space that is to record the run, as user/name; None: what
+            TRACKIO_SPACE_ID says, else this machine.
+        system_metrics: whether Trackio measures processor, memory and accelerators every 10
+            seconds, in threads of this process.
     """
 
     name = "trackio"

@@ -43,36 +43,44 @@ LOCAL_MODES = ("offline", "dryrun", "disabled")  # in which nobody has to be log
 class WandB(Tracker):
     """Records with Weights & Biases, for which one logs in once: type `wandb login`.
 
-    A step is recorded as a value beside the others, which every chart has as its x axis. The service's own count of steps only goes
-    up, and it drops what comes with an earlier one; here a step may come again, and nothing is lost.
+    A step is recorded as a value beside the others, which every chart has as its x axis. The
+    service's own count of steps only goes up, and it drops what comes with an earlier one; here a
+    step may come again, and nothing is lost.
 
-    Options of `wandb.init` go on top of these: `init_kwargs={"wandb": {"save_code": True}}`. Off unless asked for there: capturing what
-    the program prints, what wandb itself prints, the state of git, copies of the code, and the list of installed packages.
-    (`{"settings": {"console": "wrap", "silent": False, "disable_git": False, "disable_code": False}}`.) Offline, wandb's reports of its
-    own errors are off too, since they go to its server even then.
+    Options of `wandb.init` go on top of these: `init_kwargs={"wandb": {"save_code": True}}`. Off
+    unless asked for there: capturing what the program prints, what wandb itself prints, the state
+    of git, copies of the code, and the list of installed packages.
+    (`{"settings": {"console": "wrap", "silent": False, "disable_git": False, "disable_code": False}}`.)
+    Offline, wandb's reports of its own errors are off too, since they go to its server even then.
 
-    A resumed run goes on under its id. Offline it is written to a second folder, which tells `wandb sync` that it continues the first:
-    what the service shows is one run. What the first folder holds from the checkpoint's step on is uploaded as well.
+    A resumed run goes on under its id. Offline it is written to a second folder, which tells
+    `wandb sync` that it continues the first: what the service shows is one run. What the first
+    folder holds from the checkpoint's step on is uploaded as well.
 
-    A project of more than 128 characters, or with one that wandb takes in no name of a project, is named otherwise, with a checksum, which
-    is told.
+    A project of more than 128 characters, or with one that wandb takes in no name of a project, is
+    named otherwise, with a checksum, which is told.
 
-    wandb starts a process of its own, wandb-core, and two threads, which stay until the program ends, as does a hook of its in
-    `sys.meta_path`; `wandb.teardown()` ends the process and the threads before.
+    wandb starts a process of its own, wandb-core, and two threads, which stay until the program
+    ends, as does a hook of its in `sys.meta_path`; `wandb.teardown()` ends the process and the
+    threads before.
 
-    What was logged is in wandb's files soon after, and can be read there while the run goes on (`wandb leet`).
+    What was logged is in wandb's files soon after, and can be read there while the run goes on
+    (`wandb leet`).
 
     Args:
         entity: the user or team whose run it is; None: the one that WANDB_ENTITY or the login says.
-        mode: "online", "offline" (files only), "disabled" (nothing is recorded) or "shared"; None: what WANDB_MODE says, else online.
+        mode: "online", "offline" (files only), "disabled" (nothing is recorded) or "shared"; None:
+            what WANDB_MODE says, else online.
         name: shown for the run; None: the service invents one.
         group: the name of the group that the run belongs to.
         job_type: what the run does within its group, such as "train".
         tags: labels of the run.
         notes: a description of the run.
-        dir: the folder in which `wandb/` is made; None: what WANDB_DIR says, else the working directory.
+        dir: the folder in which `wandb/` is made; None: what WANDB_DIR says, else the working
+            directory.
         step_metric: the name under which steps are recorded.
-        system_metrics: whether wandb measures processor, memory and accelerators every 15 seconds, from a process of its own.
+        system_metrics: whether wandb measures processor, memory and accelerators every 15 seconds,
+            from a process of its own.
     """
 
     name = "wandb"

@@ -1,9 +1,10 @@
 """Any structure of plain Python data, tensors and arrays ↔ JSON and named tensors.
 
-The *skeleton* is JSON. Strings, `null`, booleans, integers up to ±2**53, finite floats, arrays and objects stand for
-themselves: for `str`, `None`, `bool`, `int`, `float`, `list`, and `dict` with strings as keys in this order. Everything else
-is an object with a tag under `$` and exactly the fields of this table; what stands in a field is encoded in the same way,
-so that an integer may again be a tagged object.
+The *skeleton* is JSON. Strings, `null`, booleans, integers up to ±2**53, finite floats, arrays and
+objects stand for themselves: for `str`, `None`, `bool`, `int`, `float`, `list`, and `dict` with
+strings as keys in this order. Everything else is an object with a tag under `$` and exactly the
+fields of this table; what stands in a field is encoded in the same way, so that an integer may
+again be a tagged object.
 
     $                   fields                          the value
     int                 value                           in hexadecimal, such as "-0x1f"
@@ -37,11 +38,12 @@ so that an integer may again be a tagged object.
     same                name                            the tensor, parameter or tensor_subclass that had this name before:
                                                         one object in several places
 
-Order counts: in objects, and because `same` refers to what was before it. What `data` of a numpy.ndarray or of bytes refers to
-is a tensor of its own. Nothing is nested deeper than 100 levels, where a tagged object and a list in it are two.
+Order counts: in objects, and because `same` refers to what was before it. What `data` of a
+numpy.ndarray or of bytes refers to is a tensor of its own. Nothing is nested deeper than 100
+levels, where a tagged object and a list in it are two.
 
-Tensors come back without gradient history; views of one memory come back as tensors of their own. Of all other values that
-occur in several places, each place gets its own.
+Tensors come back without gradient history; views of one memory come back as tensors of their own.
+Of all other values that occur in several places, each place gets its own.
 """
 
 from __future__ import annotations
@@ -61,9 +63,10 @@ class Encoded(NamedTuple):
     """A value as JSON and tensors.
 
     Attributes:
-        skeleton: of lists, dicts with strings as keys, strings, finite numbers, booleans and None; its order counts.
-        tensors: what the skeleton names. They are detached and live: the memory of the value's own tensors, on any device
-            and with any strides, where it need not be copied.
+        skeleton: of lists, dicts with strings as keys, strings, finite numbers, booleans and None;
+            its order counts.
+        tensors: what the skeleton names. They are detached and live: the memory of the value's own
+            tensors, on any device and with any strides, where it need not be copied.
     """
 
     skeleton: Any
@@ -78,7 +81,8 @@ def encode(value: Any, where: str) -> Encoded:
         where: what the value is, in words for messages: "the state of scheduler 0".
 
     Raises:
-        CheckpointError: for what cannot be encoded, with its type and where it is: `state['a'][3].b`.
+        CheckpointError: for what cannot be encoded, with its type and where it is:
+            `state['a'][3].b`.
     """
     encoder = Encoder()
     try:
@@ -94,13 +98,13 @@ def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor], where: str) -> An
 
     Args:
         skeleton: as `encode` made it, or as JSON gave it back.
-        tensors: those that the skeleton names, with the dtypes and shapes that it says; others may be among them. They are
-            used, not copied; a name is asked for once.
+        tensors: those that the skeleton names, with the dtypes and shapes that it says; others may
+            be among them. They are used, not copied; a name is asked for once.
         where: what the value is, in words for messages.
 
     Raises:
-        CheckpointError: for a skeleton that this module has not made, or for other tensors, with the place; for classes
-            that the program has not imported.
+        CheckpointError: for a skeleton that this module has not made, or for other tensors, with
+            the place; for classes that the program has not imported.
     """
     decoder = Decoder(tensors)
     try:

@@ -1,7 +1,7 @@
 """Encoding of values that JSON lacks: they are split into values that it has, and joined again.
 
-Nothing here imports a module or calls what a file names: a class is looked for in the modules that the program has
-imported, and used only if it is of the kind that the entry says.
+Nothing here imports a module or calls what a file names: a class is looked for in the modules that
+the program has imported, and used only if it is of the kind that the entry says.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Special(NamedTuple):
         tag: what the entry says under `$`.
         fields: of the parts.
         split: gives the parts of a value, which are values that can be encoded.
-        join: makes the value of its parts. It may raise whatever built-in types raise for parts that make no sense.
+        join: makes the value of its parts. It may raise whatever built-in types raise for parts
+            that make no sense.
     """
 
     tag: str

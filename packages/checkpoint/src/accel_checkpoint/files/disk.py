@@ -95,7 +95,8 @@ def open_file(path: Path) -> int:
     """The descriptor of a file that is to be read, for the caller to close.
 
     Raises:
-        CheckpointError: if it is no regular file. A pipe would be waited for, and a device may have no end.
+        CheckpointError: if it is no regular file. A pipe would be waited for, and a device may have
+            no end.
         OSError: naming `path`.
     """
     with _reading(path):
@@ -172,7 +173,8 @@ def _reading(path: Path) -> Iterator[None]:
 def read_all(jobs: Sequence[Callable[[], None]], threads: int = 2) -> None:
     """Runs jobs that mostly read and hash, in this thread and `threads - 1` more, all of which have ended on return.
 
-    Each job runs without recording gradients, whatever the mode of the caller. After an error no further job begins.
+    Each job runs without recording gradients, whatever the mode of the caller. After an error no
+    further job begins.
 
     Raises:
         The first error of a job.

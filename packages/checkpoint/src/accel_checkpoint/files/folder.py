@@ -1,7 +1,8 @@
 """The transaction of a save: a new data folder beside the old one, published by one replaced file, then the old one swept.
 
-A kill at any moment leaves the previous checkpoint or the new one, and rubbish that the next save sweeps. Beside
-`manifest.json` and `data-<id>` the folder may hold whatever the user put there: only what is named like ours is touched.
+A kill at any moment leaves the previous checkpoint or the new one, and rubbish that the next save
+sweeps. Beside `manifest.json` and `data-<id>` the folder may hold whatever the user put there: only
+what is named like ours is touched.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class Draft:
             id: 16 hexadecimal digits; None: new ones.
 
         Raises:
-            CheckpointError: before anything is written, if the place is taken: by a file, by the checkpoint of another
-                library or of a newer version, by a manifest of another kind, by a run that is saving there.
+            CheckpointError: before anything is written, if the place is taken: by a file, by the
+                checkpoint of another library or of a newer version, by a manifest of another kind,
+                by a run that is saving there.
             OSError: naming the folder, if it cannot be made or written to.
         """
         draft = cls(folder, secrets.token_hex(8) if id is None else id)
@@ -132,8 +134,9 @@ class Draft:
 def remove_checkpoint(folder: Path) -> None:
     """Removes a folder that holds a checkpoint, with everything in it. Not a collective.
 
-    An interrupted removal leaves no checkpoint: what was the manifest is called `manifest.json.removed` from the first
-    moment to the last, and says that the rest may go too. Of a link only the link is removed.
+    An interrupted removal leaves no checkpoint: what was the manifest is called
+    `manifest.json.removed` from the first moment to the last, and says that the rest may go too. Of
+    a link only the link is removed.
 
     Raises:
         OSError: naming the folder.
@@ -261,7 +264,8 @@ def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = Tru
 def _remove(name: str, inside: int) -> None:
     """Removes a file, a link, or a folder with everything in it, of the folder with the descriptor `inside`.
 
-    By descriptors all the way down: where a folder is swapped for a link, what the link leads to is left alone.
+    By descriptors all the way down: where a folder is swapped for a link, what the link leads to is
+    left alone.
     """
     if not stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=inside)

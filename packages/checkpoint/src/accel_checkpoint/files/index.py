@@ -5,10 +5,12 @@
      "aliases": {"model.0/head.weight": "model.0/embedding.weight", …},
      "objects": {"scheduler.0": [{"ranks": "all", "skeleton": …, "tensors": {path: {"file", "key"}}}], …}}
 
-A part of an `elementwise` tensor is a box: `{"offsets", "sizes", "file", "key"}`; the boxes cover the tensor once. A `replicated`
-tensor has one part, `{"file", "key"}`. A `partial` one has a part per rank, `{"rank", "file", "key"}`, and is their mean. An
-`opaque` one has no shape or dtype, and its parts are encoded objects: `{"part", "signature", "skeleton", "tensors"}`. An object
-has one entry for `"all"` ranks, or one for each group of ranks on which it was the same: `{"ranks": [0, 2], …}`.
+A part of an `elementwise` tensor is a box: `{"offsets", "sizes", "file", "key"}`; the boxes cover
+the tensor once. A `replicated` tensor has one part, `{"file", "key"}`. A `partial` one has a part
+per rank, `{"rank", "file", "key"}`, and is their mean. An `opaque` one has no shape or dtype, and
+its parts are encoded objects: `{"part", "signature", "skeleton", "tensors"}`. An object has one
+entry for `"all"` ranks, or one for each group of ranks on which it was the same:
+`{"ranks": [0, 2], …}`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A lock on a folder, which names the writing process and is kept while that lives.
 
-It is one of the kernel's (`flock`), so a kill lets it go. A file system or a platform without such locks has none: then nobody is
-refused, as if there were no lock.
+It is one of the kernel's (`flock`), so a kill lets it go. A file system or a platform without such
+locks has none: then nobody is refused, as if there were no lock.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
     record    an object about the run, of which this module knows nothing
     seal      the hash of every byte of the file before the first digit of the seal
 
-After the digits of the seal the file ends with `"`, a line feed, `}` and a line feed. So a reader takes the last 36 bytes
-off, hashes what remains, and compares those 36 with the hash in hexadecimal digits and that ending: one flipped byte is
-found wherever it is.
+After the digits of the seal the file ends with `"`, a line feed, `}` and a line feed. So a reader
+takes the last 36 bytes off, hashes what remains, and compares those 36 with the hash in hexadecimal
+digits and that ending: one flipped byte is found wherever it is.
 """
 
 from __future__ import annotations
@@ -128,11 +128,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint whose files are all there, with the sizes that it says. Not a collective.
 
-    What the files contain is not read: hashes of the index and of the parts of the others are checked by their readers.
+    What the files contain is not read: hashes of the index and of the parts of the others are
+    checked by their readers.
 
     Raises:
         FileNotFoundError: if there is no such folder.
-        CheckpointError: if it holds no checkpoint, or one that is unfinished, damaged, or made by a newer version.
+        CheckpointError: if it holds no checkpoint, or one that is unfinished, damaged, or made by a
+            newer version.
 
     Both name the newest complete checkpoint beside it, if there is one.
     """
@@ -201,7 +203,8 @@ def unreplaced(folder: Path, work: Callable[[], T]) -> T:
     """The result of `work`, which reads a checkpoint; calls it again if a save has replaced that.
 
     Raises:
-        CheckpointError, OSError: what `work` raised of a checkpoint that is still there, or at the tenth time.
+        CheckpointError, OSError: what `work` raised of a checkpoint that is still there, or at the
+            tenth time.
     """
     for _ in range(TRIES - 1):
         before = identity(folder)

@@ -1,8 +1,9 @@
 """The file of one rank in a checkpoint: tensors as safetensors, written fast, and verified while they are read.
 
-Every byte of the file is under a hash, one per `BLOCK` of a tensor and one for the header, which the description of the
-file (`StoredFile`) holds. What is read goes straight into the tensors that training uses. Damage is found before the call
-returns; by then a damaged block may lie in them, so that nothing may be trained or saved after such an error.
+Every byte of the file is under a hash, one per `BLOCK` of a tensor and one for the header, which
+the description of the file (`StoredFile`) holds. What is read goes straight into the tensors that
+training uses. Damage is found before the call returns; by then a damaged block may lie in them, so
+that nothing may be trained or saved after such an error.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     """Writes tensors to a new file, which is on the disk on return, and returns its description.
 
-    Tensors live on any device, with any strides. One in contiguous CPU memory is written from there; of others a small
-    part at a time is copied. A dtype that safetensors lacks (complex128, say) stands there as bytes, with one more dim.
+    Tensors live on any device, with any strides. One in contiguous CPU memory is written from
+    there; of others a small part at a time is copied. A dtype that safetensors lacks (complex128,
+    say) stands there as bytes, with one more dim.
 
     Raises:
         CheckpointError: for what is no plain tensor with data, before anything is written.
@@ -173,7 +175,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class PartReader:
     """Reads tensors, or boxes of them, from the file that `write_part` made; what it returned, it has verified.
 
-    A context manager. Several threads may read at once (`read_all`); per thread it holds a buffer of one `BLOCK`.
+    A context manager. Several threads may read at once (`read_all`); per thread it holds a buffer
+    of one `BLOCK`.
 
     Args:
         path: of the file.
@@ -209,8 +212,8 @@ class PartReader:
     def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
         """Reads a whole tensor into `out`, which has its shape; on any device, with any strides.
 
-        With `cast`, `out` may have another dtype. Raises CheckpointError: naming the tensor, if it is damaged or does not
-        fit; OSError, if the disk does not give it.
+        With `cast`, `out` may have another dtype. Raises CheckpointError: naming the tensor, if it
+        is damaged or does not fit; OSError, if the disk does not give it.
         """
         self.read_box(key, Box.whole(self._tensor(key).shape), out, cast)
 

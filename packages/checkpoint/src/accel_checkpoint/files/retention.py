@@ -35,8 +35,8 @@ def newest(root: Path) -> Path:
     """The complete checkpoint with the highest number. Unfinished saves are passed over; what is damaged is not.
 
     Raises:
-        CheckpointError: if there is none; if a newer one was complete once and cannot be read now, naming that and the
-            newest one that can.
+        CheckpointError: if there is none; if a newer one was complete once and cannot be read now,
+            naming that and the newest one that can.
         OSError: if the file system fails.
     """
     unfinished = []
@@ -70,10 +70,12 @@ def next_path(root: Path, iteration: int, known: bool) -> Path:
     Args:
         root: the folder of the automatic names.
         iteration: the number.
-        known: whether this run wrote or loaded a checkpoint in `root`, and so may replace those that are there.
+        known: whether this run wrote or loaded a checkpoint in `root`, and so may replace those
+            that are there.
 
     Raises:
-        CheckpointError: if that would replace a checkpoint of another run, or be older than one by its number.
+        CheckpointError: if that would replace a checkpoint of another run, or be older than one by
+            its number.
     """
     path = root / name(iteration)
     taken = (

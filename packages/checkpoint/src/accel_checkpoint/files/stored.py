@@ -1,7 +1,7 @@
 """Description of a rank's file in a checkpoint: places of tensors, and hashes of all bytes.
 
-The description lies in another file, so it is believed only after it was checked: whatever it says, it cannot make a
-reader look outside the file, or take the bytes of one tensor for those of another.
+The description lies in another file, so it is believed only after it was checked: whatever it says,
+it cannot make a reader look outside the file, or take the bytes of one tensor for those of another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class StoredTensor:
         shape: of the tensor.
         offset: of its first byte, from the beginning of the file.
         nbytes: how many bytes it has.
-        hashes: the XXH3-128, in hexadecimal, of every `BLOCK` of its bytes, from its beginning; the last may be shorter.
+        hashes: the XXH3-128, in hexadecimal, of every `BLOCK` of its bytes, from its beginning; the
+            last may be shorter.
     """
 
     dtype: str

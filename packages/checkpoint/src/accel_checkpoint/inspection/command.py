@@ -1,7 +1,8 @@
 """Looking into checkpoints without a run: what they hold, whether they are whole, and in what two of them differ.
 
-`python -m accel_core checkpoint FOLDER` calls `run`, and `accel checkpoint FOLDER` calls `main`. Nothing is written, and no class
-that a checkpoint names is needed: objects are compared as they are encoded.
+`python -m accel_core checkpoint FOLDER` calls `run`, and `accel checkpoint FOLDER` calls `main`.
+Nothing is written, and no class that a checkpoint names is needed: objects are compared as they are
+encoded.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def describe(folder: Path) -> dict[str, Any]:
 def list_checkpoints(root: Path) -> list[dict[str, Any]]:
     """All `checkpoint_<n>` in a folder, by number, each with its "state".
 
-    The state is "complete", if every file is there with its size (what is in them, `verify` checks); "unfinished", if it was
-    never published; "damaged"; "newer", if another version wrote it; or "foreign". All but the first have a "reason".
+    The state is "complete", if every file is there with its size (what is in them, `verify`
+    checks); "unfinished", if it was never published; "damaged"; "newer", if another version wrote
+    it; or "foreign". All but the first have a "reason".
     """
     return [_listed(root / retention.name(number), number) for number in retention.numbers(root)]
 
@@ -170,7 +172,8 @@ def verify(folder: Path, report: Report | None = None) -> list[Damage]:
         report: is told how far it is, a line at a time.
 
     Raises:
-        CheckpointError: if it is no checkpoint, or of a newer version: then nothing is known about its files.
+        CheckpointError: if it is no checkpoint, or of a newer version: then nothing is known about
+            its files.
         FileNotFoundError: if there is no such folder.
     """
     while True:

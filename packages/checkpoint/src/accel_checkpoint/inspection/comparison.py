@@ -27,7 +27,8 @@ class Difference(NamedTuple):
     Args:
         name: of the tensor, or of the unit and the path inside it.
         what: how they differ, in words.
-        largest: the largest absolute difference of two numbers; None where it is about something else, or one is not finite.
+        largest: the largest absolute difference of two numbers; None where it is about something
+            else, or one is not finite.
     """
 
     name: str
@@ -38,7 +39,8 @@ class Difference(NamedTuple):
 def compare(first: Path, second: Path) -> list[Difference]:
     """Everything in which the contents of two checkpoints differ: values bit by bit, however they are spread over files.
 
-    Needs memory for the largest tensor twice. What describes the run rather than its state (id, time, record) is not looked at.
+    Needs memory for the largest tensor twice. What describes the run rather than its state (id,
+    time, record) is not looked at.
 
     Raises:
         CheckpointError: if one of them is no checkpoint, or damaged where it was read.

@@ -5,11 +5,13 @@
     counter       replicated, a number of steps: kept in CPU memory unless the optimizer computes with it on the device
     factor        computed over all that a rank has of the parameter: can be cut with it no more, once it is cut
 
-A class inherits the layouts of the class above it. Whoever writes an optimizer declares its own, on the class or the instance:
+A class inherits the layouts of the class above it. Whoever writes an optimizer declares its own, on
+the class or the instance:
 
     accel_layouts = {"exp_avg": "elementwise", "step": "replicated"}
 
-Nothing is concluded from a shape: the codes of an 8-bit optimizer have that of the parameter, and mean nothing without scales.
+Nothing is concluded from a shape: the codes of an 8-bit optimizer have that of the parameter, and
+mean nothing without scales.
 """
 
 from __future__ import annotations

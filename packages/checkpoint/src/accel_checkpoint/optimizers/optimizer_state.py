@@ -1,13 +1,15 @@
 """Optimizer state by parameter name: captured for a checkpoint, restored into any equal optimizer.
 
-State is captured as torch's optimizers keep it: per parameter, in `optimizer.state`. It is restored there by assignment, and not
-through `load_state_dict`, which casts moments to the dtype of the parameter and holds everything twice. How each tensor lies is
-declared (`known_optimizers`); what nobody declared is opaque, and comes back only where the parameter is cut in the same way.
+State is captured as torch's optimizers keep it: per parameter, in `optimizer.state`. It is restored
+there by assignment, and not through `load_state_dict`, which casts moments to the dtype of the
+parameter and holds everything twice. How each tensor lies is declared (`known_optimizers`); what
+nobody declared is opaque, and comes back only where the parameter is cut in the same way.
 
-An optimizer that defines `state_dict` itself, or has hooks on it, is captured whole, and restored by its own `load_state_dict`;
-but if its `state_dict()` has nothing that `state` and `param_groups` lack, it is treated like any other. Under torch's
-ZeroRedundancyOptimizer the state is that of the optimizer inside, on the rank that owns the parameter: so it moves between worlds,
-and to and from the plain optimizer.
+An optimizer that defines `state_dict` itself, or has hooks on it, is captured whole, and restored
+by its own `load_state_dict`; but if its `state_dict()` has nothing that `state` and `param_groups`
+lack, it is treated like any other. Under torch's ZeroRedundancyOptimizer the state is that of the
+optimizer inside, on the rank that owns the parameter: so it moves between worlds, and to and from
+the plain optimizer.
 """
 
 from __future__ import annotations
@@ -58,11 +60,13 @@ def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: 
 
     Args:
         optimizer: is left as it is.
-        names: the name of each parameter, by its `id`; others are called "loose.<group>.<position>".
+        names: the name of each parameter, by its `id`; others are called
+            "loose.<group>.<position>".
         sharding: how the parameters are laid out.
 
     Raises:
-        CheckpointError: if state is not laid out as was declared, or cannot be told apart by parameter.
+        CheckpointError: if state is not laid out as was declared, or cannot be told apart by
+            parameter.
     """
     engine = _engine(optimizer)
     named = _named(optimizer, names)
@@ -117,9 +121,10 @@ def restore_optimizer(
 ) -> None:
     """Gives an optimizer the state that was saved, where `list_misfits` finds none. Not a collective.
 
-    Parameters that had no state have none afterwards. The groups get their hyper-parameters back, but for `foreach`, `fused`,
-    `capturable` and `differentiable`, which say how this process computes. New tensors take the place of old ones, one
-    parameter at a time: `sharding.empty` makes those that are laid out like the parameter.
+    Parameters that had no state have none afterwards. The groups get their hyper-parameters back,
+    but for `foreach`, `fused`, `capturable` and `differentiable`, which say how this process
+    computes. New tensors take the place of old ones, one parameter at a time: `sharding.empty`
+    makes those that are laid out like the parameter.
     """
     engine = _engine(optimizer)
     if saved.whole is not None:

@@ -76,7 +76,8 @@ class ParameterState(NamedTuple):
         """A value that holds tensors, as it is to be saved.
 
         Raises:
-            CheckpointError: for a tensor that was declared to be laid out like the parameter, and is not.
+            CheckpointError: for a tensor that was declared to be laid out like the parameter, and
+                is not.
         """
         layout = self.layouts.declared.get(key)
         if layout == ELEMENTWISE and isinstance(value, torch.Tensor):

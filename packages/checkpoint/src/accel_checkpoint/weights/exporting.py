@@ -1,7 +1,7 @@
 """Weights that lie on the disk as plain safetensors: out of a checkpoint of any strategy and world size, or out of other files.
 
-No process group, no model and no class of the user's is needed. One tensor after another is read, verified where the source has
-hashes, and written, so that this takes the memory of one tensor.
+No process group, no model and no class of the user's is needed. One tensor after another is read,
+verified where the source has hashes, and written, so that this takes the memory of one tensor.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def export_weights(
     Not a collective: one process does it.
 
     Args:
-        source: a folder of `save_state`; or a directory, a `.safetensors` or `.bin` file, or an `.index.json` as
-            `load_checkpoint_in_model` takes it.
+        source: a folder of `save_state`; or a directory, a `.safetensors` or `.bin` file, or an
+            `.index.json` as `load_checkpoint_in_model` takes it.
         directory: made if it does not exist. Other files in it stay.
         max_shard_size: of one file, as for `save_model`.
         model: which one of a checkpoint that holds several, by its number.
@@ -62,8 +62,8 @@ def export_weights(
         report: is called after each tensor with its name, the bytes written so far, and all bytes.
 
     Raises:
-        CheckpointError: for a source that is damaged, and for weights that are no plain tensors. What stood in the directory
-            before stays.
+        CheckpointError: for a source that is damaged, and for weights that are no plain tensors.
+            What stood in the directory before stays.
         FileNotFoundError: if there is no such source.
         FileExistsError: if weights are there already.
         NotADirectoryError: if `directory` is a file.

@@ -1,13 +1,14 @@
 """Reads weights into a model: those of a checkpoint, and what `save_model` and other libraries write, as safetensors or by
 `torch.save`.
 
-What is read and where it goes are compared before anything is changed, so weights that do not fit leave the model as it was.
-Then one tensor after another goes from its file into the parameter: into its very memory where dtype and layout are equal,
-else through one copy. A `.bin` is mapped into memory; one in the format of torch before 1.6 is read whole.
+What is read and where it goes are compared before anything is changed, so weights that do not fit
+leave the model as it was. Then one tensor after another goes from its file into the parameter: into
+its very memory where dtype and layout are equal, else through one copy. A `.bin` is mapped into
+memory; one in the format of torch before 1.6 is read whole.
 
-Where a rank has only parts of a model, it reads those parts alone. They are found in the entries that the hook `model_state`
-gives; a strategy that lays out parameters in its own way leaves a function that returns these on the prepared model, under the
-name `accel_state`.
+Where a rank has only parts of a model, it reads those parts alone. They are found in the entries
+that the hook `model_state` gives; a strategy that lays out parameters in its own way leaves a
+function that returns these on the prepared model, under the name `accel_state`.
 """
 
 from __future__ import annotations
@@ -54,36 +55,40 @@ def load_checkpoint_in_model(
 ) -> None:
     """Reads weights into a model: all of them, or it raises. No collective: a rank that calls it reads by itself.
 
-    Parameters and buffers stay the same objects, so an optimizer that holds them trains the new values. Names that share
-    memory in the model (tied weights) need one name in the files, and stay tied.
+    Parameters and buffers stay the same objects, so an optimizer that holds them trains the new
+    values. Names that share memory in the model (tied weights) need one name in the files, and stay
+    tied.
 
     Args:
-        model: its parameters have memory. What is inside a compiled or data-parallel wrapper is filled; of a prepared model that
-            is cut into shards, what this rank has.
-        checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a directory that holds a
-            checkpoint of one model, as `save_state` writes it under any strategy, model.safetensors, pytorch_model.bin, an
-            index of one of these names, or a single `.safetensors` file. Where there is more than one, the first in this
-            order, the index of a name behind its file.
+        model: its parameters have memory. What is inside a compiled or data-parallel wrapper is
+            filled; of a prepared model that is cut into shards, what this rank has.
+        checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a
+            directory that holds a checkpoint of one model, as `save_state` writes it under any
+            strategy, model.safetensors, pytorch_model.bin, an index of one of these names, or a
+            single `.safetensors` file. Where there is more than one, the first in this order, the
+            index of a name behind its file.
         device_map: {"": device} moves the model there first. Not for shards.
         offload_folder: not offered yet.
-        dtype: which floating tensors that are read have afterwards. None: parameters keep theirs, and values are cast. Not for
-            shards.
+        dtype: which floating tensors that are read have afterwards. None: parameters keep theirs,
+            and values are cast. Not for shards.
         offload_state_dict: not offered yet.
         offload_buffers: not offered yet.
-        keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of them is float32 whatever
-            `dtype` says.
+        keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of
+            them is float32 whatever `dtype` says.
         offload_8bit_bnb: not offered yet.
         strict: False reads what fits, and warns of the rest.
         full_state_dict: only True: in the files, weights are whole.
         broadcast_from_rank0: only False: every rank reads by itself.
 
     Raises:
-        CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the weights do not fit, listing
-            what is missing, unexpected or different. The model is as it was, unless the message says that it is filled in
-            part: whether the values in a checkpoint are undamaged is known when they have been read.
+        CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the
+            weights do not fit, listing what is missing, unexpected or different. The model is as it
+            was, unless the message says that it is filled in part: whether the values in a
+            checkpoint are undamaged is known when they have been read.
         FileNotFoundError: if there is no such file or directory, or no weights in it.
         NotInstalledError: for what no package offers yet: other device maps, and offloading.
-        ValueError: for arguments that cannot be followed, a checkpoint of several models, and a model without memory.
+        ValueError: for arguments that cannot be followed, a checkpoint of several models, and a
+            model without memory.
     """
     _refuse_offloading(offload_folder, offload_state_dict, offload_buffers, offload_8bit_bnb)
     _refuse_sharding(full_state_dict, broadcast_from_rank0)
@@ -123,8 +128,9 @@ def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) ->
         name: of the model, in messages.
 
     Raises:
-        CheckpointError, FileNotFoundError, ValueError: as `load_checkpoint_in_model`; on every rank alike, if all see the same
-            files, and the damage to a file does not lie in what one of them reads.
+        CheckpointError, FileNotFoundError, ValueError: as `load_checkpoint_in_model`; on every rank
+            alike, if all see the same files, and the damage to a file does not lie in what one of
+            them reads.
     """
     slots = slots_of(state)
     with ExitStack() as files:

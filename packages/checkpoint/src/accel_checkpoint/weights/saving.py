@@ -6,20 +6,22 @@
 
 With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`.
 
-**Saving again** into the same directory is safe: new files are written under temporary names and synced to the disk, then
-renamed, the one through which readers enter last; only then our stale parts are removed. At every moment a reader finds
-one whole set, the old or the new, so neither a full disk nor a kill costs the weights that were there; the disk needs room
-for both. Files with other names are never touched. A set in the other format stays; a `.bin` beside safetensors is refused,
-because readers prefer the latter.
+**Saving again** into the same directory is safe: new files are written under temporary names and
+synced to the disk, then renamed, the one through which readers enter last; only then our stale
+parts are removed. At every moment a reader finds one whole set, the old or the new, so neither a
+full disk nor a kill costs the weights that were there; the disk needs room for both. Files with
+other names are never touched. A set in the other format stays; a `.bin` beside safetensors is
+refused, because readers prefer the latter.
 
-**Tied weights** are written once, under the first of their names. The other names stand in the metadata of the safetensors
-file: `"aliases": '{"head.weight": "embedding.weight"}'`. `read_weights` gives them back, so that a strict `load_state_dict`
-passes; `safetensors.torch.load_model` and transformers know by themselves which weights of the model are tied. A `.bin`
-holds all names.
+**Tied weights** are written once, under the first of their names. The other names stand in the
+metadata of the safetensors file: `"aliases": '{"head.weight": "embedding.weight"}'`. `read_weights`
+gives them back, so that a strict `load_state_dict` passes; `safetensors.torch.load_model` and
+transformers know by themselves which weights of the model are tied. A `.bin` holds all names.
 
-**A model that is cut into shards** is written tensor by tensor: the main process reads one from the ranks that have it, writes
-it, and drops it, so it holds its shard, one tensor and a buffer. `torch.save` wants the tensors of a file all at once: choose a
-`max_shard_size` that fits into memory.
+**A model that is cut into shards** is written tensor by tensor: the main process reads one from the
+ranks that have it, writes it, and drops it, so it holds its shard, one tensor and a buffer.
+`torch.save` wants the tensors of a file all at once: choose a `max_shard_size` that fits into
+memory.
 """
 
 from __future__ import annotations
@@ -61,16 +63,17 @@ def save_weights(
     """Writes the weights of a model. Collective: the main process writes, and every rank returns when all is on the disk.
 
     Args:
-        weights: the unwrapped model, or a whole state dict, on any device. Only the main process reads it: the others may
-            pass an empty one. Or, on every rank, a gathering of what the ranks have.
+        weights: the unwrapped model, or a whole state dict, on any device. Only the main process
+            reads it: the others may pass an empty one. Or, on every rank, a gathering of what the
+            ranks have.
         directory: made if it does not exist.
-        max_shard_size: of one file, as bytes or as text: "5GB" is 5 * 10**9 bytes, "5GiB" is 5 * 2**30. A tensor that is
-            larger than that has a file to itself.
+        max_shard_size: of one file, as bytes or as text: "5GB" is 5 * 10**9 bytes, "5GiB" is 5 *
+            2**30. A tensor that is larger than that has a file to itself.
         safe_serialization: safetensors, else `torch.save`.
 
     Raises:
-        ValueError: for weights that cannot be written, naming the tensor; for a size that is none; for a `.bin` beside
-            safetensors.
+        ValueError: for weights that cannot be written, naming the tensor; for a size that is none;
+            for a `.bin` beside safetensors.
         OSError: if the disk is full, the directory is a file or cannot be written to, …
 
     All are raised on every rank, with the same message.
@@ -129,7 +132,8 @@ def _contents(weights: Tensors | WeightGather) -> tuple[dict[str, torch.Tensor],
 def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The safetensors weights in a directory, on the CPU and under all their names: tied names have one tensor.
 
-    `model.load_state_dict(read_weights(directory))` is strict, and leaves the ties of the model as they are.
+    `model.load_state_dict(read_weights(directory))` is strict, and leaves the ties of the model as
+    they are.
 
     Raises:
         FileNotFoundError: if there are none.
@@ -170,8 +174,8 @@ def save(
         save_on_each_node: writes on the local main process of every node.
 
     Raises:
-        TypeError, ValueError: for an object that safetensors cannot hold; on every rank that calls it, for tensors of which it
-            has a part.
+        TypeError, ValueError: for an object that safetensors cannot hold; on every rank that calls
+            it, for tensors of which it has a part.
         OSError: if the file cannot be written.
     """
     _refuse_parts(obj)
@@ -313,7 +317,8 @@ def _publish(folder: Path, files: _Files, parts: list[_Part], read: Read) -> Non
 def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
     """Lets the index that is there point to other names of its parts, where the new set is about to take theirs.
 
-    Parts are replaced one by one. An index that went on naming them would meanwhile describe a mixture of two models.
+    Parts are replaced one by one. An index that went on naming them would meanwhile describe a
+    mixture of two models.
     """
     index = folder / files.index
     if not index.is_file():

@@ -1,8 +1,9 @@
 """Tensors of weight files, one at a time: safetensors, what `torch.save` writes if it is nothing but tensors, and the
 model in a checkpoint of `save_state`, whose hashes are verified while it is read.
 
-Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data is read from here, because
-a mapping of the file would take memory beside the model's, and is killed where the file becomes shorter.
+Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data
+is read from here, because a mapping of the file would take memory beside the model's, and is killed
+where the file becomes shorter.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Stored(NamedTuple):
         file, key: where it is; tied weights are in one place.
         dtype: None where torch has none such.
         shape: of the tensor.
-        read_box: fills a tensor, of any dtype and on any device, with the values in a box of this one. No others are read.
+        read_box: fills a tensor, of any dtype and on any device, with the values in a box of this
+            one. No others are read.
         obstacle: why it cannot be read, if so.
     """
 
@@ -72,7 +74,8 @@ def stored_in(checkpoint: Path, files: ExitStack) -> dict[str, Stored]:
     """By name what the weights at a path hold: a checkpoint, a file, an index or a directory. Files stay open as long as `files`.
 
     Raises:
-        CheckpointError: for a checkpoint or a file that is damaged, and a file that holds no weights.
+        CheckpointError: for a checkpoint or a file that is damaged, and a file that holds no
+            weights.
         FileNotFoundError: if there is none.
         ValueError: if the path leads to something else, and for a checkpoint of several models.
     """

@@ -1,8 +1,8 @@
 """One file of named tensors: as safetensors or by `torch.save`, written beside its destination and then put in its place.
 
-The safetensors format is written here, and not by `safetensors.torch`, because that needs NumPy, holds the whole file in
-CPU memory, makes files that only their owner can read, and reports a full disk without its errno. What is written is
-read by that library in the tests.
+The safetensors format is written here, and not by `safetensors.torch`, because that needs NumPy,
+holds the whole file in CPU memory, makes files that only their owner can read, and reports a full
+disk without its errno. What is written is read by that library in the tests.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ SAFETENSORS_DTYPES = {
 def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors without repetitions, and each name left out with the name under which its tensor is kept (the first).
 
-    Only names of the very same memory are tied. Views that overlap in any other way stay tensors of their own and are
-    written whole: a file holds no views, and loading them into the same views gives the same values.
+    Only names of the very same memory are tied. Views that overlap in any other way stay tensors of
+    their own and are written whole: a file holds no views, and loading them into the same views
+    gives the same values.
 
     Args:
         tensors: by their names.
-        awaited: names of tensors on the meta device whose data comes when they are written; the same object is tied.
+        awaited: names of tensors on the meta device whose data comes when they are written; the
+            same object is tied.
 
     Raises:
         ValueError: naming the values that are not plain, dense tensors with data.
@@ -112,7 +114,8 @@ def write_safetensors(tensors: Tensors, aliases: Aliases, read: Read, file: Bina
     Args:
         tensors: what to write; only shapes and dtypes are looked at.
         aliases: further names of them.
-        read: gives the data of a tensor, by its name. It is asked when that is written, and the data dropped before the next.
+        read: gives the data of a tensor, by its name. It is asked when that is written, and the
+            data dropped before the next.
         file: where to.
     """
     # By falling size of their elements, every tensor lies at a multiple of its own; readers map it without a copy.
@@ -146,7 +149,8 @@ def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
 def write_pickled(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
     """Writes a dict under all names with `torch.save`; it loads with `weights_only=True`, and aliases stay tied.
 
-    The arguments are those of `write_safetensors`, but `torch.save` takes the data of all tensors at once.
+    The arguments are those of `write_safetensors`, but `torch.save` takes the data of all tensors
+    at once.
     """
     alone = {name: _alone(read(name)) for name in tensors}
     torch_save(alone | {alias: alone[kept] for alias, kept in aliases.items()}, file)

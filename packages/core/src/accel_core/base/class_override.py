@@ -1,10 +1,11 @@
 """Dressing: giving one object a subclass of its own class, in place.
 
-A method that has to be wrapped on a user's object could be replaced on the instance. That breaks in places that matter:
-a replaced `forward` is bypassed by compilation and scripting, a closure makes a deep copy run the original's weights, and
-instance attributes appear in the `state_dict` of LR schedulers. A subclass has none of these faults. It keeps the name,
-qualified name and module of the original, is found again through the original (so compiled code is shared, and nothing
-is kept alive by a table of ours), and copies and pickles are dressed again when they are rebuilt.
+A method that has to be wrapped on a user's object could be replaced on the instance. That breaks in
+places that matter: a replaced `forward` is bypassed by compilation and scripting, a closure makes a
+deep copy run the original's weights, and instance attributes appear in the `state_dict` of LR
+schedulers. A subclass has none of these faults. It keeps the name, qualified name and module of the
+original, is found again through the original (so compiled code is shared, and nothing is kept alive
+by a table of ours), and copies and pickles are dressed again when they are rebuilt.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ T = TypeVar("T")
 class ClassOverride:
     """Base of the overrides: a mixin that stands before the original class.
 
-    Neither it nor its subclasses declare `__slots__`: the layout of an ordinary object, with a `__dict__`, is what lets
-    Python change the class of one.
+    Neither it nor its subclasses declare `__slots__`: the layout of an ordinary object, with a
+    `__dict__`, is what lets Python change the class of one.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

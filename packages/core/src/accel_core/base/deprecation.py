@@ -1,7 +1,8 @@
 """Older spellings of names: they work, with one warning, until the version that no longer has them.
 
-A spelling is declared as a constant, `OLD = Deprecation("old", "new", removed_in="1.0")`, beside the code that takes it. A test
-reads all of them from the source and fails in the version in which one is due.
+A spelling is declared as a constant, `OLD = Deprecation("old", "new", removed_in="1.0")`, beside
+the code that takes it. A test reads all of them from the source and fails in the version in which
+one is due.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Deprecation(NamedTuple):
     def warn(self) -> None:
         """Warns at the line of the caller outside of the library; Python shows that once per line.
 
-        A `FutureWarning`, because a `DeprecationWarning` is hidden in every module but the script itself.
+        A `FutureWarning`, because a `DeprecationWarning` is hidden in every module but the script
+        itself.
         """
         warnings.warn(
             f"{self.old} is an older spelling, which version {self.removed_in} no longer takes. Write {self.new}.",

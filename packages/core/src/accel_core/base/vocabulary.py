@@ -1,7 +1,7 @@
 """Names that the core knows only as words.
 
-No other file of the core names a strategy, a vendor or a service. What stands here is data: it completes messages and
-serves older public names, and nothing branches on it.
+No other file of the core names a strategy, a vendor or a service. What stands here is data: it
+completes messages and serves older public names, and nothing branches on it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 class OlderArguments(TypedDict, total=False):
     """Older arguments of the Accelerator, for type checkers, which find every other name wrong.
 
-    A third party's strategy may be given by its own `<name>_plugin` too, which no checker knows: write `strategy=`.
+    A third party's strategy may be given by its own `<name>_plugin` too, which no checker knows:
+    write `strategy=`.
     """
 
     deepspeed_plugin: Strategy | Mapping[str, Strategy] | None
@@ -111,8 +112,8 @@ class Word(str, Enum):
 class RNGType(Word):
     """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
 
-    `TORCH` is torch's global stream on the CPU, `GENERATOR` the generators that were handed to a loader's samplers; all others
-    are the global streams of types of device.
+    `TORCH` is torch's global stream on the CPU, `GENERATOR` the generators that were handed to a
+    loader's samplers; all others are the global streams of types of device.
     """
 
     TORCH = "torch"
@@ -156,7 +157,8 @@ class LoggerType(Word):
 class DynamoBackend(Word):
     """Backends for `Accelerator(dynamo_backend=...)`, as `torch.compile` spells them; capitals are taken as well.
 
-    Which of them work depends on torch and on what is installed: `torch.compiler.list_backends(exclude_tags=())`.
+    Which of them work depends on torch and on what is installed:
+    `torch.compiler.list_backends(exclude_tags=())`.
     """
 
     NO = "no"
@@ -196,9 +198,10 @@ class _Tpu:
 class DistributedType(Word):
     """The kind of distributed training, in one word: the value of `accelerator.distributed_type`.
 
-    A strategy declares its word (`Strategy.distributed_type`); one that declares none is called by its own name. So any
-    text is a value, and equal to that text: `DistributedType("mine") == "mine"`. Values outside of the list are not
-    iterated over; compare them with `==`, for there is no single object of each.
+    A strategy declares its word (`Strategy.distributed_type`); one that declares none is called by
+    its own name. So any text is a value, and equal to that text:
+    `DistributedType("mine") == "mine"`. Values outside of the list are not iterated over; compare
+    them with `==`, for there is no single object of each.
     """
 
     NO = "NO"

@@ -1,7 +1,8 @@
 """Tensors of one rank for all.
 
-A small tree travels in one exchange, like everything small. A large one is compared first, and then broadcast: its large
-tensors each by itself and straight into the result, its small ones packed together.
+A small tree travels in one exchange, like everything small. A large one is compared first, and then
+broadcast: its large tensors each by itself and straight into the result, its small ones packed
+together.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ PARCEL = 4 << 20
 def broadcast(tree: T, world: World, source: int = 0, group: ProcessGroup | None = None) -> T:
     """Gives every rank the tensors of one rank. A collective.
 
-    All ranks pass tensors of the same shapes and dtypes, as they would to torch.distributed.broadcast; those of the other
-    ranks are only looked at, and may be on the meta device. Where shapes are not known, use `broadcast_object_list`.
+    All ranks pass tensors of the same shapes and dtypes, as they would to
+    torch.distributed.broadcast; those of the other ranks are only looked at, and may be on the meta
+    device. Where shapes are not known, use `broadcast_object_list`.
 
     Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings; any strided dtype and shape.
+        tree: tensors in nested tuples, lists, dicts and other mappings; any strided dtype and
+            shape.
         world: the processes.
         source: whose tensors; its rank within the group.
         group: the ranks that take part; None: all.
 
     Returns:
-        The same structure of new tensors, on every rank, without a gradient history: each on the device of the
+        The same structure of new tensors, on every rank, without a gradient history: each on the
+            device of the
         corresponding argument, for a meta tensor on the world's. In a world of one `tree` itself.
 
     Raises:

@@ -26,7 +26,8 @@ def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
         work: is called here, and what it returns is pickled for the others.
 
     Raises:
-        Exception: on every rank, if `work` raised on one: the error of the lowest such rank, which is named.
+        Exception: on every rank, if `work` raised on one: the error of the lowest such rank, which
+            is named.
     """
     if world.size == 1:
         return [work()]

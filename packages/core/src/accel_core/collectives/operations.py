@@ -1,11 +1,11 @@
 """Operations of all processes together, as functions: for code that has no `Accelerator`.
 
-Each works in the world of this process (`World.current()`), which its first call starts if nobody has: with a launcher, that
-is a collective too. In a world of one they cost next to nothing.
+Each works in the world of this process (`World.current()`), which its first call starts if nobody
+has: with a launcher, that is a collective too. In a world of one they cost next to nothing.
 
-A **collective** is called by every rank, in the same order. Where arguments do not fit together, all ranks raise
-`CollectiveMismatchError` with a table by rank. A *tree* is a tensor, or nested tuples, lists, dicts and other mappings of
-tensors.
+A **collective** is called by every rank, in the same order. Where arguments do not fit together,
+all ranks raise `CollectiveMismatchError` with a table by rank. A *tree* is a tensor, or nested
+tuples, lists, dicts and other mappings of tensors.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def gather(tensor: T) -> T:
     """Concatenates the tensors of all ranks along dim 0, in rank order. Collective.
 
     Args:
-        tensor: a tree of one structure on all ranks, of any strided dtype. Sizes may differ in dim 0 only. A tensor without
-            dimensions gives one element per rank.
+        tensor: a tree of one structure on all ranks, of any strided dtype. Sizes may differ in dim
+            0 only. A tensor without dimensions gives one element per rank.
 
     Returns:
-        The same structure, detached, each tensor on its device; in a world of one the tensors themselves.
+        The same structure, detached, each tensor on its device; in a world of one the tensors
+        themselves.
 
     Raises:
         TypeError: on every rank, if a leaf is no tensor.
@@ -62,15 +63,18 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
     """Concatenates the lists of all ranks, in rank order. Collective.
 
     Args:
-        object: a list or tuple, of any length, of objects that can be pickled; tensors inside arrive on the CPU.
+        object: a list or tuple, of any length, of objects that can be pickled; tensors inside
+            arrive on the CPU.
 
     Returns:
-        One list with the items of all ranks, on every rank: `gather_object([value])` has one item per rank.
+        One list with the items of all ranks, on every rank: `gather_object([value])` has one item
+            per rank.
 
     Raises:
         TypeError: on every rank, if it is no list or tuple.
-        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an object cannot be pickled,
-            the other ranks raise `CollectiveMismatchError` with that reason.
+        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an
+            object cannot be pickled, the other ranks raise `CollectiveMismatchError` with that
+            reason.
     """
     return reduce_gather.gather_objects(object, World.current())
 
@@ -78,8 +82,8 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
 def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
     """Combines tensors over the ranks: their sum, mean or maximum. Collective, except for "none".
 
-    The reduction has no default here: `Accelerator.reduce` sums unless it is told otherwise, while functions of this name
-    elsewhere average.
+    The reduction has no default here: `Accelerator.reduce` sums unless it is told otherwise, while
+    functions of this name elsewhere average.
 
     Args:
         tensor: a tree of one structure, and of the same shapes, on all ranks.
@@ -87,8 +91,9 @@ def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
         scale: a factor for the result.
 
     Returns:
-        The same structure and shapes, detached, equal on all ranks. Dtypes stay, but booleans are counted as int64, and the
-        mean of integers and booleans, or their product with a scale, has the default floating dtype.
+        The same structure and shapes, detached, equal on all ranks. Dtypes stay, but booleans are
+        counted as int64, and the mean of integers and booleans, or their product with a scale, has
+        the default floating dtype.
 
     Raises:
         ValueError: on every rank, if the reduction is unknown.
@@ -102,13 +107,14 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     """Gives every rank the tensors of one rank. Collective.
 
     Args:
-        tensor: a tree of one structure, and of the same shapes and dtypes, on all ranks, any strided dtype. The values count
-            on the source only; elsewhere tensors on the meta device will do.
+        tensor: a tree of one structure, and of the same shapes and dtypes, on all ranks, any
+            strided dtype. The values count on the source only; elsewhere tensors on the meta device
+            will do.
         from_process: the source.
 
     Returns:
-        The same structure of new tensors, detached, each on the device of the one given here, or on the world's for one on
-        the meta device; in a world of one `tensor` itself.
+        The same structure of new tensors, detached, each on the device of the one given here, or on
+        the world's for one on the meta device; in a world of one `tensor` itself.
 
     Raises:
         TypeError: on every rank, if a leaf is no tensor.
@@ -122,8 +128,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     """Replaces the items of every rank's list by those of one rank. Collective.
 
     Args:
-        object_list: on the source, a list of objects that can be pickled; elsewhere one of the same length, whose items are
-            ignored. It is changed in place.
+        object_list: on the source, a list of objects that can be pickled; elsewhere one of the same
+            length, whose items are ignored. It is changed in place.
         from_process: the source.
 
     Returns:
@@ -132,7 +138,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Raises:
         TypeError: on every rank, if it is no list.
         ValueError: on every rank, if there is no such process.
-        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in `gather_object`.
+        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in
+            `gather_object`.
     """
     return reduce_gather.broadcast_object_list(object_list, World.current(), from_process)
 
@@ -143,19 +150,22 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_fi
     Other dimensions may differ between the ranks. Gradients flow through the padding.
 
     Args:
-        tensor: a tree of one structure on all ranks, with the same numbers of dimensions, of any strided dtype.
-        dim: the dimension; negative ones count from the last. A tensor that does not have it stays as it is.
+        tensor: a tree of one structure on all ranks, with the same numbers of dimensions, of any
+            strided dtype.
+        dim: the dimension; negative ones count from the last. A tensor that does not have it stays
+            as it is.
         pad_index: the value to pad with.
         pad_first: whether the padding stands before the values.
 
     Returns:
-        The same structure and dtypes; each tensor is new, or itself if it has the largest size. In a world of one `tensor`
-        itself.
+        The same structure and dtypes; each tensor is new, or itself if it has the largest size. In
+        a world of one `tensor` itself.
 
     Raises:
         TypeError: on every rank, if a leaf is no tensor, `dim` no integer or `pad_index` no number.
         ValueError: on every rank, if a dtype cannot hold `pad_index`.
-        CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or options differ.
+        CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or
+            options differ.
     """
     return padding.pad_across_processes(tensor, World.current(), dim, pad_index, pad_first)
 
@@ -169,7 +179,8 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
     """Sets one random stream to the state that it has on rank 0. Collective, except in a world of one.
 
     Args:
-        rng_type: which one, as for `synchronize_rng_states`; None: "generator" if one is given, else "torch".
+        rng_type: which one, as for `synchronize_rng_states`; None: "generator" if one is given,
+            else "torch".
         generator: for "generator"; it is changed in place.
 
     Raises:
@@ -185,13 +196,16 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
     Python's and NumPy's streams are left alone: `set_seed` makes those equal.
 
     Args:
-        rng_types: which streams, names of `RNGType`: "torch" for torch's global one on the CPU, a device type for that of the
-            device, and "generator" for `generator`. A device type that this run does not train on warns.
-        generator: for "generator"; it is changed in place. Without "generator" it has no effect, and a warning says so.
+        rng_types: which streams, names of `RNGType`: "torch" for torch's global one on the CPU, a
+            device type for that of the device, and "generator" for `generator`. A device type that
+            this run does not train on warns.
+        generator: for "generator"; it is changed in place. Without "generator" it has no effect,
+            and a warning says so.
 
     Raises:
         TypeError: on every rank, if `rng_types` is no list of names.
-        ValueError: on every rank, if a name is unknown, or if there is no generator for "generator".
+        ValueError: on every rank, if a name is unknown, or if there is no generator for
+            "generator".
         CollectiveMismatchError: on every rank, if they name other streams.
     """
     world = World.current()

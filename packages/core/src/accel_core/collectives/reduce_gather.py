@@ -1,10 +1,11 @@
 """Collectives over nested structures of tensors, and over Python objects.
 
-Each function here is a **collective**: every rank of the group calls it, in the same order, with the same structure,
-dtypes and options. Where they do not, all ranks raise `CollectiveMismatchError` with a table by rank. In a group of one
-they cost next to nothing and copy nothing.
+Each function here is a **collective**: every rank of the group calls it, in the same order, with
+the same structure, dtypes and options. Where they do not, all ranks raise `CollectiveMismatchError`
+with a table by rank. In a group of one they cost next to nothing and copy nothing.
 
-Results are tensors without a gradient history, on the device of the corresponding argument; arguments are not changed.
+Results are tensors without a gradient history, on the device of the corresponding argument;
+arguments are not changed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ REDUCTIONS = ("sum", "mean", "max", "none")
 
 SMALL_REDUCE = 1 << 20
 """`reduce` sends everything to everyone and sums locally while a rank receives at most this many bytes: one collective.
-Above, it compares headers and then calls all_reduce, which moves less. Measured on 2 gloo ranks, both ways cost the
-main thread the same at about 0.8 MiB per rank, while the first still takes half the time; this is 0.5 MiB per rank."""
+Above, it compares headers and then calls all_reduce, which moves less. Measured on 2 gloo ranks,
+both ways cost the main thread the same at about 0.8 MiB per rank, while the first still takes half
+the time; this is 0.5 MiB per rank."""
 
 Measured = tuple[Spec | None, int, list[int | str]]
 """How a leaf travels: dtype and trailing dimensions (None: not at all), rows, and what must agree (`*`: may differ)."""
@@ -50,8 +52,8 @@ T = TypeVar("T")
 def gather(tree: T, world: World, group: ProcessGroup | None = None) -> T:
     """Concatenates the tensors of all ranks along their first dimension, in rank order. A collective, and exactly one.
 
-    Ranks may differ in the first dimension, and it may be zero. A tensor without dimensions gives one element per rank,
-    also in a world of one. Any strided dtype.
+    Ranks may differ in the first dimension, and it may be zero. A tensor without dimensions gives
+    one element per rank, also in a world of one. Any strided dtype.
 
     Args:
         tree: tensors in nested tuples, lists, dicts and other mappings.
@@ -59,8 +61,8 @@ def gather(tree: T, world: World, group: ProcessGroup | None = None) -> T:
         group: the ranks that take part; None: all.
 
     Returns:
-        The same structure; each tensor has the shape (sum of first dimensions, *other dimensions). In a world of one
-        the tensors themselves, detached if they required a gradient.
+        The same structure; each tensor has the shape (sum of first dimensions, *other dimensions).
+        In a world of one the tensors themselves, detached if they required a gradient.
 
     Raises:
         TypeError: on every rank, if a leaf is no tensor.
@@ -83,24 +85,28 @@ def reduce_tree(
 ) -> T:
     """Combines each tensor with those of the other ranks, element by element. A collective, except for `"none"`.
 
-    The result is the same on every rank, bit by bit. Small tensors are summed on every rank in the same way, and narrow
-    floats are rounded once; large ones are summed in their own dtype by the backend's all_reduce.
+    The result is the same on every rank, bit by bit. Small tensors are summed on every rank in the
+    same way, and narrow floats are rounded once; large ones are summed in their own dtype by the
+    backend's all_reduce.
 
     Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings, with the same shapes on every rank.
+        tree: tensors in nested tuples, lists, dicts and other mappings, with the same shapes on
+            every rank.
         world: the processes.
         reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which returns `tree`.
         scale: a factor for the result.
         group: the ranks that take part; None: all.
 
     Returns:
-        The same structure, shapes and dtypes; but booleans are counted as int64 by `"sum"`, and the mean of integers
-        and booleans, or their product with a scale, has the default floating dtype.
+        The same structure, shapes and dtypes; but booleans are counted as int64 by `"sum"`, and the
+        mean of integers and booleans, or their product with a scale, has the default floating
+        dtype.
 
     Raises:
         ValueError: on every rank, if the reduction is unknown.
         TypeError: on every rank, if a leaf is no tensor.
-        CollectiveMismatchError: on every rank, if structures, dtypes, shapes, reductions or scales differ.
+        CollectiveMismatchError: on every rank, if structures, dtypes, shapes, reductions or scales
+            differ.
     """
     if reduction == "none":
         return tree
@@ -127,9 +133,10 @@ def reduce_tree(
 def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | None = None) -> list[Any]:
     """Concatenates the lists of all ranks, in rank order. A collective, public as `gather_object`.
 
-    Objects are pickled between the ranks' memories; tensors inside travel, and arrive, on the CPU where the world has
-    another device. Plain data, with tensors, takes one collective. Objects of other classes take a second one, in which
-    the ranks tell each other whether all could unpickle them.
+    Objects are pickled between the ranks' memories; tensors inside travel, and arrive, on the CPU
+    where the world has another device. Plain data, with tensors, takes one collective. Objects of
+    other classes take a second one, in which the ranks tell each other whether all could unpickle
+    them.
 
     Args:
         objects: a list or tuple, of any length, of objects that can be pickled.
@@ -138,8 +145,9 @@ def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | N
 
     Raises:
         TypeError: on every rank, if `objects` is no list or tuple.
-        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an object cannot be
-            pickled, the other ranks raise `CollectiveMismatchError` with that reason.
+        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an
+            object cannot be pickled, the other ranks raise `CollectiveMismatchError` with that
+            reason.
     """
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
@@ -184,8 +192,8 @@ def broadcast_object_list(
     """Replaces the items of every rank's list by those of one rank. A collective; they travel as in `gather_objects`.
 
     Args:
-        objects: on the source, a list of objects that can be pickled; elsewhere a list of the same length, whose items
-            are ignored. It is changed in place.
+        objects: on the source, a list of objects that can be pickled; elsewhere a list of the same
+            length, whose items are ignored. It is changed in place.
         world: the processes.
         source: whose items; its rank within the group.
         group: the ranks that take part; None: all.
@@ -196,7 +204,8 @@ def broadcast_object_list(
     Raises:
         TypeError: on every rank, if `objects` is no list.
         ValueError: on every rank, if there is no such source.
-        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in `gather_objects`.
+        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in
+            `gather_objects`.
     """
     channel = channel_of(world, group)
     call = f"broadcast_object_list(from_process={source!r})"

@@ -91,15 +91,16 @@ def is_process(call: str, argument: str, index: object, own: int, world: World, 
 def leader_first(world: World, local: bool) -> Iterator[None]:
     """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
 
-    A collective in a world larger than one, and exactly one: the leaders take part after their block, the others before theirs.
-    They wait for as long as that block takes, unless it fails or its process is gone; without a Watch (see `World.watch`) for
-    the world's timeout. Machines wait for each other, too. What is already in order stays: a block inside of one of the same
-    kind, or of any kind where all processes run on one machine, waits for nobody.
+    A collective in a world larger than one, and exactly one: the leaders take part after their
+    block, the others before theirs. They wait for as long as that block takes, unless it fails or
+    its process is gone; without a Watch (see `World.watch`) for the world's timeout. Machines wait
+    for each other, too. What is already in order stays: a block inside of one of the same kind, or
+    of any kind where all processes run on one machine, waits for nobody.
 
     Raises:
-        RuntimeError: on every rank but a failing leader's, which raises its own error, if a leader fails in its block: with
-            its rank, the type and the message. On a rank that is inside of a block of the other kind, if there are several
-            machines.
+        RuntimeError: on every rank but a failing leader's, which raises its own error, if a leader
+            fails in its block: with its rank, the type and the message. On a rank that is inside of
+            a block of the other kind, if there are several machines.
         CollectiveMismatchError: on every rank, if a leader's block calls another collective.
     """
     call = "local_main_process_first()" if local else "main_process_first()"
@@ -157,8 +158,8 @@ def _meet(world: World, call: str, error: BaseException | None = None) -> None:
 def _without_timeout(world: World) -> Iterator[None]:
     """Collectives of the world wait inside for as long as it takes: a download takes longer than a batch.
 
-    Where nobody watches over the ranks, the timeout is all that ends a wait in vain, and stays; as it does where the backend
-    takes no other one.
+    Where nobody watches over the ranks, the timeout is all that ends a wait in vain, and stays; as
+    it does where the backend takes no other one.
     """
     group = world.channel().group
     backend = None if group is None or world.watch is None else group._get_backend(world.device)
@@ -179,15 +180,17 @@ def _without_timeout(world: World) -> Iterator[None]:
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
     """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
 
-    No collective, so every process has to be given the same; with fewer elements than processes, parts are empty. `inputs`
-    is never changed, and in a world of one it comes back as it is.
+    No collective, so every process has to be given the same; with fewer elements than processes,
+    parts are empty. `inputs` is never changed, and in a world of one it comes back as it is.
 
     Args:
-        inputs: a list or another sequence, whose parts are lists; a tuple, named or not, whose parts are plain tuples; a
-            tensor or an array, which are split along dim 0; a dataset with `select(indices)`, or one of torch's with a length,
-            whose parts are `torch.utils.data.Subset`; or a mapping whose values are such, all of one length.
+        inputs: a list or another sequence, whose parts are lists; a tuple, named or not, whose
+            parts are plain tuples; a tensor or an array, which are split along dim 0; a dataset
+            with `select(indices)`, or one of torch's with a length, whose parts are
+            `torch.utils.data.Subset`; or a mapping whose values are such, all of one length.
         world: the processes.
-        apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have one length.
+        apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have
+            one length.
 
     Raises:
         TypeError: for anything else, such as a string or a tensor without dimensions.

@@ -7,18 +7,21 @@
         if preemption.check():  # on all ranks at the same step
             ...  # save and leave
 
-**The first arrival** of a signal is noted, and nothing else happens: what the signal did before is not done.
+**The first arrival** of a signal is noted, and nothing else happens: what the signal did before is
+not done.
 
-**Arrivals within `GRACE`** after the first count as the same one. A rank is often told twice at once: Slurm's scancel and
-systemd signal every process of a job, the launcher among them, and torchrun passes on to its ranks what it is sent.
+**Arrivals within `GRACE`** after the first count as the same one. A rank is often told twice at
+once: Slurm's scancel and systemd signal every process of a job, the launcher among them, and
+torchrun passes on to its ranks what it is sent.
 
-**A later arrival** does what the signal did before `watch`; the handler stands aside from then on. So a SIGTERM that is sent
-again ends a process that runs on although it was told to stop.
+**A later arrival** does what the signal did before `watch`; the handler stands aside from then on.
+So a SIGTERM that is sent again ends a process that runs on although it was told to stop.
 
-Python runs handlers between two of its instructions. While a process waits in a call outside of Python, in a collective for
-instance, it notes a signal only when that call returns, and a second one before that is not told from the first: the grace
-begins there. A process that is stuck is ended by SIGKILL, which schedulers and launchers send when their patience is over
-(torchrun after `--shutdown-timeout`, 30 seconds, which is also how long a checkpoint may take).
+Python runs handlers between two of its instructions. While a process waits in a call outside of
+Python, in a collective for instance, it notes a signal only when that call returns, and a second
+one before that is not told from the first: the grace begins there. A process that is stuck is ended
+by SIGKILL, which schedulers and launchers send when their patience is over (torchrun after
+`--shutdown-timeout`, 30 seconds, which is also how long a checkpoint may take).
 
 torchrun passes on SIGTERM, SIGINT, SIGHUP and SIGQUIT, and others that `--signals-to-handle` names.
 """
@@ -65,14 +68,15 @@ class Preemption:
     def watch(self, *signals: signal.Signals | int | str) -> None:
         """From now on the first arrival of each of these signals on this rank is noted. No collective.
 
-        A signal that is watched already is left as it is. Ranks may watch different signals, or none.
+        A signal that is watched already is left as it is. Ranks may watch different signals, or
+        none.
 
         Args:
             signals: by number or name, such as "SIGUSR1"; SIGTERM if there are none.
 
         Raises:
-            ValueError: for a signal that this platform does not have or that cannot be caught, and outside of the main
-                thread. No signal is watched then that was not before.
+            ValueError: for a signal that this platform does not have or that cannot be caught, and
+                outside of the main thread. No signal is watched then that was not before.
         """
         numbers = [_number(given) for given in signals or (signal.SIGTERM,)]
         _check_thread()
@@ -97,8 +101,9 @@ class Preemption:
     def close(self) -> None:
         """Puts back the handlers that were there before, unless somebody else has replaced ours since. May be repeated.
 
-        Happens by itself when the last reference to this object goes. In another thread than the main one it is put off:
-        our handler then stays, and lets the next signal do what it did before.
+        Happens by itself when the last reference to this object goes. In another thread than the
+        main one it is put off: our handler then stays, and lets the next signal do what it did
+        before.
         """
         _release(self._handlers)
 

@@ -113,8 +113,8 @@ def _runs(
 def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """The reason why boxes do not cover a shape exactly once, with an example region; None if they do.
 
-    Empty boxes count for nothing. The time grows with the number of boxes n as n log n where they are rows, columns or a
-    grid, whatever the number of elements.
+    Empty boxes count for nothing. The time grows with the number of boxes n as n log n where they
+    are rows, columns or a grid, whatever the number of elements.
     """
     whole, inside = Box.whole(shape), [box for box in boxes if not box.is_empty]
     for box in inside:

@@ -27,7 +27,8 @@ NAME: Final = "neutral"
 class CheckpointComponent(Protocol):
     """Made without arguments, once for each Accelerator that needs it.
 
-    The first three are the hooks of these names; the four after them serve strategies that replicate parameters.
+    The first three are the hooks of these names; the four after them serve strategies that
+    replicate parameters.
     """
 
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:

@@ -1,16 +1,17 @@
 """Every hook, in one place.
 
-Read the loop in the docstring of `HookSpecs` first: it shows when each hook runs. A hook has either **one owner** or
-**many listeners**:
+Read the loop in the docstring of `HookSpecs` first: it shows when each hook runs. A hook has either
+**one owner** or **many listeners**:
 
-- `@owner`: exactly one active component may implement it, else the core's default serves (`accel_core.facade.default_hooks`). The
-  winner is bound once, when the Accelerator is built; two implementations are an error that names both. What the owner
-  returns is the answer, `None` included.
-- `@listener`: everyone who implements it is called, in the order of registration. A listener that raises is switched off
-  with one warning; the run goes on.
+- `@owner`: exactly one active component may implement it, else the core's default serves
+  (`accel_core.facade.default_hooks`). The winner is bound once, when the Accelerator is built; two
+  implementations are an error that names both. What the owner returns is the answer, `None`
+  included.
+- `@listener`: everyone who implements it is called, in the order of registration. A listener that
+  raises is switched off with one warning; the run goes on.
 
-A plugin implements a hook by a method of the same name marked with `@hookimpl`, taking the arguments that it needs, by
-name, and leaving out the others.
+A plugin implements a hook by a method of the same name marked with `@hookimpl`, taking the
+arguments that it needs, by name, and leaving out the others.
 """
 
 from __future__ import annotations
@@ -90,16 +91,16 @@ class HookSpecs:
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
 
-    Each docstring says when the hook runs, who usually owns it, what it is given and returns, and what the core does where
-    nobody owns it.
+    Each docstring says when the hook runs, who usually owns it, what it is given and returns, and
+    what the core does where nobody owns it.
     """
 
     @listener
     def start(self, world: World, layout: Layout, replicated: bool) -> None:
         """The Accelerator is about to be ready.
 
-        When: at the end of the constructor, on every rank.
-        Arguments: the processes; which part of the data this one reads; whether every data-parallel rank holds all parameters, so
+        When: at the end of the constructor, on every rank. Arguments: the processes; which part of
+        the data this one reads; whether every data-parallel rank holds all parameters, so
             that all of them see the same gradients.
         """
 
@@ -114,18 +115,18 @@ class HookSpecs:
     def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
         """Says which part of the data this process reads.
 
-        When: in the constructor of the Accelerator, before anything is prepared.
-        Usual owner: the strategy.
-        Returns: the layout. May create process groups through `world.subgroup`, the same on every rank.
-        Default: pure data parallelism.
+        When: in the constructor of the Accelerator, before anything is prepared. Usual owner: the
+        strategy. Returns: the layout. May create process groups through `world.subgroup`, the same
+        on every rank. Default: pure data parallelism.
         """
 
     @owner
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:  # type: ignore[empty-body]
         """Builds a model that may be too large for one process.
 
-        When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without data until `prepare_model`.
-        Arguments: what builds the model, called without arguments; a file or folder with weights, None to keep those that the
+        When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without
+        data until `prepare_model`. Arguments: what builds the model, called without arguments; a
+        file or folder with weights, None to keep those that the
             factory gives.
         Returns: a model of the factory's class, with its parameters, which `prepare` accepts.
         Default: `factory()`, then the weights are loaded.
@@ -136,18 +137,17 @@ class HookSpecs:
         """Replaces modules of a model by such that compute in another way, in place.
 
         When: once per model in `prepare`, before `prepare_model`, so before anything is sharded.
-        Usual owner: the precision. Arguments: the user's model; whether it is only evaluated.
-        The model itself, and the names of its parameters and of its state, stay. Optimizers that hold a parameter which is
-        replaced get the new one of that name.
-        Default: nothing happens.
+        Usual owner: the precision. Arguments: the user's model; whether it is only evaluated. The
+        model itself, and the names of its parameters and of its state, stay. Optimizers that hold a
+        parameter which is replaced get the new one of that name. Default: nothing happens.
         """
 
     @owner
     def revert_model(self, model: nn.Module) -> None:
         """Undoes `convert_model`, in place: the model computes as its user built it.
 
-        When: in `free_memory`, for every model that was prepared. Usual owner: that of `convert_model`.
-        Arguments: the user's model. Default: nothing happens.
+        When: in `free_memory`, for every model that was prepared. Usual owner: that of
+        `convert_model`. Arguments: the user's model. Default: nothing happens.
         """
 
     @owner
@@ -167,9 +167,9 @@ class HookSpecs:
     ) -> nn.Module:
         """Makes a model ready to be trained, or only evaluated, under the strategy.
 
-        When: once per model in `prepare`, before the optimizers and schedulers of that call are gated.
-        Usual owner: the strategy, which must have it.
-        Arguments: the user's model; every optimizer known so far that holds one of its parameters (if parameters are
+        When: once per model in `prepare`, before the optimizers and schedulers of that call are
+        gated. Usual owner: the strategy, which must have it. Arguments: the user's model; every
+        optimizer known so far that holds one of its parameters (if parameters are
             replaced, `group["params"][:]` is to be re-pointed in place, and an optimizer that has stepped is refused, unless
             its state is re-pointed too); the frozen request: precision policy, device or
             None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
@@ -195,16 +195,17 @@ class HookSpecs:
     ) -> DataLoader[Any]:
         """Makes a loader yield this process's part of each global batch.
 
-        When: once per loader in `prepare`.
-        Usual owner: the loader component.
-        Arguments: the user's loader, which must not be changed; the part to read; the feed to which iterators report, and
+        When: once per loader in `prepare`. Usual owner: the loader component. Arguments: the user's
+        loader, which must not be changed; the part to read; the feed to which iterators report, and
             which says what the loop asks of them; the device on which batches are put, None to leave them where they are;
             the seed of the run, the same on every rank; how many loaders were prepared before, for each is to have an order
             of its own (`accel_core.api.component.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
             in shard order, None for the whole world; the user's function that cuts a batch into pieces, or None.
-        Returns: a loader with the same class, attributes and worker settings. One with `behind(batches)` serves
+        Returns: a loader with the same class, attributes and worker settings. One with
+        `behind(batches)` serves
             `skip_first_batches`; one that resumes has `state_dict()` and `load_state_dict(state)`.
-        Default: in a world of one, the loader with batches placed and reported; in a larger world it raises, for all
+        Default: in a world of one, the loader with batches placed and reported; in a larger world
+        it raises, for all
             ranks would read the same batches.
         """
 
@@ -214,7 +215,8 @@ class HookSpecs:
 
         When: once per optimizer in `prepare`, after the models of that call; its model may come in
             a later call. An engine that needs both can be built here.
-        Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing happens.
+        Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing
+        happens.
         """
 
     @owner
@@ -239,19 +241,20 @@ class HookSpecs:
     def synchronise_gradients(self) -> None:
         """Synchronises what backwards have left local, such as a second one through the same graph.
 
-        When: after each `accelerator.backward` that closes a window, in a world larger than one, and at the end of the default
+        When: after each `accelerator.backward` that closes a window, in a world larger than one,
+        and at the end of the default
             `forward_backward`. Usual owner: the strategy. Hot.
-        May be a collective where the script makes all ranks find the same; without such gradients it is none.
-        Default: nothing happens.
+        May be a collective where the script makes all ranks find the same; without such gradients
+        it is none. Default: nothing happens.
         """
 
     @owner
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised since their last backward.
 
-        When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No collective. Hot.
-        Arguments: an optimizer that may hold parameters of several prepared models, or of none.
-        Default: nothing happens.
+        When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No
+        collective. Hot. Arguments: an optimizer that may hold parameters of several prepared
+        models, or of none. Default: nothing happens.
         """
 
     @owner
@@ -282,10 +285,10 @@ class HookSpecs:
     ) -> AbstractContextManager[None]:
         """Inside the context, tensors hold this rank's part of a sequence, and attention runs over the parts of all peers.
 
-        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy.
-        Arguments: the tensors, changed in place; the dim of the sequence in each; those of them that are not restored at the end.
-        Returns: a context manager; entering it is a collective over the peers, if there are any.
-        Default: nothing happens.
+        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy. Arguments: the
+        tensors, changed in place; the dim of the sequence in each; those of them that are not
+        restored at the end. Returns: a context manager; entering it is a collective over the peers,
+        if there are any. Default: nothing happens.
         """
 
     @owner
@@ -293,7 +296,8 @@ class HookSpecs:
         """Multiplies the loss so that small gradients survive a narrow dtype.
 
         When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
-        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss. Default: the loss as it is.
+        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss. Default: the loss as
+        it is.
         """
 
     @owner
@@ -301,8 +305,8 @@ class HookSpecs:
         """Runs the backward pass of one micro-batch.
 
         When: in `accelerator.backward`, and for each micro-batch of the default `forward_backward`.
-        Usual owner: the strategy.
-        Arguments: the (scaled) loss; a positive factor that its gradient is to have (1/k inside `accumulate`, any number from
+        Usual owner: the strategy. Arguments: the (scaled) loss; a positive factor that its gradient
+        is to have (1/k inside `accumulate`, any number from
             `forward_backward`, so nothing about the window follows from it); whether this micro-batch closes its window;
             keyword arguments of `torch.Tensor.backward` given by the user.
         Default: `loss.backward()` with that factor.
@@ -312,8 +316,9 @@ class HookSpecs:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by what `scale_loss` multiplied.
 
-        When: at most once between two steps of the optimizer: before clipping, or when the user asks for it.
-        Usual owner: the precision's scaler, or the strategy's engine. Default: nothing happens.
+        When: at most once between two steps of the optimizer: before clipping, or when the user
+        asks for it. Usual owner: the precision's scaler, or the strategy's engine. Default: nothing
+        happens.
         """
 
     @owner
@@ -322,10 +327,12 @@ class HookSpecs:
     ) -> torch.Tensor:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
-        When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and unscaled; or, with `max_norm`
+        When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and
+        unscaled; or, with `max_norm`
             infinite, in an open one, where only the norm is asked for, that of what is pending.
-        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the parameters.
-        Default: torch's own, over what `gradient_state` names, where every rank has all of it.
+        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the
+        parameters. Default: torch's own, over what `gradient_state` names, where every rank has all
+        of it.
         """
 
     @owner
@@ -367,8 +374,9 @@ class HookSpecs:
     ) -> torch.Tensor:
         """Runs one whole window: forward and backward of every micro-batch.
 
-        When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules it).
-        Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)` giving
+        When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules
+        it). Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)`
+        giving
             the summed loss (0-d) and its weight (how many tokens or samples it sums);
             `inputs(batch)` giving the positional and keyword arguments with which the model is
             called; `scale_loss(loss)`, the hook of that name, which every loss goes through before
@@ -389,8 +397,8 @@ class HookSpecs:
         Arguments: what is saved, and how each part is asked for its state; the folder, None where
             names are given automatically; whether it is written behind: "eager" returns when
             everything is copied, "lazy" at once.
-        Returns: the folder.
-        Default: the neutral checkpoint of accel-checkpoint, which any strategy on any number of ranks
+        Returns: the folder. Default: the neutral checkpoint of accel-checkpoint, which any strategy
+        on any number of ranks
             loads. Without that package `NotInstalledError`.
         """
 
@@ -419,13 +427,15 @@ class HookSpecs:
     def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
-        When: in `save_state`, `load_state` and `get_state_dict`, on every rank, at any place of the loop.
-        Usual owner: the strategy, if it lays out parameters in its own way. No collective. It first brings parameters into
+        When: in `save_state`, `load_state` and `get_state_dict`, on every rank, at any place of the
+        loop. Usual owner: the strategy, if it lays out parameters in its own way. No collective. It
+        first brings parameters into
             the form in which optimizers hold them.
-        Arguments: the user's model, and what the loop calls.
-        Returns: a mapping from names, those of the user's model's `state_dict()`, to entries of `accel_core.api.layouts`.
+        Arguments: the user's model, and what the loop calls. Returns: a mapping from names, those
+        of the user's model's `state_dict()`, to entries of `accel_core.api.layouts`.
             Of a parameter its most precise copy. They are live: `load_state` reads into the memory that they name.
-        Default: everything is whole on every rank, and buffers are those of rank 0. It serves strategies that declare
+        Default: everything is whole on every rank, and buffers are those of rank 0. It serves
+        strategies that declare
             `replicates_parameters`; under another, saving raises.
         """
 
@@ -434,7 +444,8 @@ class HookSpecs:
         """The state that `model_state` named has been read from a checkpoint.
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
-        Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that are not persistent, and to
+        Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that
+        are not persistent, and to
             drop gradients that it holds back. Arguments: as for `model_state`.
         Default: nothing happens.
         """
@@ -443,10 +454,12 @@ class HookSpecs:
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:  # type: ignore[empty-body]
         """Says what a checkpoint holds of an optimizer, by the names of the user's parameters, and how it lies on the ranks.
 
-        When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No collective.
-        Arguments: the optimizer; the names of the parameters of all prepared models, by the `id` of each: the index of the
+        When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No
+        collective. Arguments: the optimizer; the names of the parameters of all prepared models, by
+        the `id` of each: the index of the
             model, a dot, and the name in it.
-        Returns: its groups and values, and entries as for a model. `accel_checkpoint.capture_optimizer` makes it
+        Returns: its groups and values, and entries as for a model.
+        `accel_checkpoint.capture_optimizer` makes it
             for parameters laid out as a `Sharding` says.
         Default: parameters are whole on every rank.
         """
@@ -457,20 +470,23 @@ class HookSpecs:
     ) -> list[str]:
         """Says why an optimizer cannot be given the state that a checkpoint holds of it.
 
-        When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of `model_state`. No
+        When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of
+        `model_state`. No
             collective.
-        Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of ranks.
-        Returns: a line for each thing that does not fit; none if all does. See `accel_checkpoint.list_misfits`.
-        Default: parameters are whole on every rank.
+        Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of
+        ranks. Returns: a line for each thing that does not fit; none if all does. See
+        `accel_checkpoint.list_misfits`. Default: parameters are whole on every rank.
         """
 
     @owner
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Gives an optimizer the state that a checkpoint holds of it.
 
-        When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none. Usual owner: the owner of
+        When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none.
+        Usual owner: the owner of
             `model_state`. No collective.
-        Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise` entry by the time that
+        Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise`
+        entry by the time that
             `load_state` returns, and perhaps not before.
         Default: parameters are whole on every rank. See `accel_checkpoint.restore_optimizer`.
         """

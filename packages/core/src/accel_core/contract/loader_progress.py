@@ -1,7 +1,8 @@
 """Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
-One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared loader *enters* at its
-first `next` and receives a `Passage`, *advances* it with every batch that it yields, and *leaves* at its end or death:
+One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared
+loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch that it
+yields, and *leaves* at its end or death:
 
     passage = feed.enter()
     try:
@@ -13,12 +14,13 @@ first `next` and receives a `Passage`, *advances* it with every batch that it yi
 
 Rules, each of which some loop in the wild depends on:
 
-- Advancing a passage forgets those entered after it: an evaluation loop that was broken out of, but whose iterator is
-  still referenced, no longer counts once training goes on.
-- A window of accumulation closes when an iterator that has advanced since the last `accumulate` stands at its end, so an
-  idle iterator at its end closes nothing.
-- Metrics refer to the innermost live passage, else to the batch yielded last: in `gather_for_metrics(next(iter(loader)))`
-  the iterator is dead by the time that the metrics are gathered.
+- Advancing a passage forgets those entered after it: an evaluation loop that was broken out of, but
+  whose iterator is still referenced, no longer counts once training goes on.
+- A window of accumulation closes when an iterator that has advanced since the last `accumulate`
+  stands at its end, so an idle iterator at its end closes nothing.
+- Metrics refer to the innermost live passage, else to the batch yielded last: in
+  `gather_for_metrics(next(iter(loader)))` the iterator is dead by the time that the metrics are
+  gathered.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 class Rows(NamedTuple):
     """The number of rows of a batch on this rank, and of real ones among them; padding is at the end.
 
-    `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot count; `real` is then 0.
+    `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot
+    count; `real` is then 0.
     """
 
     rows: int | None
@@ -47,7 +50,8 @@ class RunningLoader(NamedTuple):
 
     Args:
         loader: the prepared one; None if its component does not say.
-        remaining: how many batches follow the present one on this rank, or at least as many as were looked ahead; None: unknown.
+        remaining: how many batches follow the present one on this rank, or at least as many as were
+            looked ahead; None: unknown.
         rows: of the present batch on this rank; None if they cannot be counted.
     """
 
@@ -78,12 +82,13 @@ class Passage:
         """Reports the batch that is about to be yielded.
 
         Args:
-            remaining: how many batches this iterator will still yield on this rank after this one. A loader that does
-                not know its length looks `Feed.lookahead` batches ahead and reports at least that; None means unknown.
-            rows: the rows of the batch on this rank (make one `Rows` for all full batches: this runs once per batch);
-                None if the batch has no countable rows.
-            drawn: which samples they are: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`; None if
-                that is not known.
+            remaining: how many batches this iterator will still yield on this rank after this one.
+                A loader that does not know its length looks `Feed.lookahead` batches ahead and
+                reports at least that; None means unknown.
+            rows: the rows of the batch on this rank (make one `Rows` for all full batches: this
+                runs once per batch); None if the batch has no countable rows.
+            drawn: which samples they are: the index batch as the sampler gave it, or
+                `accel_core.api.loader.Positions`; None if that is not known.
         """
         feed = self._feed
         self.remaining = remaining
@@ -102,14 +107,15 @@ class Feed:
     """The live passages of one Accelerator's loaders, outermost first.
 
     Args:
-        lookahead: how many batches a loader without a length must look ahead, so that the last, shorter window of
-            accumulation is known when it begins (the number of accumulation steps).
+        lookahead: how many batches a loader without a length must look ahead, so that the last,
+            shorter window of accumulation is known when it begins (the number of accumulation
+            steps).
 
     Attributes:
-        even_batches: whether ranks are to get equally many batches, instead of what the loader was told; None: as it was told.
-            Loaders read it, and `joining`, when an iteration begins.
-        joining: whether ranks may end at different batches, because the strategy takes part in the name of those that have
-            ended.
+        even_batches: whether ranks are to get equally many batches, instead of what the loader was
+            told; None: as it was told. Loaders read it, and `joining`, when an iteration begins.
+        joining: whether ranks may end at different batches, because the strategy takes part in the
+            name of those that have ended.
         latest: rows of the batch that was yielded last.
         latest_drawn: which samples it was made of.
         newest: what refers to the innermost passage.
@@ -156,8 +162,9 @@ class Feed:
     def begin_step(self) -> int | None:
         """Called once per `accumulate`: batches that remain after this one, over the iterators that advanced for it.
 
-        Returns None when no prepared loader advanced since the last call, or none of them knows; and while ranks may end at
-        different batches, for a window that closes on one rank closes on all.
+        Returns None when no prepared loader advanced since the last call, or none of them knows;
+        and while ranks may end at different batches, for a window that closes on one rank closes on
+        all.
         """
         fewest: int | None = None
         for ref in self._live:

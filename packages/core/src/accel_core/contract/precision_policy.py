@@ -1,7 +1,8 @@
 """Precision as a value: which dtype is used where, and how a model is made to honour it.
 
-A policy says what is wanted; the strategy honours it, or raises. What a policy needs beyond dtypes (a loss scaler,
-converted modules) is the business of the precision component that brings the policy.
+A policy says what is wanted; the strategy honours it, or raises. What a policy needs beyond dtypes
+(a loss scaler, converted modules) is the business of the precision component that brings the
+policy.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ class PrecisionPolicy:
 
     Args:
         param: the dtype in which parameters are stored.
-        compute: the dtype of matrix products and convolutions (autocast), while everything else stays in full precision.
+        compute: the dtype of matrix products and convolutions (autocast), while everything else
+            stays in full precision.
         reduce: the dtype in which gradients travel between ranks.
         output: the dtype to which floating leaves of what the model returns are cast.
-        input: the dtype to which floating leaves of what the model receives are cast; integers are never touched.
+        input: the dtype to which floating leaves of what the model receives are cast; integers are
+            never touched.
     """
 
     param: torch.dtype | None = None
@@ -70,12 +73,13 @@ FULL = PrecisionPolicy()
 class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
     """A precision component: a policy, and the hooks that it needs (`scale_loss`, `optimizer_step`, …).
 
-    The constructor's arguments are its options, all optional. Subclass it directly, and set `policy`.
+    The constructor's arguments are its options, all optional. Subclass it directly, and set
+    `policy`.
 
     Attributes:
         policy: the dtypes.
-        handlers: the classes of option objects for `kwargs_handlers` that stand for its constructor's arguments; one of them may
-            be given.
+        handlers: the classes of option objects for `kwargs_handlers` that stand for its
+            constructor's arguments; one of them may be given.
     """
 
     policy: PrecisionPolicy = FULL
@@ -127,8 +131,9 @@ def override_calls(
 ) -> None:
     """Makes calls of a model honour `compute`, `output` and `input`, in place.
 
-    `__call__` is overridden, and not `forward`: that would be bypassed by forwards set on the instance, by compilation
-    and by scripting, which then run in full precision without a word. A full-precision policy leaves the model alone.
+    `__call__` is overridden, and not `forward`: that would be bypassed by forwards set on the
+    instance, by compilation and by scripting, which then run in full precision without a word. A
+    full-precision policy leaves the model alone.
 
     Args:
         model: the model; a strategy that changes its class does so before.

@@ -1,7 +1,7 @@
 """Sample ids of a batch: made on demand from the note that its loader took when it yielded it.
 
-A loader notes with every batch what it *drew*: the index batch, or the `Positions` of a stream. Noting costs one reference;
-only who asks has it turned into ids.
+A loader notes with every batch what it *drew*: the index batch, or the `Positions` of a stream.
+Noting costs one reference; only who asks has it turned into ids.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class SampleIds:
     """The samples of one batch on one rank, row by row.
 
     Args:
-        ids: what the sampler drew for each row; or the numbers of the samples in the epoch, None for rows that fill up.
-        kind: "index": ids are indices (or keys) of the dataset; "position": they are numbers in the order of a stream.
+        ids: what the sampler drew for each row; or the numbers of the samples in the epoch, None
+            for rows that fill up.
+        kind: "index": ids are indices (or keys) of the dataset; "position": they are numbers in the
+            order of a stream.
         real: how many of them are real, the first ones; those behind only fill up the batch.
     """
 

@@ -1,7 +1,8 @@
 """Layouts of saved state on the ranks: declared by the code that made them, not guessed from a shape.
 
-A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are live: `data` is the memory
-that training uses, or a view of it. A checkpoint is written from it, and read back into it.
+A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are
+live: `data` is the memory that training uses, or a view of it. A checkpoint is written from it, and
+read back into it.
 
     Elementwise   a part of a tensor that can be cut anywhere: boxes of its global shape
     Replicated    the same whole tensor on every rank that presents it; that of the lowest rank is saved
@@ -38,10 +39,10 @@ class Elementwise:
     Args:
         shape: of the whole tensor.
         dtype: of the whole tensor.
-        pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several ranks, boxes that are not
-            equal do not overlap.
-        versioned: whether whoever changes `data` in place raises its `_version`. What a wrapper changes inside itself often does
-            not; such tensors are never copied lazily.
+        pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several
+            ranks, boxes that are not equal do not overlap.
+        versioned: whether whoever changes `data` in place raises its `_version`. What a wrapper
+            changes inside itself often does not; such tensors are never copied lazily.
     """
 
     shape: tuple[int, ...]
@@ -76,8 +77,10 @@ class Opaque:
 
     Args:
         value: whatever the codec takes, tensor subclasses included.
-        signature: what has to be equal for it to be loaded: class, shapes and dtypes of its components, say.
-        part: which part of the whole this rank has, in words; ranks with the same word have the same.
+        signature: what has to be equal for it to be loaded: class, shapes and dtypes of its
+            components, say.
+        part: which part of the whole this rank has, in words; ranks with the same word have the
+            same.
         assign: puts a value that was loaded into the place of `value`.
     """
 

@@ -1,7 +1,8 @@
 """The classes that prepared optimizers and schedulers are instances of.
 
-Preparing wraps nothing: it gates the user's own object, in place (see `accel_core.loop.optimizer_gate` for why). So these classes are
-answers to `isinstance`, and calls of them gate one object without an Accelerator.
+Preparing wraps nothing: it gates the user's own object, in place (see
+`accel_core.loop.optimizer_gate` for why). So these classes are answers to `isinstance`, and calls
+of them gate one object without an Accelerator.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ class _GatedOptimizers(type):
 class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
     """The type of a prepared optimizer: `isinstance(optimizer, AcceleratedOptimizer)`.
 
-    True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has an attribute `step_was_skipped`, and
-    otherwise everything that the user's own class has.
+    True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has an
+    attribute `step_was_skipped`, and otherwise everything that the user's own class has.
 
-    Called, it makes one optimizer such an instance without an Accelerator, in place, and returns it. Its steps are then held
-    back by no window.
+    Called, it makes one optimizer such an instance without an Accelerator, in place, and returns
+    it. Its steps are then held back by no window.
 
     Args:
         optimizer: any of torch's.
-        device_placement: whether the state that it has already is moved to the device of its parameters.
-        scaler: a loss scaler: `step()` steps and updates it. Scale the loss with it before the backward.
+        device_placement: whether the state that it has already is moved to the device of its
+            parameters.
+        scaler: a loss scaler: `step()` steps and updates it. Scale the loss with it before the
+            backward.
 
     Raises:
         TypeError: if the optimizer or the scaler is of another type.
@@ -79,22 +82,24 @@ class _GatedSchedulers(type):
 class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
     """The type of a prepared LR scheduler: `isinstance(scheduler, AcceleratedScheduler)`.
 
-    True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has everything that the user's own class
-    has.
+    True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has everything
+    that the user's own class has.
 
-    Called, it makes one scheduler such an instance without an Accelerator, in place, and returns it: it steps only if its
-    optimizers have stepped.
+    Called, it makes one scheduler such an instance without an Accelerator, in place, and returns
+    it: it steps only if its optimizers have stepped.
 
     Args:
         scheduler: any of torch's, or what behaves like one.
-        optimizers: the one that it drives, or a list of those for which it waits, that one among them.
+        optimizers: the one that it drives, or a list of those for which it waits, that one among
+            them.
         step_with_optimizer: False: `step()` is never held back.
-        split_batches: one `step()` is one step for any number of processes, whether their batches are parts of one or not:
-            both values mean the same.
+        split_batches: one `step()` is one step for any number of processes, whether their batches
+            are parts of one or not: both values mean the same.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if the scheduler drives an optimizer that is not among `optimizers`, or an Accelerator has prepared it.
+        ValueError: if the scheduler drives an optimizer that is not among `optimizers`, or an
+            Accelerator has prepared it.
     """
 
     def __new__(

@@ -40,8 +40,9 @@ class CheckpointMethods(PreparationMethods):
             unwrap: False keeps the names that a wrapper adds.
 
         Returns:
-            Under a strategy that replicates parameters, the live state on every rank; under one that lays them out in its own
-            way, all of it in the CPU memory of the main process, and nothing on the others.
+            Under a strategy that replicates parameters, the live state on every rank; under one
+            that lays them out in its own way, all of it in the CPU memory of the main process, and
+            nothing on the others.
         """
         self._world.arrive("get_state_dict()")
         if unwrap and self._is_laid_out(model):
@@ -61,8 +62,10 @@ class CheckpointMethods(PreparationMethods):
 
         Args:
             model: a prepared model, or any other.
-            save_directory: is made if it does not exist; files of the user's own beside ours are left alone.
-            max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes, "10GiB" 10 * 2^30).
+            save_directory: is made if it does not exist; files of the user's own beside ours are
+                left alone.
+            max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes,
+                "10GiB" 10 * 2^30).
             safe_serialization: safetensors; False: torch's format.
         """
         require("save_model()", model, nn.Module, "a torch.nn.Module")
@@ -75,7 +78,8 @@ class CheckpointMethods(PreparationMethods):
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
 
-        With `ProjectConfiguration(save_on_each_node=True)` the first process of each machine writes.
+        With `ProjectConfiguration(save_on_each_node=True)` the first process of each machine
+        writes.
 
         Args:
             obj: what `torch.save` takes; a dict of tensors with `safe_serialization`.
@@ -95,17 +99,19 @@ class CheckpointMethods(PreparationMethods):
     ) -> str:
         """Saves all of the run: any strategy on any number of processes goes on from it. Collective; every rank writes.
 
-        Saved are the prepared models, optimizers, schedulers and loaders with their positions, what was registered, the random
-        streams of every rank, and the gradients of a window that is open. A kill or a full disk at any moment leaves what was
-        saved before in that folder; other files in it are left alone. (What hooks write there is theirs: a hook that takes models
-        had better be given a new folder by every save, as automatic names do.)
+        Saved are the prepared models, optimizers, schedulers and loaders with their positions, what
+        was registered, the random streams of every rank, and the gradients of a window that is
+        open. A kill or a full disk at any moment leaves what was saved before in that folder; other
+        files in it are left alone. (What hooks write there is theirs: a hook that takes models had
+        better be given a new folder by every save, as automatic names do.)
 
         Args:
             output_dir: the folder; with `automatic_checkpoint_naming` it is given by that.
             safe_serialization: True: a checkpoint is never pickled.
-            asynchronous: True or "eager": returns when everything is copied, and a thread writes. "lazy": returns at once; the
-                next step of a prepared optimizer waits for the copies, and whoever else changes parameters before
-                `wait_for_checkpoint` makes the save fail. Failures are raised by the next `save_state`, `load_state`,
+            asynchronous: True or "eager": returns when everything is copied, and a thread writes.
+                "lazy": returns at once; the next step of a prepared optimizer waits for the copies,
+                and whoever else changes parameters before `wait_for_checkpoint` makes the save
+                fail. Failures are raised by the next `save_state`, `load_state`,
                 `wait_for_checkpoint` or `end_training`.
             save_model_func_kwargs: options of a native format. The neutral one has none.
 
@@ -113,7 +119,8 @@ class CheckpointMethods(PreparationMethods):
             The folder.
 
         Raises:
-            CheckpointError: on every rank, for what cannot be saved, and for a folder that holds something else.
+            CheckpointError: on every rank, for what cannot be saved, and for a folder that holds
+                something else.
             OSError: on every rank, if one cannot write.
             ValueError: without a folder, or with one too many.
         """
@@ -133,18 +140,21 @@ class CheckpointMethods(PreparationMethods):
     ) -> None:
         """Restores all of a run that `save_state` saved, on any number of processes and under any strategy. Collective.
 
-        Prepare and register the same objects first, in the same order. The next iteration over each prepared loader goes on at
-        its position, and the epochs after it are whole. Every rank that was there goes on with its random streams, those of a
-        device if it is of the same kind; ranks that were not get new ones.
+        Prepare and register the same objects first, in the same order. The next iteration over each
+        prepared loader goes on at its position, and the epochs after it are whole. Every rank that
+        was there goes on with its random streams, those of a device if it is of the same kind;
+        ranks that were not get new ones.
 
         Args:
             input_dir: the folder; None: the newest complete one of the automatic names.
             load_kwargs: options of a native format. The neutral one has none.
-            load_model_func_kwargs: the same; `map_location` is accepted: state goes where the prepared objects are.
+            load_model_func_kwargs: the same; `map_location` is accepted: state goes where the
+                prepared objects are.
 
         Raises:
-            CheckpointError: on every rank: for a folder without a complete checkpoint, for a damaged file, which is named; and,
-                before anything is changed, for what does not fit, all of it listed.
+            CheckpointError: on every rank: for a folder without a complete checkpoint, for a
+                damaged file, which is named; and, before anything is changed, for what does not
+                fit, all of it listed.
         """
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
@@ -155,7 +165,8 @@ class CheckpointMethods(PreparationMethods):
         """Returns when the asynchronous save that is under way is complete on every rank. Collective, if there is one.
 
         Raises:
-            CheckpointError, OSError: on every rank, if it failed. What was saved before is untouched.
+            CheckpointError, OSError: on every rank, if it failed. What was saved before is
+                untouched.
         """
         if self._run_made is not None:
             self._relay.wait_for_checkpoint(self._run_made)
@@ -164,7 +175,8 @@ class CheckpointMethods(PreparationMethods):
         """Has objects of the user's saved by `save_state` and restored by `load_state`, in the order of registration.
 
         Args:
-            objects: each with `state_dict()`, of plain data, tensors and arrays, and `load_state_dict(state)`.
+            objects: each with `state_dict()`, of plain data, tensors and arrays, and
+                `load_state_dict(state)`.
 
         Raises:
             ValueError: naming those without, by their position.
@@ -174,8 +186,9 @@ class CheckpointMethods(PreparationMethods):
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Has `hook(models, weights, output_dir)` called by `save_state`, on every rank, before anything else is written.
 
-        `weights[i]` is a mapping from names to tensors, as `get_state_dict(models[i])` gives it; only what is read is gathered.
-        An entry that the hook takes out of `weights`, on the main process, is left to it.
+        `weights[i]` is a mapping from names to tensors, as `get_state_dict(models[i])` gives it;
+        only what is read is gathered. An entry that the hook takes out of `weights`, on the main
+        process, is left to it.
 
         Returns:
             A handle; its `remove()` takes the hook away again.

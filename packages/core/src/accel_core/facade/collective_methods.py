@@ -47,10 +47,12 @@ class CollectiveMethods(AcceleratorParts):
     def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
         """From now on a signal does not end this process, but makes `should_stop` true. No collective.
 
-        One that arrives 5 seconds after the first, or later, does what it did before. `end_training` gives signals back what they did before.
+        One that arrives 5 seconds after the first, or later, does what it did before.
+        `end_training` gives signals back what they did before.
 
         Args:
-            signals: such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a machine away.
+            signals: such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a
+                machine away.
 
         Raises:
             ValueError: for what is no signal here, or cannot be caught; outside of the main thread.
@@ -70,8 +72,8 @@ class CollectiveMethods(AcceleratorParts):
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
 
         Args:
-            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure on all ranks. Sizes may differ in
-                dim 0 only. A 0-d tensor gives one element per rank.
+            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure on all
+                ranks. Sizes may differ in dim 0 only. A 0-d tensor gives one element per rank.
 
         Returns:
             The same structure, detached, on every rank.
@@ -85,7 +87,8 @@ class CollectiveMethods(AcceleratorParts):
         """Combines tensors over the ranks: their sum, mean or maximum. Collective.
 
         Args:
-            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure and shape on all ranks.
+            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure and shape
+                on all ranks.
             reduction: "sum", "mean", "max", or "none", which returns the input.
             scale: a factor for the result.
 
@@ -98,7 +101,8 @@ class CollectiveMethods(AcceleratorParts):
         """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
 
         Args:
-            tensor: a tensor, or nested tuples, lists and dicts of them; those without that dim stay as they are.
+            tensor: a tensor, or nested tuples, lists and dicts of them; those without that dim stay
+                as they are.
             dim: the dim in which ranks may differ; negative ones count from the end.
             pad_index: the value that fills up.
             pad_first: whether it stands before the values instead of behind them.
@@ -117,16 +121,18 @@ class CollectiveMethods(AcceleratorParts):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
 
-        Samples that only fill the last batch are left out. Which those are is known of the batch that a prepared loader has
-        yielded last: call it inside the loop, before the next batch is drawn (not on a list of batches drawn before).
+        Samples that only fill the last batch are left out. Which those are is known of the batch
+        that a prepared loader has yielded last: call it inside the loop, before the next batch is
+        drawn (not on a list of batches drawn before).
 
         Args:
-            input_data: tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of per-sample
-                objects.
+            input_data: tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a
+                list of per-sample objects.
             use_gather_object: whether `input_data` is a list of objects although it holds tensors.
 
         Raises:
-            ValueError: in a world larger than one, if a tensor has another number of rows than the batch.
+            ValueError: in a world larger than one, if a tensor has another number of rows than the
+                batch.
             CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
         """
         rows = self._feed.current_rows()

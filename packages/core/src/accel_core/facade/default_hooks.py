@@ -41,7 +41,8 @@ class CoreDefaults:
     `window_loop` is set once the hooks are bound, for it calls them.
 
     Args:
-        offers: what is installed, among which the component is that serves checkpoints; None: it is listed when that is needed.
+        offers: what is installed, among which the component is that serves checkpoints; None: it is
+            listed when that is needed.
     """
 
     window_loop: WindowLoop

@@ -70,13 +70,15 @@ class LoopMethods(AcceleratorParts):
     def accumulate(self, *models: nn.Module, closes: bool | None = None) -> AbstractContextManager[None]:
         """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
 
-        A window has `gradient_accumulation_steps` micro-batches, and closes early at the end of a prepared loader. Its
-        gradient is the mean over the micro-batches that are in it.
+        A window has `gradient_accumulation_steps` micro-batches, and closes early at the end of a
+        prepared loader. Its gradient is the mean over the micro-batches that are in it.
 
         Args:
-            models: the prepared models whose gradients need not be synchronised before the window closes; none: all.
-            closes: for loops that count themselves: whether this micro-batch closes the window, however many are in it. Say it in
-                all micro-batches, and the same on every rank. None: the number of micro-batches decides.
+            models: the prepared models whose gradients need not be synchronised before the window
+                closes; none: all.
+            closes: for loops that count themselves: whether this micro-batch closes the window,
+                however many are in it. Say it in all micro-batches, and the same on every rank.
+                None: the number of micro-batches decides.
         """
         return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync, closes)
 
@@ -87,14 +89,16 @@ class LoopMethods(AcceleratorParts):
 
         Args:
             loss: a scalar tensor, the mean over this rank's micro-batch.
-            learning_rate: for an optimizer that updates the parameters during the backward, such as LOMO's, and only for
-                such a one: see `accel_core.loop.fused_backward`.
-            kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may have dimensions.
+            learning_rate: for an optimizer that updates the parameters during the backward, such as
+                LOMO's, and only for such a one: see `accel_core.loop.fused_backward`.
+            kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may
+                have dimensions.
 
         Raises:
             TypeError: if the loss is not a tensor.
             ValueError: if it is not a scalar.
-            RuntimeError: in a world larger than one, if an optimizer holds parameters of no prepared model.
+            RuntimeError: in a world larger than one, if an optimizer holds parameters of no
+                prepared model.
         """
         if self._prepared.unchecked:
             self._prepared.check_orphans()
@@ -129,24 +133,29 @@ class LoopMethods(AcceleratorParts):
     ) -> torch.Tensor:
         """Runs a whole window, so that batches of different sizes weigh what they hold.
 
-        The gradient is that of (sum of all losses) / (sum of all weights), over the micro-batches and the data-parallel
-        ranks: the same as one big batch on one rank. Step, clip and schedule afterwards as usual, without `accumulate`.
-        Collective over the data-parallel ranks, which may have different numbers of micro-batches.
+        The gradient is that of (sum of all losses) / (sum of all weights), over the micro-batches
+        and the data-parallel ranks: the same as one big batch on one rank. Step, clip and schedule
+        afterwards as usual, without `accumulate`. Collective over the data-parallel ranks, which
+        may have different numbers of micro-batches.
 
         Args:
             model: a prepared model.
             micro_batches: the batches of this rank's window, at least one.
-            loss_fn: `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, a scalar tensor, and its weight,
-                a number: over how many tokens or samples it is summed. A weight of 0 is fine.
-            inputs: `inputs(batch)` gives the positional arguments (a tuple) and keyword arguments (a dict) of the model.
-                Not given: a mapping is passed as keywords, of a tuple or list the first element, anything else as it is.
+            loss_fn: `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, a scalar
+                tensor, and its weight, a number: over how many tokens or samples it is summed. A
+                weight of 0 is fine.
+            inputs: `inputs(batch)` gives the positional arguments (a tuple) and keyword arguments
+                (a dict) of the model. Not given: a mapping is passed as keywords, of a tuple or
+                list the first element, anything else as it is.
 
         Returns:
-            The weighted mean loss over the window and the ranks: 0-d, detached, on `device`; nan if all weights are 0.
+            The weighted mean loss over the window and the ranks: 0-d, detached, on `device`; nan if
+                all weights are 0.
 
         Raises:
             ValueError: without a micro-batch, or if the sum is not a scalar.
-            RuntimeError: inside `accumulate`, while a window is open, or where `join_uneven_inputs` joins models.
+            RuntimeError: inside `accumulate`, while a window is open, or where `join_uneven_inputs`
+                joins models.
         """
         if self._prepared.fused:
             fused_backward.refuse("forward_backward()", self._prepared.optimizers)
@@ -174,8 +183,8 @@ class LoopMethods(AcceleratorParts):
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.
 
-        A backward outside stays local too if its forward ran inside, until `trigger_sync_in_backward` or the next
-        forward outside.
+        A backward outside stays local too if its forward ran inside, until
+        `trigger_sync_in_backward` or the next forward outside.
 
         Args:
             model: a prepared model; None: all that are trained.
@@ -190,19 +199,22 @@ class LoopMethods(AcceleratorParts):
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """A block in which ranks may train on different numbers of batches, none included; at its end all ranks agree again.
 
-        A rank that has ended takes part in the others' steps with zeros, which still count in the mean. Then models,
-        prepared optimizers and schedulers are those of the rank that went on longest. Inside, windows of accumulation close
-        by count alone, and one that is open at the end is dropped with a warning. Leave other collectives, evaluation too,
-        out of the block: a rank that has ended does not make them. Collective, if models are joined.
+        A rank that has ended takes part in the others' steps with zeros, which still count in the
+        mean. Then models, prepared optimizers and schedulers are those of the rank that went on
+        longest. Inside, windows of accumulation close by count alone, and one that is open at the
+        end is dropped with a warning. Leave other collectives, evaluation too, out of the block: a
+        rank that has ended does not make them. Collective, if models are joined.
 
         Args:
-            joinables: the prepared models that are trained, and other objects of torch's `Joinable`. None at all: only
-                `even_batches` acts, for loops that communicate nothing.
-            even_batches: overrides the option of that name for iterations of prepared loaders that begin inside; None
-                leaves it.
+            joinables: the prepared models that are trained, and other objects of torch's
+                `Joinable`. None at all: only `even_batches` acts, for loops that communicate
+                nothing.
+            even_batches: overrides the option of that name for iterations of prepared loaders that
+                begin inside; None leaves it.
 
         Raises:
-            TypeError: in a world larger than one, for a model that cannot join; for an `even_batches` of another type.
+            TypeError: in a world larger than one, for a model that cannot join; for an
+                `even_batches` of another type.
         """
         from accel_core.loop.uneven_inputs import as_joinables, evenness, joined
 
@@ -218,16 +230,18 @@ class LoopMethods(AcceleratorParts):
     ) -> torch.Tensor:
         """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
 
-        While a window is open nothing is clipped: the gradients are parts, and local ones. Collective under a strategy whose
-        gradients lie in parts on the ranks.
+        While a window is open nothing is clipped: the gradients are parts, and local ones.
+        Collective under a strategy whose gradients lie in parts on the ranks.
 
         Args:
-            parameters: one, or any iterable of them: all, a subset, a generator. Those without gradient count nothing.
+            parameters: one, or any iterable of them: all, a subset, a generator. Those without
+                gradient count nothing.
             max_norm: the largest norm.
             norm_type: the order of the norm; `inf` for the largest component.
 
         Returns:
-            The norm before clipping, 0-d; while a window is open that of this rank's pending gradients, still scaled.
+            The norm before clipping, 0-d; while a window is open that of this rank's pending
+            gradients, still scaled.
         """
         if self._prepared.fused:
             fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
@@ -276,7 +290,8 @@ class LoopMethods(AcceleratorParts):
         """Runs a block in the precision's compute dtype; in full precision nothing happens.
 
         Args:
-            cache_enabled: whether weights that were cast are kept until the block ends; None: as the handler says.
+            cache_enabled: whether weights that were cast are kept until the block ends; None: as
+                the handler says.
             autocast_handler: options for this block instead of the Accelerator's.
         """
         compute = self._parts.precision.policy.compute
@@ -299,7 +314,8 @@ class LoopMethods(AcceleratorParts):
             accelerator.backward(loss)
 
         Args:
-            buffers: tensors that lie along the sequence: ids, labels, masks, tables of positions. They are changed in place.
+            buffers: tensors that lie along the sequence: ids, labels, masks, tables of positions.
+                They are changed in place.
             buffer_seq_dims: for each of them, the dim of the sequence.
             no_restore_buffers: those of them that are not needed whole behind the block.
 
@@ -324,8 +340,8 @@ class LoopMethods(AcceleratorParts):
         """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
 
         Args:
-            profile_handler: options for this block instead of those among `kwargs_handlers`. With `output_trace_dir` each
-                rank writes a Chrome trace there.
+            profile_handler: options for this block instead of those among `kwargs_handlers`. With
+                `output_trace_dir` each rank writes a Chrome trace there.
         """
         from accel_core.loop.profiling import ProfileKwargs, profile
 

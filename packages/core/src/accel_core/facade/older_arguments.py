@@ -59,7 +59,8 @@ class ChosenStrategy(NamedTuple):
 
     Args:
         active: a name or an object; None: nothing was given.
-        name: that of `<name>_plugin`, under which the objects were configured; empty if they were not.
+        name: that of `<name>_plugin`, under which the objects were configured; empty if they were
+            not.
         configured: key → object, in the order that was given; the first is the active one.
     """
 
@@ -71,8 +72,8 @@ class ChosenStrategy(NamedTuple):
 def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
     """`<name>_plugin=` and `<name>_plugins=` are `strategy=` under an older name: takes such arguments out of `older`.
 
-    The value is an object, or a dict of configured objects, the first of which is active. The name is one of theirs: see
-    `names_of`.
+    The value is an object, or a dict of configured objects, the first of which is active. The name
+    is one of theirs: see `names_of`.
 
     Raises:
         TypeError: if an object is not a strategy, or a key of the dict no text.

@@ -69,17 +69,21 @@ class PreparationMethods(AcceleratorParts):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
 
-        Models, optimizers, loaders and LR schedulers are prepared, in any order, in any number of calls. Anything else is
-        passed through, unless it would be trained on half prepared. An object that was prepared before comes back as it
-        is. Collective under strategies that exchange parameters (DDP does), and when the first loader is prepared.
+        Models, optimizers, loaders and LR schedulers are prepared, in any order, in any number of
+        calls. Anything else is passed through, unless it would be trained on half prepared. An
+        object that was prepared before comes back as it is. Collective under strategies that
+        exchange parameters (DDP does), and when the first loader is prepared.
 
         Args:
             objects: what the loop uses.
-            device_placement: per object, whether it is moved to the device; None: as the Accelerator was told.
+            device_placement: per object, whether it is moved to the device; None: as the
+                Accelerator was told.
 
         Raises:
-            TypeError: for a list or dict of models and the like, and for a bare tensor that requires a gradient.
-            ValueError: if `device_placement` does not fit the objects, or the strategy places models by itself.
+            TypeError: for a list or dict of models and the like, and for a bare tensor that
+                requires a gradient.
+            ValueError: if `device_placement` does not fit the objects, or the strategy places
+                models by itself.
         """
         check_device_placement(device_placement, objects, self._parts.strategy.places_models)
         kinds = [kind_of(obj) for obj in objects]
@@ -100,7 +104,8 @@ class PreparationMethods(AcceleratorParts):
         Args:
             model: the user's model.
             device_placement: whether it is moved to the device; None: as the Accelerator was told.
-            evaluation_mode: whether it is only evaluated: precision and compilation apply, and nothing else.
+            evaluation_mode: whether it is only evaluated: precision and compilation apply, and
+                nothing else.
         """
         check_device_placement(
             None if device_placement is None else [device_placement], [model], self._parts.strategy.places_models
@@ -116,11 +121,13 @@ class PreparationMethods(AcceleratorParts):
         """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
 
         Args:
-            data_loader: the user's loader, which is not changed; or any iterable of batches that has `state_dict` and
-                `load_state_dict`.
-            device_placement: whether batches are moved to the device; None: as the Accelerator was told.
-            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts the part of one process out of
-                a global batch, where batches are dispatched from one process; None: every tensor along dim 0.
+            data_loader: the user's loader, which is not changed; or any iterable of batches that
+                has `state_dict` and `load_state_dict`.
+            device_placement: whether batches are moved to the device; None: as the Accelerator was
+                told.
+            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts
+                the part of one process out of a global batch, where batches are dispatched from one
+                process; None: every tensor along dim 0.
         """
         data_loader = as_data_loader(data_loader)
         if any(data_loader is known for known in self._prepared.loaders):
@@ -144,11 +151,12 @@ class PreparationMethods(AcceleratorParts):
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
 
-        They are counted from the beginning of the epoch, also where `load_state` has put the loader inside it: a script that
-        skips by hand lands in the same place. 0 leaves out nothing, and goes on where `load_state` has put it.
+        They are counted from the beginning of the epoch, also where `load_state` has put the loader
+        inside it: a script that skips by hand lands in the same place. 0 leaves out nothing, and
+        goes on where `load_state` has put it.
 
-        It shares the epochs of the prepared loader: loop over it for the rest of an epoch, and over the loader itself from
-        then on. Samples that have indices are not read.
+        It shares the epochs of the prepared loader: loop over it for the rest of an epoch, and over
+        the loader itself from then on. Samples that have indices are not read.
 
         Args:
             dataloader: a prepared loader.
@@ -172,8 +180,8 @@ class PreparationMethods(AcceleratorParts):
 
         Args:
             optimizer: built before or after its model was prepared.
-            device_placement: whether the state that it has already is moved to the device of its parameters; None: as the
-                Accelerator was told.
+            device_placement: whether the state that it has already is moved to the device of its
+                parameters; None: as the Accelerator was told.
         """
         require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
         self._relay.check_optimizer(optimizer)
@@ -207,9 +215,10 @@ class PreparationMethods(AcceleratorParts):
         """The user's model inside a prepared one.
 
         Args:
-            model: a prepared model, or one that was compiled since; any other model is returned as it is.
-            keep_fp32_wrapper: whether calls of the result still go through the precision's casts. False gives the model its
-                original class back, for good.
+            model: a prepared model, or one that was compiled since; any other model is returned as
+                it is.
+            keep_fp32_wrapper: whether calls of the result still go through the precision's casts.
+                False gives the model its original class back, for good.
         """
         inner = getattr(model, "_orig_mod", model)
         record = self._prepared.find_model(inner)
@@ -254,14 +263,14 @@ class PreparationMethods(AcceleratorParts):
 
             model = accelerator.build_model(lambda: GPT(config))
 
-        Under a strategy that cuts models it has no data until `prepare`, where each process is given its part. Elsewhere it is
-        what the factory gives. Collective, as `prepare` is.
+        Under a strategy that cuts models it has no data until `prepare`, where each process is
+        given its part. Elsewhere it is what the factory gives. Collective, as `prepare` is.
 
         Args:
-            factory: builds the model, called without arguments, the same on every rank. What it does beside that, such as printing,
-                may happen on any rank, and more than once.
-            checkpoint: a file or a folder whose weights the model gets, as in `load_checkpoint_in_model`. None: those that the
-                factory gives on rank 0.
+            factory: builds the model, called without arguments, the same on every rank. What it
+                does beside that, such as printing, may happen on any rank, and more than once.
+            checkpoint: a file or a folder whose weights the model gets, as in
+                `load_checkpoint_in_model`. None: those that the factory gives on rank 0.
 
         Raises:
             TypeError: if the factory gives no module.
@@ -285,7 +294,8 @@ class PreparationMethods(AcceleratorParts):
         """Undresses and forgets everything that was prepared, and frees what memory that gives.
 
         Args:
-            objects: what the caller is about to drop: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            objects: what the caller is about to drop:
+                `model, optimizer = accelerator.free_memory(model, optimizer)`.
 
         Returns:
             As many times None as objects were given.

@@ -22,7 +22,8 @@ _LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", r
 class ProcessControl(ABC):
     """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world.
 
-    Nothing here is shared between objects but the world itself: torch's process group, and who is in it.
+    Nothing here is shared between objects but the world itself: torch's process group, and who is
+    in it.
     """
 
     _world: World
@@ -84,13 +85,16 @@ class ProcessControl(ABC):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`.
 
-        Parts are consecutive, and the first `len(inputs) % num_processes` processes get one element more; where there are
-        too few, parts are empty. One process gets the input as it is. No collective: all have to pass the same.
+        Parts are consecutive, and the first `len(inputs) % num_processes` processes get one element
+        more; where there are too few, parts are empty. One process gets the input as it is. No
+        collective: all have to pass the same.
 
         Args:
-            inputs: a list or another sequence, a tuple, a tensor or an array (split along dim 0), a dataset with
-                `select(indices)` or of torch's with a length, or a dict of such values, all of one length. It is not changed.
-            apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have one length.
+            inputs: a list or another sequence, a tuple, a tensor or an array (split along dim 0), a
+                dataset with `select(indices)` or of torch's with a length, or a dict of such
+                values, all of one length. It is not changed.
+            apply_padding: whether shorter parts repeat the last element of `inputs`, so that all
+                have one length.
 
         Raises:
             TypeError: for anything else, such as a string or a 0-d tensor.
@@ -104,27 +108,30 @@ class ProcessControl(ABC):
             with accelerator.main_process_first():
                 dataset = download_or_read_from_cache()
 
-        Collective, and no place for other collectives. The others wait for as long as it takes, beyond the timeout of the
-        process group, unless the main process fails or is gone. In a world of one it does nothing.
+        Collective, and no place for other collectives. The others wait for as long as it takes,
+        beyond the timeout of the process group, unless the main process fails or is gone. In a
+        world of one it does nothing.
 
         Raises:
-            RuntimeError: on the others, if the main process fails in its block: with its rank, the type and the message.
+            RuntimeError: on the others, if the main process fails in its block: with its rank, the
+                type and the message.
         """
         return leader_first(self._world, local=False)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """A block that the first process of each machine runs before the others there: see `main_process_first`.
 
-        A collective of all processes, so that all of them hear of a failure. It does not mix with `main_process_first`,
-        one inside the other, where there are several machines.
+        A collective of all processes, so that all of them hear of a failure. It does not mix with
+        `main_process_first`, one inside the other, where there are several machines.
         """
         return leader_first(self._world, local=True)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """A decorator: the function runs on the main process; elsewhere it does nothing and returns None.
 
-        Like all of these, it decides at each call, also works on methods and coroutine functions, and keeps name, signature
-        and docstring. It may be written with or without parentheses. No collective: nobody waits.
+        Like all of these, it decides at each call, also works on methods and coroutine functions,
+        and keeps name, signature and docstring. It may be written with or without parentheses. No
+        collective: nobody waits.
         """
         return self._only(function, lambda: self.is_main_process)
 
@@ -144,8 +151,8 @@ class ProcessControl(ABC):
             @accelerator.on_process(process_index=2)
             def report(): ...
 
-        Negative indices count from the end: -1 is the last. In a world of one it runs whatever the index, because the one
-        process stands for all.
+        Negative indices count from the end: -1 is the last. In a world of one it runs whatever the
+        index, because the one process stands for all.
 
         Raises:
             ValueError: where it is written, if there is no such process.

@@ -31,14 +31,16 @@ class RecordingMethods(AcceleratorParts):
     ) -> None:
         """Says what the trackers of `log_with` record. No collective; on processes that do not record it does nothing.
 
-        They start with the first record, so that a `load_state` in between can go on with the run of the checkpoint.
+        They start with the first record, so that a `load_state` in between can go on with the run
+        of the checkpoint.
 
         Args:
             project_name: of the project that the run belongs to.
-            config: what the run was configured with: a dict, a dataclass, what argparse returns, or anything else; it is stored
-                readably, whatever is in it.
+            config: what the run was configured with: a dict, a dataclass, what argparse returns, or
+                anything else; it is stored readably, whatever is in it.
             init_kwargs: for each tracker, by name, what is handed to its service's own start.
-            resume: whether the run of a checkpoint of the same project that is loaded goes on; False: a new run begins.
+            resume: whether the run of a checkpoint of the same project that is loaded goes on;
+                False: a new run begins.
 
         Raises:
             RuntimeError: if the run has begun already.
@@ -55,18 +57,23 @@ class RecordingMethods(AcceleratorParts):
     ) -> None:
         """Records values with every tracker. No collective; it neither waits for a tracker nor for the device.
 
-        The main process records, unless a tracker says otherwise; call it on all. Without trackers it does nothing.
+        The main process records, unless a tracker says otherwise; call it on all. Without trackers
+        it does nothing.
 
         Args:
-            values: name → a number, a tensor of one element, a text, a `Histogram`, a service's own object, or a dict of these.
-            step: at least 0; None: the one after the largest so far. A run that is resumed goes on with the step of the checkpoint.
+            values: name → a number, a tensor of one element, a text, a `Histogram`, a service's own
+                object, or a dict of these.
+            step: at least 0; None: the one after the largest so far. A run that is resumed goes on
+                with the step of the checkpoint.
             log_kwargs: for each tracker, by name, what its own log is to be given.
 
         Raises:
             RuntimeError: before `init_trackers`, on processes that record.
-            TypeError, ValueError: for arguments of another type, and a name that no tracker has. Values that cannot be recorded, such as
-                two of one name, are left out with a warning; under `TrackingKwargs(strict=True)` they are an error, too.
-            TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`; else that is a warning, once.
+            TypeError, ValueError: for arguments of another type, and a name that no tracker has.
+                Values that cannot be recorded, such as two of one name, are left out with a
+                warning; under `TrackingKwargs(strict=True)` they are an error, too.
+            TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`; else that is
+                a warning, once.
         """
         if self._trackers is not None:
             self._trackers.log(values, step, log_kwargs)
@@ -82,9 +89,10 @@ class RecordingMethods(AcceleratorParts):
         """Records images with every tracker that has them. No collective; images on a device are waited for.
 
         Args:
-            values: name → an image, or several as a batch or a list. Tensors have their channels first, (C, H, W) or (N, C, H, W),
-                arrays last, (H, W, C) or (N, H, W, C); both may be (H, W); images of PIL are taken too. C is 1, 3 or 4. Values are
-                uint8, booleans, or floats in 0 … 1.
+            values: name → an image, or several as a batch or a list. Tensors have their channels
+                first, (C, H, W) or (N, C, H, W), arrays last, (H, W, C) or (N, H, W, C); both may
+                be (H, W); images of PIL are taken too. C is 1, 3 or 4. Values are uint8, booleans,
+                or floats in 0 … 1.
             step: as for `log`; None: the largest one that was logged.
             log_kwargs: as for `log`.
             dataformats: the order of dimensions where it is another one, such as "NHWC".
@@ -115,7 +123,8 @@ class RecordingMethods(AcceleratorParts):
             log_kwargs: as for `log`.
 
         Raises:
-            As `log`; what is no table (rows of other lengths, both or neither of data and dataframe) is left out with a warning.
+            As `log`; what is no table (rows of other lengths, both or neither of data and
+            dataframe) is left out with a warning.
         """
         if self._trackers is not None:
             self._trackers.log_table(table_name, (columns, data, dataframe), step, log_kwargs)
@@ -128,9 +137,10 @@ class RecordingMethods(AcceleratorParts):
             unwrap: whether to return the service's own object instead.
 
         Returns:
-            A `TrackerHandle`, which records with this tracker alone by `log`, `log_images` and `log_table`, and has the tracker's own
-            attributes; of a `GeneralTracker` itself. Where it does not record, on other processes than the main one and once it is
-            switched off, an object that takes every call and does nothing.
+            A `TrackerHandle`, which records with this tracker alone by `log`, `log_images` and
+            `log_table`, and has the tracker's own attributes; of a `GeneralTracker` itself. Where
+            it does not record, on other processes than the main one and once it is switched off, an
+            object that takes every call and does nothing.
 
         Raises:
             ValueError: if `log_with` has no tracker of that name.

@@ -1,6 +1,7 @@
 """Iterables of batches that keep their own position: pipelines of nodes, loaders of other libraries.
 
-They are no `DataLoader`s, but what a prepared loader needs of them is little: batches in order, and a state to go on from.
+They are no `DataLoader`s, but what a prepared loader needs of them is little: batches in order, and
+a state to go on from.
 """
 
 from __future__ import annotations

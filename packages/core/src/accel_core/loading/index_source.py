@@ -1,7 +1,7 @@
 """Reads of a loader's iteration: index batches, each with a note of its position.
 
-An `IndexSource` gives a `SourceIteration` per iteration. Loader components bring sources of their own; `LocalSource` is the core's, for a
-world of one.
+An `IndexSource` gives a `SourceIteration` per iteration. Loader components bring sources of their
+own; `LocalSource` is the core's, for a world of one.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SourceIteration:
     """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered.
 
     Attributes:
-        before: what a position needs until the iteration is advanced, as it was before torch asked for it: to open one may
-            draw random numbers.
+        before: what a position needs until the iteration is advanced, as it was before torch asked
+            for it: to open one may draw random numbers.
     """
 
     __slots__ = ("__weakref__", "before", "notes", "progress", "reads")
@@ -87,7 +87,8 @@ class LocalSource:
     Args:
         sampler: a batch sampler, or a sampler of single indices.
         batched: which of the two it is.
-        endless: the indices mean nothing, because the set is iterable; only the data will tell the end.
+        endless: the indices mean nothing, because the set is iterable; only the data will tell the
+            end.
     """
 
     def __init__(self, sampler: Any, *, batched: bool, endless: bool) -> None:
@@ -128,8 +129,9 @@ def length_of(obj: Any) -> int | None:
 def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> Iterator[tuple[T, int]]:
     """Each item with the number of those that follow it: exact for the last `ahead` items.
 
-    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out wrong does no harm. An error of
-    `items` is raised once all items before it have been yielded; none of these is the last.
+    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out
+    wrong does no harm. An error of `items` is raised once all items before it have been yielded;
+    none of these is the last.
     """
     waiting: deque[T] = deque()
     passed = 0

@@ -2,10 +2,12 @@
 
 Here is what every loader component shares, and the core's own loader for a world of one:
 
-- `prepare_copy` makes a copy of a loader that reads from a source (`accel_core.loading.index_source`). The copy keeps class, attributes
-  and worker settings; the user's loader is not changed;
-- `PreparedLoader` iterates. torch's own machinery fetches the batches; an exact `DataLoader` without workers, pinning and
-  a collate function of its own takes a bare loop instead, whose batches and random draws equal torch's.
+- `prepare_copy` makes a copy of a loader that reads from a source
+  (`accel_core.loading.index_source`). The copy keeps class, attributes and worker settings; the
+  user's loader is not changed;
+- `PreparedLoader` iterates. torch's own machinery fetches the batches; an exact `DataLoader`
+  without workers, pinning and a collate function of its own takes a bare loop instead, whose
+  batches and random draws equal torch's.
 """
 
 from __future__ import annotations
@@ -41,17 +43,18 @@ from accel_core.processes.watch.failure_notices import announce
 SETTLE = 0.005
 """Seconds before workers are forked in a process that has just communicated.
 
-A thread of the backend may be about to let go of a tensor, for which it makes itself known to Python. A worker that is forked
-at that moment inherits the lock which that takes, and waits for it for ever (CPython before 3.13 takes it again in the child before
-it is made anew). With gloo on two ranks, one worker in some thousands never began.
+A thread of the backend may be about to let go of a tensor, for which it makes itself known to
+Python. A worker that is forked at that moment inherits the lock which that takes, and waits for it
+for ever (CPython before 3.13 takes it again in the child before it is made anew). With gloo on two
+ranks, one worker in some thousands never began.
 """
 
 
 class Outlet:
     """The feed of a prepared loader, and the device to which it moves batches (None: they stay).
 
-    The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled loader reports to a feed
-    of its own.
+    The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled
+    loader reports to a feed of its own.
 
     Args:
         non_blocking: do not wait for copies out of pinned memory.
@@ -112,8 +115,9 @@ class IndexBatches:
     def begin(self) -> None:
         """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them.
 
-        What torch and samplers draw to begin an epoch was drawn in the run that is continued, before its streams were saved.
-        Between two epochs that is true of what torch draws to start workers that persist.
+        What torch and samplers draw to begin an epoch was drawn in the run that is continued,
+        before its streams were saved. Between two epochs that is true of what torch draws to start
+        workers that persist.
         """
         self.opened = None
         resumes, restarts = getattr(self.source, "resumes", False), getattr(self.source, "restarts_workers", False)
@@ -166,7 +170,8 @@ class CountingIterator:
 
     Args:
         inner: torch's iterator.
-        count: where the count is kept: whoever reads it does not hold on to the iterator, which holds on to all else.
+        count: where the count is kept: whoever reads it does not hold on to the iterator, which
+            holds on to all else.
     """
 
     def __init__(self, inner: Any, count: BatchCount) -> None:
@@ -204,8 +209,9 @@ else:
 class PreparedLoader(_Base):
     """The overrides of a prepared loader, put before the user's class in a subclass of both.
 
-    A copy or deep copy is a prepared loader that reports to the same feed. A pickle is a prepared loader too, at the same
-    epoch, but it reports to a feed of its own, for the Accelerator is not pickled with it. Running workers stay behind.
+    A copy or deep copy is a prepared loader that reports to the same feed. A pickle is a prepared
+    loader too, at the same epoch, but it reports to a feed of its own, for the Accelerator is not
+    pickled with it. Running workers stay behind.
     """
 
     _accel_outlet: Outlet
@@ -266,10 +272,10 @@ class PreparedLoader(_Base):
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
     """A copy of `loader` that puts its batches on `device` and reports them to `feed`: all that a world of one needs.
 
-    Any `DataLoader` will do: with a batch sampler, without batching (`batch_size=None`), over an `IterableDataset`, of a
-    subclass. Where the number of batches is not certain (iterable sets, samplers of the user's own, subclasses that
-    iterate in their own way), `feed.lookahead` batches are looked ahead: in the sampler where there is one, else in the
-    data.
+    Any `DataLoader` will do: with a batch sampler, without batching (`batch_size=None`), over an
+    `IterableDataset`, of a subclass. Where the number of batches is not certain (iterable sets,
+    samplers of the user's own, subclasses that iterate in their own way), `feed.lookahead` batches
+    are looked ahead: in the sampler where there is one, else in the data.
 
     Raises:
         ValueError: if the loader is a prepared one.
@@ -291,8 +297,9 @@ def prepare_copy(
     """A copy of `loader` that reads index batches from `source`, of a subclass of `overrides` and the loader's own class.
 
     Args:
-        strict: batches may be padded, so each must be matched with its index batch: a loader class with an `__iter__` of
-            its own then has to yield exactly one batch for each one that it takes from `super().__iter__()`.
+        strict: batches may be padded, so each must be matched with its index batch: a loader class
+            with an `__iter__` of its own then has to yield exactly one batch for each one that it
+            takes from `super().__iter__()`.
         attributes: what else the copy is to have.
 
     Raises:

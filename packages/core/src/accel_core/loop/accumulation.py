@@ -1,11 +1,11 @@
 """Windows of gradient accumulation: which micro-batch opens one, which closes it, and what each weighs.
 
-The gradient of a window is the mean over the micro-batches that are really in it. The last window of ten batches with four
-accumulation steps has two, so each weighs 1/2. That has to be known when the window *opens*, hence the feed: loaders report
-how many batches remain.
+The gradient of a window is the mean over the micro-batches that are really in it. The last window
+of ten batches with four accumulation steps has two, so each weighs 1/2. That has to be known when
+the window *opens*, hence the feed: loaders report how many batches remain.
 
-A window is open from its first `accumulate` until its closing one. While it is open, optimizers and schedulers are held
-back, wherever their `step` is called.
+A window is open from its first `accumulate` until its closing one. While it is open, optimizers and
+schedulers are held back, wherever their `step` is called.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Accumulation:
     Args:
         steps: micro-batches in a full window.
         feed: where the loaders are.
-        rescale: a bound method, called with a factor when a window turns out shorter than it looked when it opened; it multiplies the
-            gradients that are pending.
+        rescale: a bound method, called with a factor when a window turns out shorter than it looked
+            when it opened; it multiplies the gradients that are pending.
         sync_with_dataloader: whether windows close at the end of a loader.
         sync_each_batch: whether gradients are synchronised at each micro-batch.
         synchronises: whether gradients stay local until the backward of the closing micro-batch.
-        mean_over_steps: whether each micro-batch weighs 1/steps, also in a window that has other than `steps` of them.
+        mean_over_steps: whether each micro-batch weighs 1/steps, also in a window that has other
+            than `steps` of them.
     """
 
     __slots__ = (
@@ -221,7 +222,8 @@ class Accumulation:
         Args:
             settled: the serial number of the last window in which the optimizer stepped.
 
-        It holds behind the `accumulate` block too. Where `accumulate` is never called there is no window to speak of.
+        It holds behind the `accumulate` block too. Where `accumulate` is never called there is no
+        window to speak of.
         """
         return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
@@ -239,7 +241,8 @@ class Accumulation:
         Args:
             settled: the serial number of the last window in which the optimizer stepped.
 
-        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means in a plain loop.
+        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means
+        in a plain loop.
         """
         if not self._has_windows or self.backwards == 0 or settled == self.serial:
             return False
@@ -248,9 +251,10 @@ class Accumulation:
     def defer(self, drop: Callable[[], None]) -> None:
         """`drop` is called before the next window begins, or the next backward behind the block.
 
-        On the closing micro-batch nobody can tell yet what a `zero_grad` means: it may stand first in the body, with the
-        step to come, or last, with the step left out (a loss that was not finite, say) and the gradients to be dropped.
-        With several optimizers that holds after a backward too, which may have been for another one.
+        On the closing micro-batch nobody can tell yet what a `zero_grad` means: it may stand first
+        in the body, with the step to come, or last, with the step left out (a loss that was not
+        finite, say) and the gradients to be dropped. With several optimizers that holds after a
+        backward too, which may have been for another one.
         """
         self._deferred.append(drop)
 

@@ -29,7 +29,8 @@ def resolve_compilation(
     Args:
         backend: what was given as `dynamo_backend`; None: nothing.
         plugin: what was given as `dynamo_plugin`; None: nothing.
-        outside: gives what was said outside of the code for the other fields of a plugin; asked only if models are compiled.
+        outside: gives what was said outside of the code for the other fields of a plugin; asked
+            only if models are compiled.
 
     Raises:
         TypeError: if `plugin` is of another class.
@@ -57,14 +58,16 @@ def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] |
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Makes calls of `model` run compiled; there is no wrapper, so nothing is named `_orig_mod`.
 
-    `nn.Module.compile` does the same for classes of the user's own. Modules of torch's own classes (an `nn.Sequential`
-    as the whole model) it leaves uncompiled without a word, because the compiler skips every frame of theirs that it is
-    entered through. A function that is not torch's, around the call, is not skipped.
+    `nn.Module.compile` does the same for classes of the user's own. Modules of torch's own classes
+    (an `nn.Sequential` as the whole model) it leaves uncompiled without a word, because the
+    compiler skips every frame of theirs that it is entered through. A function that is not torch's,
+    around the call, is not skipped.
 
-    With `use_regional_compilation=True` the model itself runs as it is, and its repeated blocks run compiled: the members
-    of each outermost `nn.ModuleList` or `nn.Sequential` whose members are of one class, and of which at least two have the
-    same parameters in name, shape and dtype. Those share one compilation. What stands around the blocks is not
-    compiled. A model without such blocks is one region: it is compiled as a whole, with a warning.
+    With `use_regional_compilation=True` the model itself runs as it is, and its repeated blocks run
+    compiled: the members of each outermost `nn.ModuleList` or `nn.Sequential` whose members are of
+    one class, and of which at least two have the same parameters in name, shape and dtype. Those
+    share one compilation. What stands around the blocks is not compiled. A model without such
+    blocks is one region: it is compiled as a whole, with a warning.
 
     Copies and pickles of the model run uncompiled.
 
@@ -97,8 +100,9 @@ def forget_compiled(model: nn.Module) -> None:
 def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None) -> CodeType:
     """Compiles the calls of `model`; the answer makes those of an equal module share what was compiled.
 
-    The compiler keeps what it compiled with the code object that it was entered through, and stops compiling after the
-    eighth variant of one. Were there a single one for all models, the ninth model of a process would run uncompiled.
+    The compiler keeps what it compiled with the code object that it was entered through, and stops
+    compiling after the eighth variant of one. Were there a single one for all models, the ninth
+    model of a process would run uncompiled.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

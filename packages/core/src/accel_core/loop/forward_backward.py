@@ -1,13 +1,14 @@
 """A whole window of accumulation in one call: the default of the hook `forward_backward`.
 
-Batches hold different numbers of tokens, so the mean of their means is not the mean over their tokens. Here every
-micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of weights), over the micro-batches
-of the window and the data-parallel ranks.
+Batches hold different numbers of tokens, so the mean of their means is not the mean over their
+tokens. Here every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of
+sums) / (sum of weights), over the micro-batches of the window and the data-parallel ranks.
 
-The total weight is known only after the last forward. Holding all graphs until then would cost the memory that
-accumulation is there to save. So each backward runs at once, divided by a reference (the mean weight per rank of the window before), and
-at the end the gradients are multiplied once by reference / total, which is exact up to rounding. The reference only keeps
-the numbers in range, which matters to narrow dtypes.
+The total weight is known only after the last forward. Holding all graphs until then would cost the
+memory that accumulation is there to save. So each backward runs at once, divided by a reference
+(the mean weight per rank of the window before), and at the end the gradients are multiplied once by
+reference / total, which is exact up to rounding. The reference only keeps the numbers in range,
+which matters to narrow dtypes.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other.
 
     Args:
-        together: whether all ranks have to run equally many, because their forwards communicate. Those that have fewer run their
-            last micro-batch again, weighing nothing: it adds zero to the gradients, but a forward is a forward, and draws random
-            numbers and moves running statistics (those of batch normalisation) once more. Numbers are exchanged before the
-            first forward, so of an iterator the whole window is read then; of a sequence each micro-batch when it is due.
+        together: whether all ranks have to run equally many, because their forwards communicate.
+            Those that have fewer run their last micro-batch again, weighing nothing: it adds zero
+            to the gradients, but a forward is a forward, and draws random numbers and moves running
+            statistics (those of batch normalisation) once more. Numbers are exchanged before the
+            first forward, so of an iterator the whole window is read then; of a sequence each
+            micro-batch when it is due.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Methods of a model that compute under another name than `forward`: `agent.act(x)`, `model.training_step(batch)`.
 
-A strategy and a precision act in calls of the prepared model. A marked method is run as the model's forward for the time of
-a call, so gradients travel, parameters are gathered, and dtypes hold as in `model(x)`.
+A strategy and a precision act in calls of the prepared model. A marked method is run as the model's
+forward for the time of a call, so gradients travel, parameters are gathered, and dtypes hold as in
+`model(x)`.
 """
 
 from __future__ import annotations

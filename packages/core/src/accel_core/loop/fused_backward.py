@@ -1,11 +1,12 @@
 """Optimizers that update each parameter during the backward, as soon as its gradient is there.
 
-The gradients of a model never exist all at once, which saves as much memory as the parameters take. LOMO (Lv et al., "Full
-Parameter Fine-tuning for Large Language Models with Limited Resources", 2023) and AdaLomo are such optimizers. They are
-known by one method, `fused_backward(loss, lr)`: it runs the backward, and the parameters are new when it returns.
+The gradients of a model never exist all at once, which saves as much memory as the parameters take.
+LOMO (Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
+2023) and AdaLomo are such optimizers. They are known by one method, `fused_backward(loss, lr)`: it
+runs the backward, and the parameters are new when it returns.
 
-Whatever comes between the backward and the step elsewhere has no place here: accumulation, unscaling, clipping, averages over
-ranks. Each of these raises and says so.
+Whatever comes between the backward and the step elsewhere has no place here: accumulation,
+unscaling, clipping, averages over ranks. Each of these raises and says so.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@
                 optimizer.zero_grad()
                 local_sgd.step()
 
-It is for slow connections: what travels in 8 steps is the parameters once, where DDP sends 8 times the gradients. It is
-another algorithm, and not a faster way to the same result: Stich, "Local SGD Converges Fast and Communicates Little"
-(ICLR 2019), says how much the ranks may drift. With plain SGD and `local_sgd_steps=1` the results are those of DDP.
+It is for slow connections: what travels in 8 steps is the parameters once, where DDP sends 8 times
+the gradients. It is another algorithm, and not a faster way to the same result: Stich, "Local SGD
+Converges Fast and Communicates Little" (ICLR 2019), says how much the ranks may drift. With plain
+SGD and `local_sgd_steps=1` the results are those of DDP.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ if TYPE_CHECKING:
 class LocalSGD:
     """A block in which gradients stay local, and parameters are averaged over the data-parallel ranks every few steps.
 
-    Entering is no collective. `step()` is one when an average is due, and so is the end of the block, after which all ranks
-    hold the same model, bit by bit. An average is the mean of the parameters that are, or were, trained in the block.
-    Buffers, such as the running statistics of a BatchNorm, are those of the first rank, as under DDP; optimizers keep
-    their own state. An exception leaves the block without communication.
+    Entering is no collective. `step()` is one when an average is due, and so is the end of the
+    block, after which all ranks hold the same model, bit by bit. An average is the mean of the
+    parameters that are, or were, trained in the block. Buffers, such as the running statistics of a
+    BatchNorm, are those of the first rank, as under DDP; optimizers keep their own state. An
+    exception leaves the block without communication.
 
     Args:
         accelerator: whose ranks train.
         model: a prepared model.
         local_sgd_steps: how many calls of `step()` make an average due, at least 1.
-        enabled: False: the block does nothing, and the model trains as it would without it. It does nothing in a world of one
-            either.
+        enabled: False: the block does nothing, and the model trains as it would without it. It does
+            nothing in a world of one either.
 
     Raises:
         TypeError: if `local_sgd_steps` is no int.
-        ValueError: if it is below 1, if the model is not prepared for training, or, in a larger world, if the strategy does
-            not keep whole parameters on every rank.
+        ValueError: if it is below 1, if the model is not prepared for training, or, in a larger
+            world, if the strategy does not keep whole parameters on every rank.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -93,8 +95,9 @@ class LocalSGD:
     def step(self) -> None:
         """Counts a step, and averages when `local_sgd_steps` were counted. Call it after `optimizer.step()`.
 
-        Inside `accumulate` it may be called in every micro-batch, as the optimizer: each call counts, and an average that
-        falls due in the middle of a window waits for its end. Collective when it averages: all ranks call it equally often.
+        Inside `accumulate` it may be called in every micro-batch, as the optimizer: each call
+        counts, and an average that falls due in the middle of a window waits for its end.
+        Collective when it averages: all ranks call it equally often.
 
         Raises:
             RuntimeError: outside of the block, or inside `join_uneven_inputs`.

@@ -8,8 +8,8 @@
 
     train(accelerator)
 
-In a larger world all ranks train with one batch size: see `accel_core.loop.oom_vote` for how they agree, and for what happens if a
-rank runs out of memory alone.
+In a larger world all ranks train with one batch size: see `accel_core.loop.oom_vote` for how they
+agree, and for what happens if a rank runs out of memory alone.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Drops references, and gives back the memory of what nobody else holds: `model, loss = release_memory(model, loss)`.
 
-    What the caller still holds during the call is freed when the result is assigned. No collective. For what an
-    Accelerator has prepared there is `Accelerator.free_memory`, which forgets it first.
+    What the caller still holds during the call is freed when the result is assigned. No collective.
+    For what an Accelerator has prepared there is `Accelerator.free_memory`, which forgets it first.
 
     Args:
         objects: what the caller is about to drop.
@@ -107,18 +107,19 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """A decorator that calls a function with smaller and smaller batch sizes, until its memory suffices.
 
-    `function(batch_size, ...)` is called as `function(...)`. When it runs out of memory, what its frames held is freed, and
-    it is called again from its beginning; any other error passes. Later calls start with the size that was found. It works
-    with and without parentheses. In a larger world each call is a collective, and all ranks use one size; see
-    `accel_core.loop.oom_vote` for what happens if a rank runs out of memory alone.
+    `function(batch_size, ...)` is called as `function(...)`. When it runs out of memory, what its
+    frames held is freed, and it is called again from its beginning; any other error passes. Later
+    calls start with the size that was found. It works with and without parentheses. In a larger
+    world each call is a collective, and all ranks use one size; see `accel_core.loop.oom_vote` for
+    what happens if a rank runs out of memory alone.
 
     Args:
         function: takes the batch size as its first argument.
         starting_batch_size: the first size that is tried, at least 1.
-        reduce_batch_size_fn: takes the size that did not fit, or nothing, and returns the next one, a smaller int; 0 ends the
-            search. None: nine tenths, rounded down.
-        patience: in a larger world, for how many seconds a rank that ran out of memory waits for the others to end the
-            attempt.
+        reduce_batch_size_fn: takes the size that did not fit, or nothing, and returns the next one,
+            a smaller int; 0 ends the search. None: nine tenths, rounded down.
+        patience: in a larger world, for how many seconds a rank that ran out of memory waits for
+            the others to end the attempt.
 
     Raises:
         TypeError: if the function cannot take a batch size, or a call hands it one.

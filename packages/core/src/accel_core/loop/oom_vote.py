@@ -1,13 +1,15 @@
 """A vote on each attempt of `find_executable_batch_size`: all ranks had room, or all try a smaller batch.
 
-All ranks have to train with one batch size. So they vote after every attempt, and if any of them ran out of memory, all
-reduce. The vote travels through the store at which the ranks have met and not through the process group, where the others
-may be waiting in a collective of the attempt: a second collective would be taken for that one.
+All ranks have to train with one batch size. So they vote after every attempt, and if any of them
+ran out of memory, all reduce. The vote travels through the store at which the ranks have met and
+not through the process group, where the others may be waiting in a collective of the attempt: a
+second collective would be taken for that one.
 
-What can be promised: ranks that run out at the same place go on together. A rank that runs out alone, between two
-collectives, leaves the others inside one that nobody can take back; they can go on only by starting anew. So the vote
-compares how many collectives each rank has begun, and one whose peers do not come waits for its patience only. Both end in
-an error that says so, instead of a hang or of sums of things that do not belong together.
+What can be promised: ranks that run out at the same place go on together. A rank that runs out
+alone, between two collectives, leaves the others inside one that nobody can take back; they can go
+on only by starting anew. So the vote compares how many collectives each rank has begun, and one
+whose peers do not come waits for its patience only. Both end in an error that says so, instead of a
+hang or of sums of things that do not belong together.
 """
 
 from __future__ import annotations

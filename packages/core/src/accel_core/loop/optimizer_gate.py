@@ -1,9 +1,10 @@
 """Gating optimizers: `step` and `zero_grad` do nothing while a window of accumulation is open.
 
-Both are shadowed on the *instance*, by functions bound to the optimizer. The alternatives fail in ways that were tried:
-a swapped class is bypassed as soon as an LR scheduler exists (it captures `step`), recurses through loss scalers and
-cannot be pickled; a proxy object makes fused optimizers compute wrong moments. The functions are bound to the optimizer,
-and not to the gate, because LR schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
+Both are shadowed on the *instance*, by functions bound to the optimizer. The alternatives fail in
+ways that were tried: a swapped class is bypassed as soon as an LR scheduler exists (it captures
+`step`), recurses through loss scalers and cannot be pickled; a proxy object makes fused optimizers
+compute wrong moments. The functions are bound to the optimizer, and not to the gate, because LR
+schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
 """
 
 from __future__ import annotations
@@ -56,16 +57,17 @@ class Steps(Protocol):
 class OptimizerGate:
     """The Accelerator's record of one prepared optimizer, whose steps it controls.
 
-    The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as they were.
+    The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as
+    they were.
 
     Args:
         optimizer: is dressed in place, until `remove`.
         accumulation: the window that holds it back.
         relay: the bound hooks.
-        prepared: what the Accelerator has prepared; checked for orphans before the first step. None: there is no
-            Accelerator.
-        needs_backward: whether gradients that did not come from `Accelerator.backward` would be wrong, because a scaler
-            or an engine takes part.
+        prepared: what the Accelerator has prepared; checked for orphans before the first step.
+            None: there is no Accelerator.
+        needs_backward: whether gradients that did not come from `Accelerator.backward` would be
+            wrong, because a scaler or an engine takes part.
         engine: the hook `apply_step`; None: nobody owns it, and the optimizer's own step is taken.
     """
 

@@ -1,7 +1,7 @@
 """Optimizers that were built before their model's parameters were replaced get the new ones, in place and by name.
 
-Sharding replaces parameters, and so do some conversions. An optimizer that was built before would go on with dead tensors, and
-train nothing without a word.
+Sharding replaces parameters, and so do some conversions. An optimizer that was built before would
+go on with dead tensors, and train nothing without a word.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ParameterReplacement:
         """Puts the present parameter of each name where the former one was: into `group["params"]`, and into `state`.
 
         Args:
-            move: makes the state that an optimizer has of a parameter fit its successor; None: it stays where it is.
+            move: makes the state that an optimizer has of a parameter fit its successor; None: it
+                stays where it is.
         """
         after = dict(self._model.named_parameters(remove_duplicate=False))
         successor = {

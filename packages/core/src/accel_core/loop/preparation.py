@@ -46,7 +46,8 @@ class PrepareRequest:
         policy: the dtypes that are to hold.
         device: where the model goes; None leaves it where it is.
         device_type: the kind of device on which it will run.
-        evaluation: whether it is only evaluated: precision and compilation apply, gradients are not synchronised.
+        evaluation: whether it is only evaluated: precision and compilation apply, gradients are not
+            synchronised.
         compile_options: arguments of `torch.nn.Module.compile`, None to leave compilation out.
         autocast: options of the context in which calls compute, where the policy has a `compute`.
     """
@@ -64,12 +65,13 @@ class PreparedModel:
     """A user's model, and what the loop calls.
 
     Args:
-        parameters: those that it had when it was prepared. A strategy may show others for a while: gathered ones, in the forward.
+        parameters: those that it had when it was prepared. A strategy may show others for a while:
+            gathered ones, in the forward.
         named: those of the user's model by name, at that time.
 
     Attributes:
-        frozen: whether none of them was trained at that time: strategies leave such a model as it is, and nobody averages its
-            gradients.
+        frozen: whether none of them was trained at that time: strategies leave such a model as it
+            is, and nobody averages its gradients.
         ids: of all these parameters.
     """
 
@@ -260,8 +262,8 @@ def kind_of(obj: object) -> Kind:
     """The kind of `obj` for `prepare`.
 
     Raises:
-        TypeError: for what would be trained on half prepared: a container of models, optimizers or loaders, or a tensor
-            that requires a gradient.
+        TypeError: for what would be trained on half prepared: a container of models, optimizers or
+            loaders, or a tensor that requires a gradient.
     """
     if isinstance(obj, nn.Module):
         return "model"
@@ -338,8 +340,9 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
 def check_reading(feed: Feed, ranks: int) -> None:
     """Warns where every data-parallel rank trains on all samples of a loader that nobody prepared. Called once, before the first backward.
 
-    A loop over a prepared loader costs nothing here. Else iterators of torch's loaders are looked for, of those that take the samples of a
-    data set in torch's own orders: other samplers, and iterable data sets, may share samples out by themselves.
+    A loop over a prepared loader costs nothing here. Else iterators of torch's loaders are looked
+    for, of those that take the samples of a data set in torch's own orders: other samplers, and
+    iterable data sets, may share samples out by themselves.
 
     Args:
         feed: where prepared loaders report.

@@ -28,24 +28,28 @@ class ProfileKwargs(KwargsHandler):
     """Options of `Accelerator.profile`. All but `output_trace_dir` are those of `torch.profiler.profile`.
 
     Args:
-        activities: what is recorded: names of `torch.profiler.ProfilerActivity` in either case, such as "cpu", or its
-            members. None: the CPU, and the accelerator if there is one.
-        schedule_option: arguments of `torch.profiler.schedule`, in steps: `dict(wait=1, warmup=1, active=3, repeat=2)`
-            leaves out a step, warms up for one, records three, and does so twice (`repeat=0`: to the end), after the
-            first `skip_first` steps. A step ends where the block calls `step()` of the profiler. None: everything.
-        on_trace_ready: called with the profiler at the end of each recorded cycle; without a schedule at the end of the
-            block.
+        activities: what is recorded: names of `torch.profiler.ProfilerActivity` in either case,
+            such as "cpu", or its members. None: the CPU, and the accelerator if there is one.
+        schedule_option: arguments of `torch.profiler.schedule`, in steps:
+            `dict(wait=1, warmup=1, active=3, repeat=2)` leaves out a step, warms up for one,
+            records three, and does so twice (`repeat=0`: to the end), after the first `skip_first`
+            steps. A step ends where the block calls `step()` of the profiler. None: everything.
+        on_trace_ready: called with the profiler at the end of each recorded cycle; without a
+            schedule at the end of the block.
         record_shapes: whether the shapes of the inputs of operators are recorded.
         profile_memory: whether allocations are recorded.
         with_stack: whether source lines are recorded.
-        with_flops: whether floating-point operations are estimated, for products of matrices and 2d convolutions.
-        with_modules: whether the hierarchy of modules is recorded; torch does so for TorchScript only.
-        output_trace_dir: the folder for a Chrome trace of each recorded cycle, see `profile`. None: no files.
+        with_flops: whether floating-point operations are estimated, for products of matrices and 2d
+            convolutions.
+        with_modules: whether the hierarchy of modules is recorded; torch does so for TorchScript
+            only.
+        output_trace_dir: the folder for a Chrome trace of each recorded cycle, see `profile`. None:
+            no files.
 
     Raises:
         TypeError: for a value of another type.
-        ValueError: for an activity or a key of the schedule that torch does not know, and for a schedule that could
-            not be followed.
+        ValueError: for an activity or a key of the schedule that torch does not know, and for a
+            schedule that could not be followed.
     """
 
     on_request: ClassVar[bool] = True
@@ -101,19 +105,20 @@ class ProfileKwargs(KwargsHandler):
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
     """Profiles the block on this rank: `with profile(handler, world) as profiler:`.
 
-    With `output_trace_dir`, each recorded cycle becomes a file there: `profile_<rank>.json`, or, where that exists,
-    `profile_<rank>_1.json` and so on. Nothing is overwritten: neither by later cycles nor by later blocks or runs. What was
-    recorded until an error is written too.
+    With `output_trace_dir`, each recorded cycle becomes a file there: `profile_<rank>.json`, or,
+    where that exists, `profile_<rank>_1.json` and so on. Nothing is overwritten: neither by later
+    cycles nor by later blocks or runs. What was recorded until an error is written too.
 
-    No collective: any rank may profile alone, and files of other ranks may not be complete yet when the block is left
-    (`wait_for_everyone()` sees to that).
+    No collective: any rank may profile alone, and files of other ranks may not be complete yet when
+    the block is left (`wait_for_everyone()` sees to that).
 
     Args:
         handler: the options.
         world: says which rank this is.
 
     Raises:
-        RuntimeError: a trace cannot be written, for instance because `on_trace_ready` has exported it: torch does so once.
+        RuntimeError: a trace cannot be written, for instance because `on_trace_ready` has exported
+            it: torch does so once.
         ValueError: if `output_trace_dir` is a file.
     """
     traces = _Traces(handler, world.rank)
@@ -138,7 +143,8 @@ class _Profiler(torch.profiler.profile):
     def step(self) -> None:
         """Ends a step. After an error in `on_trace_ready` nothing is recorded until the next cycle.
 
-        torch takes the recording that its schedule wants next for granted then, and stopping it crashes the process.
+        torch takes the recording that its schedule wants next for granted then, and stopping it
+        crashes the process.
         """
         try:
             super().step()

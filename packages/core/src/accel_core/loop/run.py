@@ -38,8 +38,8 @@ class Run:
     """The parts of an Accelerator whose state is saved.
 
     Args:
-        components: the precision, the strategy and the plugins, by the name under which their state is saved; those without
-            `state_dict` and `load_state_dict` have none.
+        components: the precision, the strategy and the plugins, by the name under which their state
+            is saved; those without `state_dict` and `load_state_dict` have none.
         project: where checkpoints go that are named automatically; its `iteration` is counted on.
         recorder: what records the run; None: nothing does.
         declares_layout: whether the strategy has all of `LAYOUT_HOOKS`.
@@ -121,7 +121,8 @@ class Run:
 def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
     """A name for every parameter of some models, by its `id`: the number of the model, a dot, and its name there.
 
-    That is the one that it has in `state_dict()`, where wrappers around modules leave their own names out.
+    That is the one that it has in `state_dict()`, where wrappers around modules leave their own
+    names out.
     """
     found: dict[int, str] = {}
     for number, model in models.items():

@@ -1,7 +1,8 @@
 """Gating LR schedulers: one `scheduler.step()` is one step per real optimizer step.
 
-The gate is a dress (see `accel_core.base.class_override`), because instance attributes would appear in the scheduler's `state_dict`.
-For the same reason the rule lives on the optimizer that the scheduler drives: the dressed `step` looks it up there.
+The gate is a dress (see `accel_core.base.class_override`), because instance attributes would appear
+in the scheduler's `state_dict`. For the same reason the rule lives on the optimizer that the
+scheduler drives: the dressed `step` looks it up there.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class SchedulerRule:
     """The rule for how many steps a call of `scheduler.step()` really makes.
 
     Args:
-        with_optimizer: False: always once, whatever the optimizer does (the user steps it per epoch, say).
+        with_optimizer: False: always once, whatever the optimizer does (the user steps it per
+            epoch, say).
         repeat: steps per real optimizer step (the peer's rule is one per process).
         per_micro_batch: whether it advances by the micro-batches of the window.
         others: further optimizers that have to have stepped too.
-        stops: whether a schedule of a fixed length stays at its end, as its length was counted otherwise; else it raises there.
+        stops: whether a schedule of a fixed length stays at its end, as its length was counted
+            otherwise; else it raises there.
         by_hand: whether it was made for this scheduler alone.
     """
 
@@ -62,7 +65,8 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
 
     Args:
         with_optimizer: `step_scheduler_with_optimizer`.
-        processes: how many, if `step_scheduler_per_process` was asked for and multiplies; else None.
+        processes: how many, if `step_scheduler_per_process` was asked for and multiplies; else
+            None.
         adjust: `GradientAccumulationPlugin(adjust_scheduler=...)`.
     """
     if not isinstance(with_optimizer, bool):

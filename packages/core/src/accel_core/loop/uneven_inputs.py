@@ -1,15 +1,19 @@
 """Training loops that end at different batches on different ranks, under a strategy whose models can join.
 
-torch's `Join` does the work: a rank that has ended takes part in the others' collectives with zeros until all have ended, and
-then every rank takes the parameters and buffers of the one that went on longest. What torch leaves out is added here:
+torch's `Join` does the work: a rank that has ended takes part in the others' collectives with zeros
+until all have ended, and then every rank takes the parameters and buffers of the one that went on
+longest. What torch leaves out is added here:
 
-- **Optimizers and schedulers.** A rank that ended early has made fewer steps, so its moments and learning rates are older
-  ones; from the next step on the ranks' parameters would drift apart. They too come from the rank that went on longest.
-- **Afterwards.** torch leaves the models in joining mode, in which each forward costs two collectives and a forward on one
-  rank alone hangs, and it changes the filters of `warnings`. Both are put back.
+- **Optimizers and schedulers.** A rank that ended early has made fewer steps, so its moments and
+  learning rates are older ones; from the next step on the ranks' parameters would drift apart. They
+  too come from the rank that went on longest.
+- **Afterwards.** torch leaves the models in joining mode, in which each forward costs two
+  collectives and a forward on one rank alone hangs, and it changes the filters of `warnings`. Both
+  are put back.
 
-While ranks may end at different batches, no rank knows whether the others end too. So windows of accumulation close by count
-alone (see `Feed.begin_step`): one that closed at the end of a loader would synchronise gradients on some ranks only.
+While ranks may end at different batches, no rank knows whether the others end too. So windows of
+accumulation close by count alone (see `Feed.begin_step`): one that closed at the end of a loader
+would synchronise gradients on some ranks only.
 """
 
 from __future__ import annotations
@@ -84,7 +88,8 @@ def joined(
         joinables: at least one; all of one process group.
         world: the processes, more than one.
         prepared: whose optimizers and schedulers agree afterwards.
-        accumulation: whose window, if it is open at the end, is dropped: it is open on some ranks only.
+        accumulation: whose window, if it is open at the end, is dropped: it is open on some ranks
+            only.
         others: what else has a state that changes with the steps, such as a loss scale.
     """
     before = [each._join_config for each in joinables]

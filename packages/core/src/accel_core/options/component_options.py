@@ -2,8 +2,9 @@
 
     ACCELERATE_FSDP__CPU_OFFLOAD=yes        --fsdp.cpu-offload        fsdp: {cpu_offload: true}
 
-Which options a section has, and of what type, its constructor says (`accel_core.options.option_fields`). A component that was built in code is
-complete: a section for it is an error. One for a component that is not active has no effect, and says so.
+Which options a section has, and of what type, its constructor says
+(`accel_core.options.option_fields`). A component that was built in code is complete: a section for
+it is an error. One for a component that is not active has no effect, and says so.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Shared(NamedTuple):
 
     Args:
         handler: the class whose fields are its options.
-        elsewhere: fields that are no options of the section, because the Accelerator has them: field → its option.
+        elsewhere: fields that are no options of the section, because the Accelerator has them:
+            field → its option.
     """
 
     handler: type[KwargsHandler]
@@ -70,10 +72,12 @@ class Sections:
         Args:
             name: under which it is chosen.
             load: gives its constructor; called only if anything was given.
-            elsewhere: parameters that are options of the Accelerator, and so not of the section: parameter → its option.
+            elsewhere: parameters that are options of the Accelerator, and so not of the section:
+                parameter → its option.
 
         Raises:
-            ValueError: for an option that it does not have, one that only Python can express, and a value of another type.
+            ValueError: for an option that it does not have, one that only Python can express, and a
+                value of another type.
         """
         section = section_name(name)
         is_taken = section in self._used

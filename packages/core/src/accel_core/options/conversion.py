@@ -1,10 +1,11 @@
 """Values of options made from text and from data, and data made from values, for a closed set of types.
 
-These are bool, int, float, str, `Literal`, `Enum`, paths, `torch.dtype`, `timedelta`, None, unions of these, and lists, tuples, sets and
-dicts of them. What a file, the environment, the command line or a questionnaire say is converted here, by the same rules.
+These are bool, int, float, str, `Literal`, `Enum`, paths, `torch.dtype`, `timedelta`, None, unions
+of these, and lists, tuples, sets and dicts of them. What a file, the environment, the command line
+or a questionnaire say is converted here, by the same rules.
 
-Values come in two forms. *Text* is what the environment and the command line have. *Data* is what JSON and YAML have: None,
-bool, int, float, text, lists, and dicts with texts as keys.
+Values come in two forms. *Text* is what the environment and the command line have. *Data* is what
+JSON and YAML have: None, bool, int, float, text, lists, and dicts with texts as keys.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ _LISTS: Mapping[Any, Callable[[list[Any]], Any]] = {
 def from_text(kind: Any, text: str) -> Any:
     """The value of type `kind` that a text stands for.
 
-    A list is written with commas, or as JSON; a dict as JSON, or as `key=value,key=value`. Where a type admits several
-    readings, a number is a number before it is a truth value, and a text is what nothing else fits. Where it admits anything, what
-    stands between commas is read as JSON if it is JSON; what JSON puts into quotes is a text.
+    A list is written with commas, or as JSON; a dict as JSON, or as `key=value,key=value`. Where a
+    type admits several readings, a number is a number before it is a truth value, and a text is
+    what nothing else fits. Where it admits anything, what stands between commas is read as JSON if
+    it is JSON; what JSON puts into quotes is a text.
 
     Raises:
         ValueError: if it stands for none; the message is `expected(kind)`.

@@ -15,7 +15,8 @@ class KwargsHandler:
     """Base of the option classes. A field that was not set is left to the receiver's own default.
 
     Attributes:
-        on_request: whether its options wait for a call of the user's, so that they are never without a receiver.
+        on_request: whether its options wait for a call of the user's, so that they are never
+            without a receiver.
     """
 
     on_request: ClassVar[bool] = False
@@ -39,9 +40,11 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options for the start of the process group.
 
     Args:
-        backend: backend of `torch.distributed`; None: gloo on CPU, the device's own beside gloo on an accelerator.
+        backend: backend of `torch.distributed`; None: gloo on CPU, the device's own beside gloo on
+            an accelerator.
         init_method: URL at which the ranks meet; None: what the launcher says.
-        timeout: how long a collective may wait; None: torch's default. It holds for every group that is created.
+        timeout: how long a collective may wait; None: torch's default. It holds for every group
+            that is created.
     """
 
     backend: str | None = None
@@ -62,7 +65,8 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: False runs the block in full precision.
-        cache_enabled: whether weights that were cast are kept until the block ends; None: torch's default.
+        cache_enabled: whether weights that were cast are kept until the block ends; None: torch's
+            default.
     """
 
     enabled: bool = True
@@ -75,13 +79,13 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: True, given explicitly: an LR scheduler advances by the micro-batches of the window at each
-            optimizer step. Otherwise one `scheduler.step()` is one step.
+        adjust_scheduler: True, given explicitly: an LR scheduler advances by the micro-batches of
+            the window at each optimizer step. Otherwise one `scheduler.step()` is one step.
         sync_with_dataloader: whether a window also closes at the end of a prepared loader.
-        sync_each_batch: whether gradients are synchronised at each micro-batch (less memory under some strategies, more
-            communication; the result is the same).
-        mean_over: over how many micro-batches the gradient is averaged: "window", those that are in it, or "steps", `num_steps`
-            in a shorter window too, as other libraries do.
+        sync_each_batch: whether gradients are synchronised at each micro-batch (less memory under
+            some strategies, more communication; the result is the same).
+        mean_over: over how many micro-batches the gradient is averaged: "window", those that are in
+            it, or "steps", `num_steps` in a shorter window too, as other libraries do.
     """
 
     num_steps: int = 1
@@ -110,12 +114,16 @@ class TrackingKwargs(KwargsHandler):
     A tracker that does either is switched off with one warning, and the training goes on.
 
     Args:
-        strict: whether the failure of a tracker, and a value that it cannot record, ends the run with a `TrackerError`.
+        strict: whether the failure of a tracker, and a value that it cannot record, ends the run
+            with a `TrackerError`.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
-        stall_timeout: seconds that it may take for one record. Nobody waits for that: the training goes on meanwhile.
-        finish_timeout: seconds that `end_training`, or the end of the program, waits until everything is recorded.
-        most_pending: how many records may wait for one tracker, at least 1. Large ones count as several: every 10,000 values of
-            histograms, images, tensors, arrays and lists, every 10,000 characters of texts, and every 100 cells of a table are one more.
+        stall_timeout: seconds that it may take for one record. Nobody waits for that: the training
+            goes on meanwhile.
+        finish_timeout: seconds that `end_training`, or the end of the program, waits until
+            everything is recorded.
+        most_pending: how many records may wait for one tracker, at least 1. Large ones count as
+            several: every 10,000 values of histograms, images, tensors, arrays and lists, every
+            10,000 characters of texts, and every 100 cells of a table are one more.
 
     Raises:
         ValueError: for a number that is not positive.
@@ -139,19 +147,24 @@ class TrackingKwargs(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """Options for compiling prepared models: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
 
-    Everything but the last two fields is handed to `torch.compile`. The object is complete: what was said outside of the code (see
-    `accel_core.options.option_sources`) for `dynamo_backend`, or for the section `dynamo`, is refused beside it.
+    Everything but the last two fields is handed to `torch.compile`. The object is complete: what
+    was said outside of the code (see `accel_core.options.option_sources`) for `dynamo_backend`, or
+    for the section `dynamo`, is refused beside it.
 
     Args:
-        backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a function that takes a
-            graph module and its example inputs and returns what to call instead. "no": nothing is compiled.
+        backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a
+            function that takes a graph module and its example inputs and returns what to call
+            instead. "no": nothing is compiled.
         mode: a preset of "inductor", such as "reduce-overhead" or "max-autotune".
-        fullgraph: whether a model that is not one graph is an error, instead of being compiled in pieces.
-        dynamic: True traces with sizes that may change, False compiles anew for each, None begins with fixed ones.
+        fullgraph: whether a model that is not one graph is an error, instead of being compiled in
+            pieces.
+        dynamic: True traces with sizes that may change, False compiles anew for each, None begins
+            with fixed ones.
         options: options of the backend, by name. Not together with `mode`, which is a set of them.
         disable: True leaves everything uncompiled, to compare with.
-        use_regional_compilation: whether the repeated blocks of a model are compiled, and not the model: equal ones share
-            one compilation, so that the first step comes soon. See `compile_calls`.
+        use_regional_compilation: whether the repeated blocks of a model are compiled, and not the
+            model: equal ones share one compilation, so that the first step comes soon. See
+            `compile_calls`.
 
     Raises:
         TypeError: for a value of another type.

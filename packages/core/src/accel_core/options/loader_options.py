@@ -26,7 +26,8 @@ def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Op
 
     Raises:
         TypeError: if a value is of the wrong type.
-        ValueError: if a value is wrong, or a field of `config` was also given as an argument or in the environment.
+        ValueError: if a value is wrong, or a field of `config` was also given as an argument or in
+            the environment.
     """
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}

@@ -1,7 +1,8 @@
 """Options of a component, read from its constructor: their names, types and defaults.
 
-One declaration per option: a parameter of a constructor. `accel_core.options.conversion` makes values of it from what Python, a file, the
-environment, the command line or a questionnaire say, for a closed set of types. A parameter of any other type is for Python only.
+One declaration per option: a parameter of a constructor. `accel_core.options.conversion` makes
+values of it from what Python, a file, the environment, the command line or a questionnaire say, for
+a closed set of types. A parameter of any other type is for Python only.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class _Object:
 class _Names(dict[str, Any]):
     """The names that the annotations of a constructor may use: those of the module in which it is written.
 
-    What that module imports for type checkers only is missing there: the usual ones are known, any other is one of objects.
+    What that module imports for type checkers only is missing there: the usual ones are known, any
+    other is one of objects.
     """
 
     def __init__(self, factory: Callable[..., Any]) -> None:

@@ -17,10 +17,12 @@ class ProjectConfiguration:
     Args:
         project_dir: the folder of the project; None: what `Accelerator(project_dir=...)` says.
         logging_dir: where trackers that write files put them; None: `project_dir`.
-        automatic_checkpoint_naming: whether checkpoints are written to `project_dir/checkpoints/checkpoint_<iteration>`.
+        automatic_checkpoint_naming: whether checkpoints are written to
+            `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many of those are kept, at least 1; None: all. Takes automatic names.
         iteration: the number of the next checkpoint, from 0.
-        save_on_each_node: whether files are written on every machine, by its local main process, instead of once.
+        save_on_each_node: whether files are written on every machine, by its local main process,
+            instead of once.
 
     Raises:
         TypeError: if a value is of the wrong type.
@@ -77,7 +79,8 @@ def resolve_project(project_dir: object, project_config: object, source: str = "
 
     Raises:
         TypeError: if one of them is of another type.
-        ValueError: if they name two folders, or checkpoints are to get automatic names in no folder.
+        ValueError: if they name two folders, or checkpoints are to get automatic names in no
+            folder.
     """
     _check_location("Accelerator(project_dir=...)", project_dir)
     assert project_dir is None or isinstance(project_dir, (str, os.PathLike))

@@ -1,7 +1,8 @@
 """Options of the Accelerator that were not given in code: what was said outside of it holds, read once, in the constructor.
 
-An argument that was given wins, even if it equals the default; `accel_core.options.option_sources` says who else is asked, and in which order.
-The variable of an option is named where it is resolved; docs/reference/environment.md lists them all.
+An argument that was given wins, even if it equals the default; `accel_core.options.option_sources`
+says who else is asked, and in which order. The variable of an option is named where it is resolved;
+docs/reference/environment.md lists them all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ D = TypeVar("D")
 class Option(Generic[T]):
     """A resolved option, and where its value came from.
 
-    That is "argument", an option of a launcher's command line, the name of a variable, a file, or "default".
+    That is "argument", an option of a launcher's command line, the name of a variable, a file, or
+    "default".
     """
 
     value: T

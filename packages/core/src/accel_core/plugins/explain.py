@@ -117,8 +117,8 @@ def explain(
 
     Args:
         activation: what `activate` has returned.
-        selections: (role, component, source) of every part, where the source says who chose it: "argument", the name of an
-            environment variable, or "default".
+        selections: (role, component, source) of every part, where the source says who chose it:
+            "argument", the name of an environment variable, or "default".
         options: further options by name, with their sources.
         further: details beside those that components give.
     """

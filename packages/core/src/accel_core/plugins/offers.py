@@ -1,8 +1,8 @@
 """Installed offers: names that distributions offer through entry points.
 
-Entry points give names, hooks give behaviour. `strategy="fsdp"` is looked up in the metadata of what is installed, which
-takes about a millisecond and imports nothing; only the offer that is chosen is loaded. Nothing is cached here: one caller
-lists once and passes the list on.
+Entry points give names, hooks give behaviour. `strategy="fsdp"` is looked up in the metadata of
+what is installed, which takes about a millisecond and imports nothing; only the offer that is
+chosen is loaded. Nothing is cached here: one caller lists once and passes the list on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Offer:
         name: what is written in code or configuration to choose it.
         value: where the component is found, `module:attribute`.
         distribution: the distribution that brings it, and its `version`.
-        core: the accel-core versions that this distribution asks for, such as `>=0.1,<1`; empty for all.
+        core: the accel-core versions that this distribution asks for, such as `>=0.1,<1`; empty for
+            all.
     """
 
     group: Group
@@ -91,7 +92,8 @@ class Offer:
     def load(self) -> Callable[..., Any]:
         """Imports the component's module and returns the callable that makes the component.
 
-        Raises `PluginError` if the distribution does not fit the installed core or cannot be imported.
+        Raises `PluginError` if the distribution does not fit the installed core or cannot be
+        imported.
         """
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
@@ -115,7 +117,8 @@ class Offer:
 def list_offers(group: Group | None = None) -> list[Offer]:
     """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin.
 
-    Of a distribution that stands on `sys.path` twice (editable and as a wheel) the first counts, as it does for `import`.
+    Of a distribution that stands on `sys.path` twice (editable and as a wheel) the first counts, as
+    it does for `import`.
     """
     offers: list[Offer] = []
     seen: set[str] = set()

@@ -1,9 +1,9 @@
 """The bound hooks: what the core calls where a hook runs.
 
-A relay has one slot per hook. The slot of an owner hook holds the bound method of its one owner, so that calling it costs
-what calling that method costs; dispatching by name would cost several microseconds per call and take `None` for "not
-handled". Hooks are called with positional arguments in the order of their spec: `relay.backward(loss, weight, closes,
-options)`.
+A relay has one slot per hook. The slot of an owner hook holds the bound method of its one owner, so
+that calling it costs what calling that method costs; dispatching by name would cost several
+microseconds per call and take `None` for "not handled". Hooks are called with positional arguments
+in the order of their spec: `relay.backward(loss, weight, closes, options)`.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class Listeners:
 def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
     """A callable that takes the spec's `arguments` positionally and passes on those that `method` takes.
 
-    That is `method` itself if it takes them all in the same order. Its parameters are known to be among `arguments`.
+    That is `method` itself if it takes them all in the same order. Its parameters are known to be
+    among `arguments`.
     """
     parameters = inspect.signature(method).parameters
     positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]

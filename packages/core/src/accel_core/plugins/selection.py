@@ -46,7 +46,8 @@ class Selected:
     def provider(self) -> tuple[str, str] | None:
         """The distribution and version that the component comes from; None for the user's own code.
 
-        For messages and `explain()`: it may read the file list of everything that is installed (70 ms).
+        For messages and `explain()`: it may read the file list of everything that is installed (70
+        ms).
         """
         if self.offer is not None:
             return self.offer.distribution, self.offer.version
@@ -74,7 +75,8 @@ def build(
         offers: what `list_offers` has returned, to build several components with one listing.
 
     Raises:
-        PluginError: as `find` and `Offer.load` do, or if the component cannot be made from its name alone.
+        PluginError: as `find` and `Offer.load` do, or if the component cannot be made from its name
+            alone.
         ValueError: options for an object, or an option that the constructor does not have.
         TypeError: a class instead of an object.
     """

@@ -1,9 +1,10 @@
 """Whether an installed version is one that a plugin's metadata admits.
 
-`packaging` answers this for every version that was ever published, but it costs 9.5 ms to import and the core does not
-depend on it. What stands in the metadata of a plugin of ours is narrower: versions as build tools write them (normalised,
-without epoch) and comparisons joined by commas. Anything else is refused, not guessed. Ordering and the exclusive
-comparisons follow https://packaging.python.org/en/latest/specifications/version-specifiers/.
+`packaging` answers this for every version that was ever published, but it costs 9.5 ms to import
+and the core does not depend on it. What stands in the metadata of a plugin of ours is narrower:
+versions as build tools write them (normalised, without epoch) and comparisons joined by commas.
+Anything else is refused, not guessed. Ordering and the exclusive comparisons follow
+https://packaging.python.org/en/latest/specifications/version-specifiers/.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def _has_prefix(version: Version, prefix: str) -> bool:
 def admits(specifier: str, version: str) -> bool:
     """True if `version` satisfies every clause of `specifier` (">=0.2,<1"; empty admits all).
 
-    Pre-releases count like any version: `>=0.2` admits `0.3rc1`. Raises `ValueError` for a clause that it cannot read.
+    Pre-releases count like any version: `>=0.2` admits `0.3rc1`. Raises `ValueError` for a clause
+    that it cannot read.
     """
     installed = Version.parse(version)
     return all(_admits_clause(clause.strip(), installed) for clause in specifier.split(",") if clause.strip())
@@ -105,8 +107,8 @@ def canonical(name: str) -> str:
 def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
     """The clauses that `Requires-Dist` lines put on one distribution, joined by commas; empty if there are none.
 
-    Lines with an environment marker (after ";") are left out: extras do not bind, and the installer has judged the
-    others. So are direct references ("@"), which say no version.
+    Lines with an environment marker (after ";") are left out: extras do not bind, and the installer
+    has judged the others. So are direct references ("@"), which say no version.
     """
     found = []
     for line in requirements or ():

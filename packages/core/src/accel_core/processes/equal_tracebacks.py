@@ -1,6 +1,7 @@
 """Shows a mistake that all ranks of a machine make once. The ranks that come later say in a line that they failed there too.
 
-This holds for ranks that one agent has started, and that write their errors to one terminal or file.
+This holds for ranks that one agent has started, and that write their errors to one terminal or
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class ShowOnce:
     """A `sys.excepthook`: the function that is called for an exception that nobody caught.
 
     Args:
-        before: what was called until now, and is called still by the first rank with this traceback.
+        before: what was called until now, and is called still by the first rank with this
+            traceback.
     """
 
     def __init__(self, before: Hook) -> None:

@@ -5,9 +5,10 @@
     logger.info("my shard begins at %d", i, main_process_only=False)  # "[RANK 3] my shard begins at 300"
     logger.info("one after the other", in_order=True)               # a collective
 
-It works at any time, before an Accelerator or a process group exists too, and starts nothing. Handlers and formats are
-the program's own, as with every standard logger: nothing is configured here but the level of the logger itself. Each
-record has the attributes `rank`, `local_rank` and `world_size`, for a format such as `"%(rank)s: %(message)s"`.
+It works at any time, before an Accelerator or a process group exists too, and starts nothing.
+Handlers and formats are the program's own, as with every standard logger: nothing is configured
+here but the level of the logger itself. Each record has the attributes `rank`, `local_rank` and
+`world_size`, for a format such as `"%(rank)s: %(message)s"`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def get_logger(name: str, log_level: str | int | None = None) -> ProcessLogger:
 
     Args:
         name: as for `logging.getLogger`, usually `__name__`.
-        log_level: of this logger, as a name in either case or as a number. None: what `ACCELERATE_LOG_LEVEL`, or a launcher's
-            `--log-level`, says, else the level stays as it is.
+        log_level: of this logger, as a name in either case or as a number. None: what
+            `ACCELERATE_LOG_LEVEL`, or a launcher's `--log-level`, says, else the level stays as it
+            is.
 
     Raises:
         ValueError: if there is no such level.
@@ -60,11 +62,12 @@ class _Place(NamedTuple):
 class ProcessLogger(_Adapter):
     """A standard logger whose methods take two more arguments.
 
-    `main_process_only` (True): one line per node, from its local main process. False: a line from every process, which
-    begins with `[RANK n]`.
+    `main_process_only` (True): one line per node, from its local main process. False: a line from
+    every process, which begins with `[RANK n]`.
 
-    `in_order` (False): True writes the lines of all processes, rank after rank, whatever `main_process_only` says. It is a
-    collective: every rank must call it, with the same level enabled.
+    `in_order` (False): True writes the lines of all processes, rank after rank, whatever
+    `main_process_only` says. It is a collective: every rank must call it, with the same level
+    enabled.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -84,8 +87,8 @@ class ProcessLogger(_Adapter):
         """Logs on the processes that the arguments select; `debug`, `info` and the others come through here.
 
         Raises:
-            WorldError: with `in_order` in a larger world whose process group does not run yet; if the launcher's variables
-                contradict each other.
+            WorldError: with `in_order` in a larger world whose process group does not run yet; if
+                the launcher's variables contradict each other.
         """
         if not self.isEnabledFor(level):
             return

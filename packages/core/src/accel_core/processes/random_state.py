@@ -59,7 +59,8 @@ def check_random_state(states: Any, device: torch.device | None) -> None:
     """Lets streams of nobody take the states, as `restore_random_state` would let those of the process; these stay as they are.
 
     Raises:
-        Exception: of any kind, if they are no states of streams; CheckpointError as `restore_random_state`.
+        Exception: of any kind, if they are no states of streams; CheckpointError as
+            `restore_random_state`.
     """
     python = states[PYTHON]
     random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))

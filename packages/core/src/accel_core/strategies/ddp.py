@@ -1,7 +1,8 @@
 """Distributed data parallelism over `torch.nn.parallel.DistributedDataParallel`.
 
-Every rank holds the whole model, reads its own part of the data, and gradients are averaged during the backward. The
-wrapper keeps the user's parameters, so an optimizer may be built, and prepared, before or after the model.
+Every rank holds the whole model, reads its own part of the data, and gradients are averaged during
+the backward. The wrapper keeps the user's parameters, so an optimizer may be built, and prepared,
+before or after the model.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class DDP(Strategy):
     Args:
         broadcast_buffers: whether buffers are taken from rank 0 at each synchronising forward.
         bucket_cap_mb: size of a bucket of gradients that travels at once, in MiB.
-        find_unused_parameters: whether parameters may take no part in a backward; costs a walk over the graph.
+        find_unused_parameters: whether parameters may take no part in a backward; costs a walk over
+            the graph.
         gradient_as_bucket_view: whether `.grad` shares memory with the buckets.
         static_graph: whether the same parameters are used in the same way in every iteration.
         comm_hook: how gradients travel: as they are, as fp16 or bf16, or compressed by PowerSGD.
@@ -124,8 +126,8 @@ class DDP(Strategy):
     ) -> nn.Module:
         """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated.
 
-        The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
-        buckets, so that gradients still travel while the backward goes on.
+        The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper
+        at the borders of the buckets, so that gradients still travel while the backward goes on.
         """
         trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
         if trains and not isinstance(model, DistributedDataParallel):

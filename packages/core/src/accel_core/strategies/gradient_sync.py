@@ -1,9 +1,11 @@
 """A record of the gradients of a DDP model that have been averaged since their last backward.
 
-torch's reducer averages in the first backward behind a forward of its wrapper, and ignores every other: that of a forward of the
-model inside the wrapper, a second one through one graph, those of forwards inside `no_sync`. Their gradients stay local, and a
-step with them lets the ranks drift apart. So every parameter notes that its gradient has changed, by a hook that is the bound
-method of a deque: no Python runs in the backward (0.06 µs for each parameter, against 0.8 µs for a Python function).
+torch's reducer averages in the first backward behind a forward of its wrapper, and ignores every
+other: that of a forward of the model inside the wrapper, a second one through one graph, those of
+forwards inside `no_sync`. Their gradients stay local, and a step with them lets the ranks drift
+apart. So every parameter notes that its gradient has changed, by a hook that is the bound method of
+a deque: no Python runs in the backward (0.06 µs for each parameter, against 0.8 µs for a Python
+function).
 """
 
 from __future__ import annotations
@@ -124,7 +126,8 @@ class GradientSync:
     def average(self, wrapper: Any, world: World) -> None:
         """Averages what a further backward of the same forward has left local. A collective where there is such.
 
-        The mean over the ranks of what is a mean already is that mean: so all gradients are averaged as they are.
+        The mean over the ranks of what is a mean already is that mean: so all gradients are
+        averaged as they are.
         """
         if self._waiting or self.withheld or not self.averaged or wrapper._join_config.enable:
             return  # ranks that have ended take part in what the reducer does, and in nothing else
@@ -160,8 +163,9 @@ def behind_the_first_backward(changed: Sequence[nn.Parameter], may_repeat: bool)
 
     Args:
         changed: the parameters whose gradients have changed, in order.
-        may_repeat: whether one backward may change a parameter several times, as one that is recomputed in two places does in a
-            static graph. Then only a backward that changes all of them again is a later one.
+        may_repeat: whether one backward may change a parameter several times, as one that is
+            recomputed in two places does in a static graph. Then only a backward that changes all
+            of them again is a later one.
     """
     seen: set[nn.Parameter] = set()
     for index, each in enumerate(changed):

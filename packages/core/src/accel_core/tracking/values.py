@@ -42,12 +42,15 @@ class Bins:
 class Histogram:
     """A histogram of values, to be logged like a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
 
-    Nothing is computed where it is logged: the values are copied, on their device if they are on one, and counted by the
-    tracker's thread. The bins are of equal width, from the least finite value to the greatest; if all are the same they reach half of it
-    to both sides. What cannot be counted is left out, which is said once: complex numbers, texts, and a tensor that lies on several ranks.
+    Nothing is computed where it is logged: the values are copied, on their device if they are on
+    one, and counted by the tracker's thread. The bins are of equal width, from the least finite
+    value to the greatest; if all are the same they reach half of it to both sides. What cannot be
+    counted is left out, which is said once: complex numbers, texts, and a tensor that lies on
+    several ranks.
 
     Args:
-        values: a tensor, an array, or a sequence of numbers or of tensors, of any shapes and with any number of elements, also none.
+        values: a tensor, an array, or a sequence of numbers or of tensors, of any shapes and with
+            any number of elements, also none.
         bins: how many, from 1 to 512, which is the most that services hold.
 
     Raises:

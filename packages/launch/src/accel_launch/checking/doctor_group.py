@@ -22,7 +22,8 @@ def try_group(note: Callable[[str], None]) -> dict[str, Any]:
         note: is told what comes next, so that a rank that is stuck is known to be stuck there.
 
     Returns:
-        The device, the seconds that meeting took, what the sum was and had to be, and for each other rank the ms of a message.
+        The device, the seconds that meeting took, what the sum was and had to be, and for each
+        other rank the ms of a message.
     """
     note("meeting the others")
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """One rank of `accel doctor`: looks at its machine, tries the others, and hands in what it found; rank 0 prints all of it.
 
-The examination runs in a thread: whatever gets stuck, the rank hands in its report in time, and says where it was stuck.
+The examination runs in a thread: whatever gets stuck, the rank hands in its report in time, and
+says where it was stuck.
 """
 
 from __future__ import annotations

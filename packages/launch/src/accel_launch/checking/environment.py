@@ -1,7 +1,7 @@
 """The facts about a machine and an installation that a bug report needs: `accel env`.
 
-Nothing here starts a process group, or fails because one thing cannot be found: what cannot be told is said to be unknown. Values
-that look secret by their names are never given out.
+Nothing here starts a process group, or fails because one thing cannot be found: what cannot be told
+is said to be unknown. Values that look secret by their names are never given out.
 """
 
 from __future__ import annotations

@@ -35,9 +35,11 @@ def check_checkpoint(make: Callable[[bool], Accelerator], where: Where, folder: 
     """That weights and optimizer come back as they were saved. Collective.
 
     Args:
-        make: gives an Accelerator as configured, which saves on each machine by itself if that is asked for.
+        make: gives an Accelerator as configured, which saves on each machine by itself if that is
+            asked for.
         where: this rank.
-        folder: in which a new folder is made, and removed again; None: that for temporary files of each machine.
+        folder: in which a new folder is made, and removed again; None: that for temporary files of
+            each machine.
     """
     apart = where.world.local_size != where.world.size and folder is None
     if apart and not where.replicated:

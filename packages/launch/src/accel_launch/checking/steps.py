@@ -48,8 +48,9 @@ class Steps:
 
         Args:
             name: of it, in print.
-            check: returns what was checked, in words (nothing, if nothing was), and perhaps what could not be; or raises. Where it raises on one rank only,
-                no other rank may be left in a collective.
+            check: returns what was checked, in words (nothing, if nothing was), and perhaps what
+                could not be; or raises. Where it raises on one rank only, no other rank may be left
+                in a collective.
         """
         start = time.perf_counter()
         doubt = None

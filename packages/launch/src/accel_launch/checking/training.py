@@ -23,7 +23,8 @@ WIDTH, ROWS, STEPS = 32, 16, 6
 _TOLERANCES = {"no": 1e-4, "fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 _ROUGH = 0.2
 """How far weights may be from those of one process in full precision, as a part of the way that they have come. Ranks that do not
-average their gradients are further off than that way itself; of precisions that are not known here, the coarsest is assumed."""
+average their gradients are further off than that way itself; of precisions that are not known here,
+the coarsest is assumed."""
 
 
 class Training:

@@ -22,14 +22,16 @@ def import_file(source: Path | None, target: Path, force: bool = False) -> int:
 
     Args:
         source: the file; None: the first of the places where Accelerate keeps its own.
-        target: the file that is written. One that says something else is left as it is, unless `force`.
+        target: the file that is written. One that says something else is left as it is, unless
+            `force`.
         force: whether a file that says something else may be replaced.
 
     Returns:
         The exit status, 0.
 
     Raises:
-        ValueError: if there is no file, if it is not in Accelerate's format, or if the target says something else.
+        ValueError: if there is no file, if it is not in Accelerate's format, or if the target says
+            something else.
     """
     found = _find(source)
     imported = translate(_read(found))

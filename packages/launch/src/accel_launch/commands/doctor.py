@@ -24,8 +24,9 @@ _JOB = "accel_launch.checking.doctor_job"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find out why processes do not meet or talk: each pair of ranks, versions and variables of each machine, and what to do.
 
-    Takes the options of `accel launch`, on every machine of a run as that does, and needs no script. Under Slurm, MPI or torchrun it
-    examines the processes that are there. The exit status is 1 if there is a problem.
+    Takes the options of `accel launch`, on every machine of a run as that does, and needs no
+    script. Under Slurm, MPI or torchrun it examines the processes that are there. The exit status
+    is 1 if there is a problem.
     """
     examination = Examination("accel doctor", main.__doc__ or "", SWITCHES, _JOB)
     given = examination.read(arguments)

@@ -27,8 +27,8 @@ class Examination:
         name: of the command, as in `accel test`.
         about: what it does.
         switches: its own options.
-        job: the module that every rank executes. It is told where to write its verdict by `--verdict`, and by `--launcher` the process
-            that reads it.
+        job: the module that every rank executes. It is told where to write its verdict by
+            `--verdict`, and by `--launcher` the process that reads it.
     """
 
     def __init__(self, name: str, about: str, switches: Mapping[str, Switch], job: str) -> None:

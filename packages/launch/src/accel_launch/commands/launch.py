@@ -33,8 +33,9 @@ _USAGE = "accel launch [options] script.py [arguments of the script]"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start a script in as many processes as asked for, on this machine or on several.
 
-    Options come from the command line, from variables, and from a configuration file, in this order; what reaches the script is
-    what was given. Everything behind the script belongs to the script.
+    Options come from the command line, from variables, and from a configuration file, in this
+    order; what reaches the script is what was given. Everything behind the script belongs to the
+    script.
     """
     catalog = Catalog()
     command_line = parse(sys.argv[2:] if arguments is None else arguments, catalog, SWITCHES)

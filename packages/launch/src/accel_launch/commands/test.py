@@ -22,8 +22,8 @@ _JOB = "accel_launch.checking.setup_job"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check this set-up for real: collectives, data order, training, checkpoints, on as many processes as asked for.
 
-    Takes the options of `accel launch`, reads the same configuration, and ends with a verdict; the exit status is 1 if anything does
-    not work.
+    Takes the options of `accel launch`, reads the same configuration, and ends with a verdict; the
+    exit status is 1 if anything does not work.
     """
     examination = Examination("accel test", main.__doc__ or "", SWITCHES, _JOB)
     given = examination.read(arguments)

@@ -18,7 +18,8 @@ class Carry:
     """The key is carried over.
 
     Args:
-        values: our key, such as "fsdp.cpu_offload", → value. Empty: the key says nothing, or what is so here in any case.
+        values: our key, such as "fsdp.cpu_offload", → value. Empty: the key says nothing, or what
+            is so here in any case.
     """
 
     values: Mapping[str, Any]

@@ -20,7 +20,8 @@ class Carried(NamedTuple):
 
     Args:
         old: their key, such as "fsdp_config.fsdp_offload_params".
-        new: ours, such as "fsdp.cpu_offload"; empty if the key says nothing, or what is so here in any case.
+        new: ours, such as "fsdp.cpu_offload"; empty if the key says nothing, or what is so here in
+            any case.
         value: as data.
     """
 

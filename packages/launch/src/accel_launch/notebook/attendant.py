@@ -12,7 +12,8 @@ class Attendant:
 
     Args:
         name: of the thread.
-        serve: what it does. It waits for the bell beside what it serves, and returns when the bell has rung and nothing is left.
+        serve: what it does. It waits for the bell beside what it serves, and returns when the bell
+            has rung and nothing is left.
 
     Attributes:
         bell: a file descriptor, which can be read (and is at its end) once it rings.

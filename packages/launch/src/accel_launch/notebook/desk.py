@@ -35,7 +35,8 @@ class Desk:
 
     Attributes:
         result: what the first rank of this machine told at its end.
-        told: by rank, what those told that raised; of the last round, for a run that is started again begins anew.
+        told: by rank, what those told that raised; of the last round, for a run that is started
+            again begins anew.
     """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], work: bytes, arrives: Callable[[int, int], None]) -> None:

@@ -1,7 +1,7 @@
 """Pickles of a function and its arguments for the ranks, and of its result or exception for the launcher.
 
-All of it is pickled by value, so that what is defined in a cell can travel. What belongs to one process cannot: it is refused
-before anything starts, by the name of the variable that holds it.
+All of it is pickled by value, so that what is defined in a cell can travel. What belongs to one
+process cannot: it is refused before anything starts, by the name of the variable that holds it.
 """
 
 from __future__ import annotations

@@ -56,41 +56,47 @@ def notebook_launcher(
 
         loss = notebook_launcher(train, (1e-3,), num_processes=2)
 
-    One process on one machine, without restarts, is this process itself. Otherwise new processes are started, and the function
-    is sent to them with its arguments and all that it uses of the notebook, as it is now: what it changes there stays there, so
-    return what is wanted here. It can be defined in a cell, and torch may have computed before, on any device. What belongs to
-    this process cannot be sent (an Accelerator, a process group, an open file, a lock): make it inside of the function. Data
-    that fills the memory is better opened there, too, for each process gets a copy. The output of all processes appears in the
-    cell. When one of them fails, the others are ended. Interrupting the cell ends all.
+    One process on one machine, without restarts, is this process itself. Otherwise new processes
+    are started, and the function is sent to them with its arguments and all that it uses of the
+    notebook, as it is now: what it changes there stays there, so return what is wanted here. It can
+    be defined in a cell, and torch may have computed before, on any device. What belongs to this
+    process cannot be sent (an Accelerator, a process group, an open file, a lock): make it inside
+    of the function. Data that fills the memory is better opened there, too, for each process gets a
+    copy. The output of all processes appears in the cell. When one of them fails, the others are
+    ended. Interrupting the cell ends all.
 
     Args:
         function: what every process calls.
         args: its arguments.
-        num_processes: processes of this machine. None: one for each accelerator, one if there is none.
-        mixed_precision: name of a precision, for every `Accelerator()` that says nothing else. None: what else was said holds.
+        num_processes: processes of this machine. None: one for each accelerator, one if there is
+            none.
+        mixed_precision: name of a precision, for every `Accelerator()` that says nothing else.
+            None: what else was said holds.
         use_port: where processes meet on node 0: needed for several nodes. None or 0: a free one.
         master_addr: address of node 0.
         node_rank: which of the nodes (machines) this is, from 0.
-        num_nodes: machines that take part; each calls `notebook_launcher`, with the same arguments but `node_rank`.
-        rdzv_backend: how nodes meet. None or "static": by their ranks. Others are backends of torch's rendezvous, such as "c10d".
+        num_nodes: machines that take part; each calls `notebook_launcher`, with the same arguments
+            but `node_rank`.
+        rdzv_backend: how nodes meet. None or "static": by their ranks. Others are backends of
+            torch's rendezvous, such as "c10d".
         rdzv_endpoint: where the rendezvous is, as host:port; empty: master_addr and use_port.
         rdzv_conf: further options of torch's rendezvous.
         rdzv_id: the name of the job there, the same on all nodes.
         max_restarts: how often all processes are started again after one has failed.
         monitor_interval: in seconds, how often the processes are looked after.
-        log_line_prefix_template: what each line that a process prints begins with; may contain ${rank}, ${local_rank} and
-            ${role_name}. None: nothing.
+        log_line_prefix_template: what each line that a process prints begins with; may contain
+            ${rank}, ${local_rank} and ${role_name}. None: nothing.
 
     Returns:
-        What the function returned, on the first process of this machine. If it cannot be sent here, a warning says why, and
-        None is returned.
+        What the function returned, on the first process of this machine. If it cannot be sent here,
+        a warning says why, and None is returned.
 
     Raises:
-        LaunchError: before anything is started, if the function cannot be sent, naming the variable; and for options that fit
-            neither together nor to this machine.
+        LaunchError: before anything is started, if the function cannot be sent, naming the
+            variable; and for options that fit neither together nor to this machine.
         PluginError: there is no such precision.
-        RankFailedError: a process was killed. What a function raises is raised here, with a RankFailedError as its cause that
-            has the traceback.
+        RankFailedError: a process was killed. What a function raises is raised here, with a
+            RankFailedError as its cause that has the traceback.
     """
     call = f"notebook_launcher({_name(function, args)}, ...)"
     _refuse_in_a_run(call)
@@ -116,8 +122,8 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
     """Runs a function on several processes of this machine's CPU, to see that it works before it gets devices.
 
-    They meet at a free port and communicate by gloo, so that what hangs or differs between ranks does so here. For everything
-    else see `notebook_launcher`.
+    They meet at a free port and communicate by gloo, so that what hangs or differs between ranks
+    does so here. For everything else see `notebook_launcher`.
 
     Args:
         function: what every process calls.

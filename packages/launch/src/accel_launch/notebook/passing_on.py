@@ -35,7 +35,8 @@ class Output:
     Args:
         folder: where the pipes are made.
         processes: on this machine.
-        prefix: what lines begin with; may contain ${rank}, ${local_rank} and ${role_name}. None: nothing.
+        prefix: what lines begin with; may contain ${rank}, ${local_rank} and ${role_name}. None:
+            nothing.
         role: the name of the processes.
     """
 

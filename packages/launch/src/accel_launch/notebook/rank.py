@@ -1,7 +1,7 @@
 """One rank of a function that `notebook_launcher` runs: started as a program, told by a socket what to run.
 
-Nothing but the standard library is imported until the notebook's `sys.path` and variables are there: some of these hold only
-before torch is imported.
+Nothing but the standard library is imported until the notebook's `sys.path` and variables are
+there: some of these hold only before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ranks of a function, started by torch's elastic agent as programs of their own.
 
-They are not forked: a copy of a process in which torch has computed waits for threads that it does not have, and cannot use a
-device that was initialised before. Nor does each execute the main script again, as Python's own way of spawning would have it.
+They are not forked: a copy of a process in which torch has computed waits for threads that it does
+not have, and cannot use a device that was initialised before. Nor does each execute the main script
+again, as Python's own way of spawning would have it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ class Answers:
         catalog: the options of what is installed.
         data: the content of an older file, which stays as it is.
         accelerators: of this machine.
-        meant: what the file's values stand for, by section and option: it may say "yes" for true, and "30m" for 1800.
+        meant: what the file's values stand for, by section and option: it may say "yes" for true,
+            and "30m" for 1800.
     """
 
     def __init__(

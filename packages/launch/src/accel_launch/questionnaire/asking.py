@@ -38,11 +38,13 @@ def ask(catalog: Catalog, path: Path) -> int:
         path: the file, unless another one is named at the end.
 
     Returns:
-        The exit status: 0 if the file was written, 1 if the user decided against it, 130 if Ctrl-C ended it. Then nothing was
+        The exit status: 0 if the file was written, 1 if the user decided against it, 130 if Ctrl-C
+            ended it. Then nothing was
         written.
 
     Raises:
-        ValueError: if there is no terminal that questions can be asked on; if the file that is there is not valid.
+        ValueError: if there is no terminal that questions can be asked on; if the file that is
+            there is not valid.
     """
     screen.check_terminal()
     data, meant = _read(catalog, path)

@@ -185,7 +185,8 @@ class Interview:
 
         Args:
             name: of the section.
-            role: what the component was chosen for; empty if it cannot be built, because it has options only.
+            role: what the component was chosen for; empty if it cannot be built, because it has
+                options only.
         """
         options = self._expressible(name)
         plain = name.rpartition(":")[2]

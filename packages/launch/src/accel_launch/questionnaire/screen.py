@@ -1,6 +1,7 @@
 """One question on the terminal: the name of an option, its help, and an answer that is picked or typed.
 
-While a question is open, its help is there; when it is answered, one line stays: name and answer. Enter takes what is shown.
+While a question is open, its help is there; when it is answered, one line stays: name and answer.
+Enter takes what is shown.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class Question(NamedTuple):
     Args:
         option: whose value is asked for.
         matters: whether it is asked, given the answers so far.
-        otherwise: why an older answer has to go where the question does not matter; empty if it may stay.
+        otherwise: why an older answer has to go where the question does not matter; empty if it may
+            stay.
     """
 
     option: str

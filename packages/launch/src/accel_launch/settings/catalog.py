@@ -1,7 +1,8 @@
 """Every option of what is installed: its name, type, default and help, read where it is declared.
 
-Three places declare options: `LaunchOptions`, those of starting; `Accelerator`, those of a run that may be given outside of the code;
-and each component's constructor, its own. Only the components that somebody asks for are imported.
+Three places declare options: `LaunchOptions`, those of starting; `Accelerator`, those of a run that
+may be given outside of the code; and each component's constructor, its own. Only the components
+that somebody asks for are imported.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Option:
     """One option.
 
     Args:
-        section: the component that it belongs to, under the name that chooses it; empty for options without a section.
+        section: the component that it belongs to, under the name that chooses it; empty for options
+            without a section.
         field: name, type and default.
         group: of `GROUPS`, or the section.
         owner: the constructor that declares it.
@@ -155,8 +157,8 @@ class Catalog:
 
     Args:
         offers: what is installed; None: `list_offers()`.
-        loader: the loader component whose options stand beside those of the Accelerator; None: the default one, if it is
-            installed.
+        loader: the loader component whose options stand beside those of the Accelerator; None: the
+            default one, if it is installed.
     """
 
     def __init__(self, offers: Sequence[Offer] | None = None, loader: str | None = None) -> None:
@@ -268,7 +270,8 @@ class Catalog:
             name: as it is chosen, so it may be qualified by its distribution: `other-fsdp:fsdp`.
 
         Raises:
-            PluginError: if there is none of that name, if several are meant by it, or if it is broken.
+            PluginError: if there is none of that name, if several are meant by it, or if it is
+                broken.
         """
         if name not in self._sections:
             self._sections[name] = MappingProxyType(self._read_section(name))

@@ -2,8 +2,9 @@
 
     accel launch --num-processes 2 --fsdp --fsdp.cpu-offload script.py --its-own options
 
-Underscores equal hyphens. A truth value is a flag, `--cpu`, `--no-cpu` or `--cpu=false`; it never takes the next word, which may be the
-script. Everything behind the program belongs to the program. A component is imported when one of its options is met.
+Underscores equal hyphens. A truth value is a flag, `--cpu`, `--no-cpu` or `--cpu=false`; it never
+takes the next word, which may be the script. Everything behind the program belongs to the program.
+A component is imported when one of its options is met.
 
 What is given stays text here: `accel_launch.settings.resolution` makes values of it.
 """
@@ -80,7 +81,8 @@ class CommandLine:
     Args:
         given: values of options; each option at most once.
         switches: what was given for the command's own switches: a text, or True.
-        mentioned: the components that it names, by an option of theirs or by choosing them, in order.
+        mentioned: the components that it names, by an option of theirs or by choosing them, in
+            order.
         rest: the program and its arguments.
         notes: what the user should know of how it was read.
     """
@@ -110,7 +112,8 @@ def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Swi
         switches: the command's own, by name with underscores.
 
     Raises:
-        SettingsError: for an option that does not exist, lacks its value, or contradicts another one.
+        SettingsError: for an option that does not exist, lacks its value, or contradicts another
+            one.
         PluginError: for an option of a component that is not installed or broken.
     """
     # What words mean depends on what is chosen, perhaps behind them; where the program begins depends on what words mean. So the words

@@ -43,7 +43,8 @@ def _documented(factory: Callable[..., Any]) -> Mapping[str, str]:
 def _for_options(about: str) -> str:
     """Rewrites the text on a Python argument as that on an option, where None means that it is not given.
 
-    Which variable is asked, and a default that is a plain value, stand beside each option, so the text need not name them.
+    Which variable is asked, and a default that is a plain value, stand beside each option, so the
+    text need not name them.
     """
     about = re.sub(
         r" Not given: (?:the environment variable )?ACCELERATE_\w+, else (?:False|none|1|\"no\")\.", "", about

@@ -9,7 +9,8 @@ class SettingsError(ValueError):
     """Options are invalid: one does not exist, a value has another type, a file cannot be read.
 
     Args:
-        problems: every mistake that was found, each with where it was made and what to type instead.
+        problems: every mistake that was found, each with where it was made and what to type
+            instead.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:

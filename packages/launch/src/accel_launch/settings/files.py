@@ -1,7 +1,7 @@
 """Configuration files: where they lie, what they say and in which line.
 
-A file is YAML 1.2, where `no` is a text, or JSON. It is read here and by nothing else: a script that is started by `python` or
-`torchrun` never picks up one from somebody's home.
+A file is YAML 1.2, where `no` is a text, or JSON. It is read here and by nothing else: a script
+that is started by `python` or `torchrun` never picks up one from somebody's home.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ConfigFile:
     Args:
         path: where it lies.
         data: its content; empty for an empty file.
-        positions: the line of each key, by the keys that lead to it, from 1; empty where lines mean nothing.
+        positions: the line of each key, by the keys that lead to it, from 1; empty where lines mean
+            nothing.
         notes: what the user should know of how it was read.
     """
 
@@ -71,8 +72,8 @@ def chosen_path(option: str | None, environ: Mapping[str, str]) -> Path:
 def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
     """Reads the file that holds; None if none was asked for and the user has none.
 
-    If the user has no file of ours but one of Accelerate's, that one is translated, and so is a file of that kind that was asked
-    for. `ConfigFile.notes` says so.
+    If the user has no file of ours but one of Accelerate's, that one is translated, and so is a
+    file of that kind that was asked for. `ConfigFile.notes` says so.
 
     Raises:
         SettingsError: if a file that was asked for does not exist, or if one cannot be read.
@@ -121,8 +122,9 @@ def read(path: Path) -> ConfigFile:
 def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, anew: bool = False) -> None:
     """Writes a file as a whole or not at all: who reads it meanwhile finds the old one.
 
-    What stood in it with the same value stays as it is written there; other values are replaced; remarks above and behind keys
-    that stay are kept; new keys get their help as a remark. A file whose name ends in `.json` has no remarks.
+    What stood in it with the same value stays as it is written there; other values are replaced;
+    remarks above and behind keys that stay are kept; new keys get their help as a remark. A file
+    whose name ends in `.json` has no remarks.
 
     Args:
         path: its folder is made if it is missing. Where it is a link, what it leads to is written.

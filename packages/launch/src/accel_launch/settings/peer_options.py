@@ -1,6 +1,7 @@
 """The replacements for options of other launchers: data for messages. Nothing else depends on it.
 
-Options of the same name and meaning are missing: they are options here. Keys are spelled with underscores, without the dashes.
+Options of the same name and meaning are missing: they are options here. Keys are spelled with
+underscores, without the dashes.
 """
 
 from __future__ import annotations

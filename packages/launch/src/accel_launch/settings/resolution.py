@@ -1,11 +1,13 @@
 """Precedence of values: command line, environment, file, default. The one place that decides, for all commands.
 
-Where a launcher is started by a process that another launcher has started, what the outer one was told and handed on holds as well, as
-it does for any other program there: its command line counts right behind the own one, its file right behind the own file. The source
-of such a value says so. A value that equals the default still counts as given. Everything that was given is checked, also what
+Where a launcher is started by a process that another launcher has started, what the outer one was
+told and handed on holds as well, as it does for any other program there: its command line counts
+right behind the own one, its file right behind the own file. The source of such a value says so. A
+value that equals the default still counts as given. Everything that was given is checked, also what
 another source overrides.
 
-Code wins over all of it, in the processes: what reaches them is only what was given, through one variable (`accel_core.options.option_sources`).
+Code wins over all of it, in the processes: what reaches them is only what was given, through one
+variable (`accel_core.options.option_sources`).
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ def resolve(
         command_line: what `parse` has read.
         file: what `load` has read; None for none.
         environ: variables of the environment.
-        thorough: also import the components that are not active, to check what a file or the environment gives for them.
+        thorough: also import the components that are not active, to check what a file or the
+            environment gives for them.
 
     Raises:
         SettingsError: with every mistake that was found.

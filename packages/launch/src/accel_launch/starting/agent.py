@@ -1,9 +1,11 @@
 """Torch's elastic agent, as a launcher of ours needs it: who failed first is known, and all end in time.
 
-`LocalElasticAgent` meets the other machines, gives ranks, starts processes, redirects their output, and starts all again when one has
-failed. What it does not do: it waits 30 seconds for the others when one has failed, whatever was asked for, and a process that was
-halted takes them all; a signal that arrives while it starts or ends processes leaves some of them behind; and it takes for the first
-failure what it happens to look at first. The methods that are overridden here are those that its documentation names for that.
+`LocalElasticAgent` meets the other machines, gives ranks, starts processes, redirects their output,
+and starts all again when one has failed. What it does not do: it waits 30 seconds for the others
+when one has failed, whatever was asked for, and a process that was halted takes them all; a signal
+that arrives while it starts or ends processes leaves some of them behind; and it takes for the
+first failure what it happens to look at first. The methods that are overridden here are those that
+its documentation names for that.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def open_board(address: Address, identity: str) -> Board:
     """Opens the store on this machine, which is machine 0, and makes sure that it is what the others find at `address`.
 
     Returns:
-        The store at `address`: this machine's, or that of another machine 0 that had it first. `opened_by` tells.
+        The store at `address`: this machine's, or that of another machine 0 that had it first.
+            `opened_by` tells.
 
     Raises:
         MeetingError: another program has the port, or `address` is not this machine's.

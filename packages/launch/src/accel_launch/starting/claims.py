@@ -1,8 +1,9 @@
 """The identity of a machine, its claim to a rank that no other machine has, and its signs of life.
 
-A machine hands in a *card* at the board under its rank. Whoever finds another's card there looks whether its owner still lives:
-each owner counts up a number of its own, twice a second. A rank whose owner has been silent goes to the newcomer, which is
-most likely the same machine after a restart; one whose owner lives does not.
+A machine hands in a *card* at the board under its rank. Whoever finds another's card there looks
+whether its owner still lives: each owner counts up a number of its own, twice a second. A rank
+whose owner has been silent goes to the newcomer, which is most likely the same machine after a
+restart; one whose owner lives does not.
 """
 
 from __future__ import annotations

@@ -43,10 +43,12 @@ def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]
     Args:
         ids: which, counted among those that are visible here.
         found: those that are visible here.
-        environ: where the variable may be set already, by a scheduler for instance; then `ids` counts in its list.
+        environ: where the variable may be set already, by a scheduler for instance; then `ids`
+            counts in its list.
 
     Raises:
-        LaunchError: for an accelerator that is not there or is named twice, and for a type whose variable is not known.
+        LaunchError: for an accelerator that is not there or is named twice, and for a type whose
+            variable is not known.
     """
     asked = f"device_ids={','.join(map(str, ids))} was given"
     wrong = [each for each in ids if not 0 <= each < found.count]

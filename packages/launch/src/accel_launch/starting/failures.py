@@ -67,8 +67,9 @@ class Failure:
 def find_failures(ranks: Ranks, local_ranks: dict[int, int], error_files: dict[int, Path]) -> list[Failure]:
     """The ranks that failed by themselves, the one that was first in front.
 
-    A rank that was told to end has not failed, unless it says that it had before. Errors which say that they only follow from
-    another rank's stand behind those, whoever ended first: who fails may stay to tell the others why.
+    A rank that was told to end has not failed, unless it says that it had before. Errors which say
+    that they only follow from another rank's stand behind those, whoever ended first: who fails may
+    stay to tell the others why.
     """
     failures = []
     for rank, ending in ranks.endings.items():
@@ -108,7 +109,8 @@ class Scene(NamedTuple):
         where: the machine, in words.
         among: " on this machine", if there are others.
         logs: the folder of the run's files; None if there are none.
-        unseen: the file with the errors of the rank that failed first; None if the console has shown them.
+        unseen: the file with the errors of the rank that failed first; None if the console has
+            shown them.
         advice: what to type next.
     """
 

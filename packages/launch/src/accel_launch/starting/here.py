@@ -1,7 +1,8 @@
 """The meeting of a machine that is alone: a store at a free port, and nobody to wait for.
 
-torch's "c10d" does that too, but waits up to 0.3 seconds at random before it begins, so that machines do not all come at once, and
-then keeps a thread that says again and again that this machine still lives.
+torch's "c10d" does that too, but waits up to 0.3 seconds at random before it begins, so that
+machines do not all come at once, and then keeps a thread that says again and again that this
+machine still lives.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def answer_of(ask: Callable[[], _T], within: float | None) -> _T:
         within: seconds; None: `ask` has an end of its own.
 
     Raises:
-        SilentError: there was no answer in time. The thread that asked still waits, and holds the connection.
+        SilentError: there was no answer in time. The thread that asked still waits, and holds the
+            connection.
     """
     answers: list[_T] = []
     errors: list[BaseException] = []

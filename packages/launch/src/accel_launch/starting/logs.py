@@ -22,7 +22,8 @@ class Logs(DefaultLogsSpecs):
 
     Attributes:
         folder: where the files lie.
-        kept: whether they are the user's; else the folder is for error files only, and `close` removes it.
+        kept: whether they are the user's; else the folder is for error files only, and `close`
+            removes it.
 
     Args:
         launch: what was asked for.

@@ -1,16 +1,18 @@
 """A rendezvous for torch's elastic agent: machines of fixed ranks meet, and meet again after restarts.
 
-Machine 0's launcher keeps a store, the *board*, at main_process_ip:main_process_port for as long as the run lasts. Machines
-gather there in *rounds*. A round is complete when all of them are in it; then every launcher starts its processes, which meet
-at a store of their own. When the processes of a machine have failed, or a machine that was lost is back, it waits in the
-next round: the launchers of the others see that, stop their processes and come too.
+Machine 0's launcher keeps a store, the *board*, at main_process_ip:main_process_port for as long as
+the run lasts. Machines gather there in *rounds*. A round is complete when all of them are in it;
+then every launcher starts its processes, which meet at a store of their own. When the processes of
+a machine have failed, or a machine that was lost is back, it waits in the next round: the launchers
+of the others see that, stop their processes and come too.
 
-torch's own backends do not serve here. "static" has no rounds: a machine that was restarted counts its restarts anew, and
-finds the keys of the old round. "c10d" numbers machines as they come, so that a machine rank would mean nothing.
+torch's own backends do not serve here. "static" has no rounds: a machine that was restarted counts
+its restarts anew, and finds the keys of the old round. "c10d" numbers machines as they come, so
+that a machine rank would mean nothing.
 
-Everyone learns at once why a run ends: that two machines claim one rank, that they were told different numbers, that one has
-failed for good. A machine that just vanishes is waited for, until the timeout; machine 0 is not, because the board is gone
-with it.
+Everyone learns at once why a run ends: that two machines claim one rank, that they were told
+different numbers, that one has failed for good. A machine that just vanishes is waited for, until
+the timeout; machine 0 is not, because the board is gone with it.
 """
 
 from __future__ import annotations
@@ -104,8 +106,8 @@ class MachineRendezvous(RendezvousHandler):
         """Comes to the round that is open, and returns when all machines are in it.
 
         Raises:
-            MeetingError: somebody does not come in time or never will, a rank is claimed twice, or machines were told
-                different numbers of machines or processes.
+            MeetingError: somebody does not come in time or never will, a rank is claimed twice, or
+                machines were told different numbers of machines or processes.
         """
         patience = Patience(self._timeout)
         first = self._agents is None

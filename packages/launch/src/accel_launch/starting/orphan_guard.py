@@ -1,8 +1,9 @@
 """A process that ends the ranks of a launcher which was killed, and so could not do it itself.
 
-SIGKILL cannot be passed on. Without the guard, ranks whose launcher was killed (by somebody, or for want of memory) would go on
-using the machine's accelerators. The guard is an interpreter that imports nothing of ours, knows the ranks' process groups, and reads
-a pipe that only the launcher holds: when that breaks, the launcher has gone.
+SIGKILL cannot be passed on. Without the guard, ranks whose launcher was killed (by somebody, or for
+want of memory) would go on using the machine's accelerators. The guard is an interpreter that
+imports nothing of ours, knows the ranks' process groups, and reads a pipe that only the launcher
+holds: when that breaks, the launcher has gone.
 """
 
 from __future__ import annotations

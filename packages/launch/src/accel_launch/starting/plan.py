@@ -40,8 +40,9 @@ class Plan:
 
     Args:
         launch: the options.
-        way: `join`: this process becomes a rank that another launcher has started; `alone`: it becomes the only rank;
-            `agent`: it starts ranks, looks after them, and starts them again.
+        way: `join`: this process becomes a rank that another launcher has started; `alone`: it
+            becomes the only rank; `agent`: it starts ranks, looks after them, and starts them
+            again.
         place: what another launcher has said of this process.
         processes: of the whole run.
         here: processes of this machine.
@@ -101,7 +102,8 @@ def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> P
         environ: of this process, which tells of another launcher around this one.
 
     Raises:
-        LaunchError: if the options do not fit together, or not to this machine or the other launcher.
+        LaunchError: if the options do not fit together, or not to this machine or the other
+            launcher.
         WorldError: if what the other launcher has said contradicts itself.
     """
     check_values(launch)

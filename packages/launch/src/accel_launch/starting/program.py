@@ -19,7 +19,8 @@ class Program:
     """The program that every process of a run executes.
 
     Args:
-        kind: what `target` is: a script for this interpreter, a module of it, or a program of any kind.
+        kind: what `target` is: a script for this interpreter, a module of it, or a program of any
+            kind.
         target: the script's path, the module's name, or the program's name or path.
         arguments: what it is given on its command line.
     """

@@ -1,7 +1,8 @@
 """The processes that a launcher has started on this machine: which have ended, when and how, and how they are made to.
 
-What a process has left behind is looked at, and not taken: who started it (torch's agent) still finds it there. As long as that has
-not been taken, the numbers of processes and their groups cannot be given to others.
+What a process has left behind is looked at, and not taken: who started it (torch's agent) still
+finds it there. As long as that has not been taken, the numbers of processes and their groups cannot
+be given to others.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Ranks:
 
     Attributes:
         endings: by rank, in the order in which they ended.
-        stopped_at: when they were first told to end, in seconds since the epoch; None if they were not.
+        stopped_at: when they were first told to end, in seconds since the epoch; None if they were
+            not.
         killed: the ranks that had to be killed, because they did not end in time.
         halted: the ranks that had been halted (SIGSTOP, or a debugger) when they were told to end.
 
@@ -73,7 +75,8 @@ class Ranks:
     def stop(self, number: signal.Signals, patience: float) -> None:
         """Tells all to end, and kills those that have not done so after `patience` seconds, with all that they started.
 
-        Returns when all have ended, except for one that the kernel does not let go, which is waited for five seconds.
+        Returns when all have ended, except for one that the kernel does not let go, which is waited
+        for five seconds.
         """
         self.look()
         if self.stopped_at is None:

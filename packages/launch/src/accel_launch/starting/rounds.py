@@ -41,8 +41,8 @@ class AgentStore(PrefixStore):
     """The part of the board in which torch's agents agree on the ranks of a round's processes, and end together.
 
     Attributes:
-        finished: whether the agent of this machine has come to the barrier in which they wait for each other at the end,
-            which it does when all its processes have ended well.
+        finished: whether the agent of this machine has come to the barrier in which they wait for
+            each other at the end, which it does when all its processes have ended well.
     """
 
     def __init__(self, board: TCPStore, number: int) -> None:

@@ -23,8 +23,9 @@ class Ended(BaseException):
 class Signals:
     """The signals of the launcher's process, within a `with` block; afterwards everything is as before.
 
-    What the process ignores stays ignored: `nohup` lets it live on without a terminal, and shells protect what runs in the
-    background from Ctrl-C. Outside of the main thread, where Python allows no handlers, nothing is changed.
+    What the process ignores stays ignored: `nohup` lets it live on without a terminal, and shells
+    protect what runs in the background from Ctrl-C. Outside of the main thread, where Python allows
+    no handlers, nothing is changed.
 
     Attributes:
         received: the first signal that ends the run; None if there was none.

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
     """Starts what a plan says, and stays until it has ended.
 
-    Where one process is started and nothing is to be looked after, this process becomes the program: the function does not return,
-    and signals, output and exit status are the program's own.
+    Where one process is started and nothing is to be looked after, this process becomes the
+    program: the function does not return, and signals, output and exit status are the program's
+    own.
 
     Args:
         plan: from `make_plan`.
@@ -28,8 +29,9 @@ def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
         environment: of the processes, as a whole; the plan's variables are added.
 
     Returns:
-        0 if all processes have ended with 0; else the exit status of the one that failed first, 128 and the number of the
-        signal if one killed it; or 128 and the number of the signal that this process was sent.
+        0 if all processes have ended with 0; else the exit status of the one that failed first, 128
+        and the number of the signal if one killed it; or 128 and the number of the signal that this
+        process was sent.
 
     Raises:
         LaunchError: if there is no such program, or no such rendezvous.

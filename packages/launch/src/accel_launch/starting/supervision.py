@@ -42,7 +42,8 @@ class Supervised:
     """The outcome of a run on this machine.
 
     Args:
-        result: what torch's agent says; None: the run had ended before this machine could take part.
+        result: what torch's agent says; None: the run had ended before this machine could take
+            part.
         agent: knows the ranks.
         logs: knows where their output is.
     """
@@ -73,7 +74,8 @@ def supervise(
         program: what every rank executes.
         environment: of the ranks, as a whole.
         signals: those that this process is sent meanwhile.
-        stays: whether this process goes on when it was told to end: then it leaves the rendezvous, which its end would else tell.
+        stays: whether this process goes on when it was told to end: then it leaves the rendezvous,
+            which its end would else tell.
 
     Raises:
         Ended: this process was told to end before there were ranks.
@@ -146,7 +148,8 @@ def _handler(meeting: MeetingPoint) -> RendezvousHandler:
 def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult | None:
     """Runs the agent, and closes the rendezvous; None if the run had ended before this machine could take part.
 
-    As in torch's own launcher, a rendezvous that is closed finds the failure on its way, so that it can tell the other machines.
+    As in torch's own launcher, a rendezvous that is closed finds the failure on its way, so that it
+    can tell the other machines.
     """
     result: RunResult | None = None
     closes = True

@@ -27,8 +27,8 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
 def threads_of_each(processes: int, given: int | None, environ: Mapping[str, str]) -> int | None:
     """The threads for each of `processes` on this machine. None: the process decides, as it does without a launcher.
 
-    A process that has the machine for itself decides, unless its container has fewer cores than it sees; several would each
-    take all cores.
+    A process that has the machine for itself decides, unless its container has fewer cores than it
+    sees; several would each take all cores.
 
     Args:
         given: what was asked for.

@@ -65,8 +65,9 @@ def emulates(asked: bool | None, found: Found, need: Need, remedies: Mapping[str
         remedies: what to type instead, by what it does.
 
     Raises:
-        ValueError: for a device that is not capable, naming what it is and what to do. On a kind of device of which nothing is
-            known here, only if nothing was asked: with `False` the user knows better.
+        ValueError: for a device that is not capable, naming what it is and what to do. On a kind of
+            device of which nothing is known here, only if nothing was asked: with `False` the user
+            knows better.
     """
     if asked or (asked is None and found.device_type == "cpu"):
         return True

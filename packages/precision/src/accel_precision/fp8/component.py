@@ -39,30 +39,38 @@ class FP8(Precision):
         accelerator = Accelerator(mixed_precision=FP8("rowwise", skip=["lm_head"]))
         accelerator = Accelerator(mixed_precision=FP8(backend="transformer_engine"))
 
-    `prepare` converts layers in place. Parameters, their names, and checkpoints stay those of the ordinary model: what is trained in
-    fp8 loads in bf16, and the reverse. All linear layers are converted whose two sizes are divisible by 16, except the first and the
-    last one of the model, which are the most sensitive ones; subclasses of `nn.Linear`, which compute in their own way, stay as they
-    are. Models that are only evaluated are converted too: they compute as they did in training. `accelerator.explain()`, and the
-    log at the level "info", tell which layers were converted and why the others were not.
+    `prepare` converts layers in place. Parameters, their names, and checkpoints stay those of the
+    ordinary model: what is trained in fp8 loads in bf16, and the reverse. All linear layers are
+    converted whose two sizes are divisible by 16, except the first and the last one of the model,
+    which are the most sensitive ones; subclasses of `nn.Linear`, which compute in their own way,
+    stay as they are. Models that are only evaluated are converted too: they compute as they did in
+    training. `accelerator.explain()`, and the log at the level "info", tell which layers were
+    converted and why the others were not.
 
-    Products need compute capability 8.9 (or AMD's MI300, MI350, RDNA4). On a CPU they are emulated, which `explain()` says too: the
-    numbers are those of fp8, the speed is not. Measured against float32 on small models, gradients differ by 7 to 15 percent.
+    Products need compute capability 8.9 (or AMD's MI300, MI350, RDNA4). On a CPU they are emulated,
+    which `explain()` says too: the numbers are those of fp8, the speed is not. Measured against
+    float32 on small models, gradients differ by 7 to 15 percent.
 
     Args:
-        recipe: how scales are chosen, see `AORecipeKwargs`; or the options of a back end as one object, which is complete: the
-            other arguments about layers and products are an error beside it. None: "tensorwise", or the default of the back end.
-        backend: None: that of `recipe`, else torchao, else Transformer Engine, whichever is installed.
+        recipe: how scales are chosen, see `AORecipeKwargs`; or the options of a back end as one
+            object, which is complete: the other arguments about layers and products are an error
+            beside it. None: "tensorwise", or the default of the back end.
+        backend: None: that of `recipe`, else torchao, else Transformer Engine, whichever is
+            installed.
         emulate: see `AORecipeKwargs`; for this and the four that follow, None is "not given".
-        enable_fsdp_float8_all_gather: see `AORecipeKwargs`. Under a strategy that holds parameters whole it is an error.
+        enable_fsdp_float8_all_gather: see `AORecipeKwargs`. Under a strategy that holds parameters
+            whole it is an error.
         skip: see `LayerOptions`.
         convert_ends: see `LayerOptions`.
         module_filter_func: see `LayerOptions`.
-        output_dtype: of floating tensors that a model returns; None leaves them in bf16 and costs nothing.
+        output_dtype: of floating tensors that a model returns; None leaves them in bf16 and costs
+            nothing.
         reduce_dtype: in which gradients travel between ranks; None: in their own.
 
     Raises:
         NotInstalledError: if the back end is not installed.
-        ValueError: if options contradict each other; in `prepare`: if the hardware is not capable, or nothing can be converted.
+        ValueError: if options contradict each other; in `prepare`: if the hardware is not capable,
+            or nothing can be converted.
     """
 
     handlers: ClassVar[tuple[type[KwargsHandler], ...]] = (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)
@@ -142,7 +150,8 @@ class FP8(Precision):
     def revert_model(self, model: nn.Module) -> None:
         """Layers are `nn.Linear` again. Those of Transformer Engine stay, and compute in the dtype of their parameters.
 
-        So do sharded ones whose weights travel in fp8 (`enable_fsdp_float8_all_gather`): no other layer can compute with these.
+        So do sharded ones whose weights travel in fp8 (`enable_fsdp_float8_all_gather`): no other
+        layer can compute with these.
         """
         if self.backend == "transformer_engine":
             from accel_precision.fp8 import transformer_engine_backend

@@ -10,8 +10,9 @@ _WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 def plain_weight(tensor: torch.Tensor) -> torch.Tensor:
     """The ordinary tensor inside a weight that is to be gathered in fp8; any other tensor as it is.
 
-    Such a weight (`FP8(enable_fsdp_float8_all_gather=True)`) is stored in its full precision and rounded when it travels. What is
-    saved and loaded is the tensor inside: a strategy that shards parameters calls this on its local part. Nothing is imported.
+    Such a weight (`FP8(enable_fsdp_float8_all_gather=True)`) is stored in its full precision and
+    rounded when it travels. What is saved and loaded is the tensor inside: a strategy that shards
+    parameters calls this on its local part. Nothing is imported.
 
     Args:
         tensor: the local part of a parameter, or anything laid out like one.

@@ -1,7 +1,8 @@
 """Options of fp8 as small data classes: what `FP8(recipe=...)` and `Accelerator(kwargs_handlers=[...])` take.
 
-Which class is given decides the back end: `AORecipeKwargs` is torchao's, `TERecipeKwargs` is Transformer Engine's.
-`FP8RecipeKwargs` is the older union of both, which says by `backend` whose it is.
+Which class is given decides the back end: `AORecipeKwargs` is torchao's, `TERecipeKwargs` is
+Transformer Engine's. `FP8RecipeKwargs` is the older union of both, which says by `backend` whose it
+is.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ class LayerOptions(KwargsHandler):
     """The choice of linear layers to convert, for either back end.
 
     Args:
-        skip: patterns of names, with `*` and `?`, of layers that stay as they are; the name of a module stands for all layers in
-            it: `skip=["lm_head", "encoder.layers.0"]`.
-        convert_ends: whether the first and the last linear layer are converted too. They are the most sensitive ones.
-        module_filter_func: called with each linear layer and its name, says whether it is converted; it decides about the first
-            and the last layer too.
+        skip: patterns of names, with `*` and `?`, of layers that stay as they are; the name of a
+            module stands for all layers in it: `skip=["lm_head", "encoder.layers.0"]`.
+        convert_ends: whether the first and the last linear layer are converted too. They are the
+            most sensitive ones.
+        module_filter_func: called with each linear layer and its name, says whether it is
+            converted; it decides about the first and the last layer too.
     """
 
     skip: Sequence[str] = ()
@@ -47,13 +49,15 @@ class AORecipeKwargs(LayerOptions):
     """fp8 by torchao. The further arguments are those of `LayerOptions`.
 
     Args:
-        config: a `torchao.float8.Float8LinearConfig`, instead of `recipe` and `enable_fsdp_float8_all_gather`.
-        recipe: how scales are chosen: one per tensor (fastest), one per row, or one per row with the gradient of weights in
-            high precision (most exact).
-        emulate: True: products are computed in float32 from values that were rounded to fp8, on any hardware, slowly. False:
-            they run in fp8. None: emulated on a CPU, and real on an accelerator, which has to be capable of it.
-        enable_fsdp_float8_all_gather: whether a strategy that shards parameters gathers weights in fp8, which halves what travels.
-            With `recipe="tensorwise"` only.
+        config: a `torchao.float8.Float8LinearConfig`, instead of `recipe` and
+            `enable_fsdp_float8_all_gather`.
+        recipe: how scales are chosen: one per tensor (fastest), one per row, or one per row with
+            the gradient of weights in high precision (most exact).
+        emulate: True: products are computed in float32 from values that were rounded to fp8, on any
+            hardware, slowly. False: they run in fp8. None: emulated on a CPU, and real on an
+            accelerator, which has to be capable of it.
+        enable_fsdp_float8_all_gather: whether a strategy that shards parameters gathers weights in
+            fp8, which halves what travels. With `recipe="tensorwise"` only.
     """
 
     config: Any = None
@@ -91,16 +95,18 @@ class TERecipeKwargs(LayerOptions):
     """fp8 by Transformer Engine. The further arguments are those of `LayerOptions`.
 
     Args:
-        use_autocast_during_eval: whether fp8 is used in evaluation too; without, evaluation computes in bf16.
-        margin: scales leave room for values 2**margin times as large as the largest one that was seen.
+        use_autocast_during_eval: whether fp8 is used in evaluation too; without, evaluation
+            computes in bf16.
+        margin: scales leave room for values 2**margin times as large as the largest one that was
+            seen.
         interval: Transformer Engine computes scales at every step, so that only 1 is admitted.
         fp8_format: "HYBRID" (e4m3 forward, e5m2 backward), "E4M3", or None: the engine's default.
         amax_history_len: how many steps the largest values are remembered for.
         amax_compute_algo: whether a scale follows the largest of them, or the most recent one.
-        override_linear_precision: for the products of forward, gradient of inputs, gradient of weights: whether it is computed in
-            high precision.
-        use_mxfp8_block_scaling: whether each block of 32 values has a scale of its own, instead of delayed scaling; needs
-            compute capability 10.0.
+        override_linear_precision: for the products of forward, gradient of inputs, gradient of
+            weights: whether it is computed in high precision.
+        use_mxfp8_block_scaling: whether each block of 32 values has a scale of its own, instead of
+            delayed scaling; needs compute capability 10.0.
     """
 
     use_autocast_during_eval: bool = False
@@ -128,7 +134,8 @@ class FP8RecipeKwargs(LayerOptions):
     """Options of fp8 under the older name, for either back end; see `TERecipeKwargs`, whose fields it has.
 
     Args:
-        backend: "AO", "TE", or None: Transformer Engine if one of its options was given, else whichever is installed, torchao first.
+        backend: "AO", "TE", or None: Transformer Engine if one of its options was given, else
+            whichever is installed, torchao first.
         opt_level: of MS-AMP, which is not supported: anything but None raises.
     """
 

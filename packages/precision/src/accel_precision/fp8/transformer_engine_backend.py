@@ -1,11 +1,13 @@
 """fp8 by Transformer Engine: linear layers and layer norms are replaced by its own, and calls run inside its autocast.
 
-Transformer Engine runs on NVIDIA's devices only, and cannot be installed without one. **Nothing of `convert` and below it was ever
-run here**: it is written against the documented interface of versions 2.0 and later, and its tests are skipped where the engine is
-missing. `scaling` and the choice of layers are tested everywhere.
+Transformer Engine runs on NVIDIA's devices only, and cannot be installed without one. **Nothing of
+`convert` and below it was ever run here**: it is written against the documented interface of
+versions 2.0 and later, and its tests are skipped where the engine is missing. `scaling` and the
+choice of layers are tested everywhere.
 
-The scales that the engine learns are not saved: parameters keep the names and values of the ordinary model, so that checkpoints are
-those of any other precision, and after `load_state` the engine learns its scales anew, as at the start.
+The scales that the engine learns are not saved: parameters keep the names and values of the
+ordinary model, so that checkpoints are those of any other precision, and after `load_state` the
+engine learns its scales anew, as at the start.
 """
 
 from __future__ import annotations

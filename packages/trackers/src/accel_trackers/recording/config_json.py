@@ -28,12 +28,14 @@ _PLAIN = (bool, int, float, str)
 def readable_config(config: object) -> dict[str, Any]:
     """A configuration as JSON has it: None, booleans, numbers (also nan and inf), texts, lists, and dicts with texts as keys.
 
-    Mappings, dataclasses, named tuples, namespaces and models of pydantic become dicts, as any other object with attributes
-    does if it is the whole of the configuration. Lists, tuples and sets become lists; members of an `Enum` their value, or
-    their name; small tensors and arrays lists; paths, dates and whatever else a text. Integers that do not fit into 64 bits,
-    which no service holds, become texts. Data that contain themselves are cut by "…".
+    Mappings, dataclasses, named tuples, namespaces and models of pydantic become dicts, as any
+    other object with attributes does if it is the whole of the configuration. Lists, tuples and
+    sets become lists; members of an `Enum` their value, or their name; small tensors and arrays
+    lists; paths, dates and whatever else a text. Integers that do not fit into 64 bits, which no
+    service holds, become texts. Data that contain themselves are cut by "…".
 
-    Never raises: what cannot be read is a text that says so, for no run is lost over its description.
+    Never raises: what cannot be read is a text that says so, for no run is lost over its
+    description.
     """
     if config is None:
         return {}

@@ -3,8 +3,9 @@
     there = mark(tensor.device)            # in the training's thread, which goes on at once
     host = copied_to_host(tensor, there)   # in another one
 
-A device has its own queue of work, a *stream*. A mark is an event in it: reached when all work that was queued before is done. Devices are
-found through `torch.accelerator`; one without events is waited for where the mark is set.
+A device has its own queue of work, a *stream*. A mark is an event in it: reached when all work that
+was queued before is done. Devices are found through `torch.accelerator`; one without events is
+waited for where the mark is set.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def mark(device: torch.device) -> Mark:
 def wait(for_mark: Mark) -> None:
     """Returns when a mark is reached.
 
-    It looks now and then: the wait of an event itself would keep a processor busy, and a step of the training may take seconds.
+    It looks now and then: the wait of an event itself would keep a processor busy, and a step of
+    the training may take seconds.
     """
     pause = _SHORTEST
     while for_mark is not None and not for_mark.query():

@@ -17,7 +17,8 @@ class Flat:
     Args:
         numbers_and_texts: int, float (also nan and inf), and text.
         histograms: yet to be counted.
-        others: what is neither: None, lists, objects of a service's own, and `LeftOut` for what was not taken.
+        others: what is neither: None, lists, objects of a service's own, and `LeftOut` for what was
+            not taken.
     """
 
     numbers_and_texts: dict[str, int | float | str] = field(default_factory=dict)

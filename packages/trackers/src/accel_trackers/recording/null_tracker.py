@@ -11,7 +11,8 @@ from accel_core import GeneralTracker
 class Blank(GeneralTracker):
     """Stands for a tracker, or for a service's own object, on processes that do not record, and when it is switched off.
 
-    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a context manager. As a number it is nan.
+    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is
+    a context manager. As a number it is nan.
     """
 
     name = "blank"

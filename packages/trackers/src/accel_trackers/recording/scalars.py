@@ -1,6 +1,7 @@
 """Single values: which are numbers and texts in another guise, and what to call the others in a message.
 
-Objects of numpy are known by what they do (`__array__`), and numpy is used only where the user's program has imported it.
+Objects of numpy are known by what they do (`__array__`), and numpy is used only where the user's
+program has imported it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class UnreadableError(ValueError):
 def plain_value(value: Any) -> Any:
     """The number or text that a value is, or the value itself if it is neither.
 
-    Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element; texts are also paths, and dates in ISO 8601. A
-    `timedelta` becomes seconds, a member of an `Enum` its value, an integer that does not fit into 64 bits a float. Tensors are not looked
-    into: those are on devices.
+    Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element; texts are also
+    paths, and dates in ISO 8601. A `timedelta` becomes seconds, a member of an `Enum` its value, an
+    integer that does not fit into 64 bits a float. Tensors are not looked into: those are on
+    devices.
 
     Raises:
         OverflowError, ValueError: for a number that no float can hold.

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterator[None]:
     """Waits for what was started inside, and puts the random streams back where they were before.
 
-    The device's is left alone: asking for it would wait for the device, and no service computes there.
+    The device's is left alone: asking for it would wait for the device, and no service computes
+    there.
     """
     states = capture_random_state(None)
     deadline = time.monotonic() + rules.start_timeout
@@ -83,7 +84,8 @@ def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, p
 def let_go(recorders: Sequence[Recorder], process: int) -> None:
     """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread, in the middle of anything.
 
-    So a tracker without a thread is closed at the end of the program. Until then, and until what happened to them is told, they are kept.
+    So a tracker without a thread is closed at the end of the program. Until then, and until what
+    happened to them is told, they are kept.
     """
     if os.getpid() != process:
         return

@@ -41,11 +41,13 @@ _Group = list[tuple[_Place, torch.Tensor]]
 class Snapshot:
     """Values as they were when it was taken; what becomes of the caller's dicts, lists and tensors later does not show.
 
-    Numbers on the host are copied at once. Those on a device are put into one tensor per dtype, which the device copies to the host in its
-    own time: taking a snapshot waits for no device, however many values there are, and is no collective.
+    Numbers on the host are copied at once. Those on a device are put into one tensor per dtype,
+    which the device copies to the host in its own time: taking a snapshot waits for no device,
+    however many values there are, and is no collective.
 
     Attributes:
-        elements: how much it holds: values of histograms, tensors, arrays and lists, and characters of texts.
+        elements: how much it holds: values of histograms, tensors, arrays and lists, and characters
+            of texts.
     """
 
     def __init__(self, tree: dict[str, Any], marks: Iterable[Mark], elements: int) -> None:
@@ -57,13 +59,15 @@ class Snapshot:
     def take(cls, values: Mapping[str, Any], *, objects: bool = True) -> Snapshot:
         """Takes the values of nested dicts. For the training's thread.
 
-        Numbers and texts become plain (see `plain_value`), tensors of one element too, and a `Histogram` is copied. Small tensors and arrays are
-        copied, and so are lists and tuples, with what is in them, as lists. Objects of other types are kept as they are. What cannot be read
-        without a collective, or at all, or lies more than 20 dicts deep, becomes a `LeftOut`.
+        Numbers and texts become plain (see `plain_value`), tensors of one element too, and a
+        `Histogram` is copied. Small tensors and arrays are copied, and so are lists and tuples,
+        with what is in them, as lists. Objects of other types are kept as they are. What cannot be
+        read without a collective, or at all, or lies more than 20 dicts deep, becomes a `LeftOut`.
 
         Args:
             values: what was logged.
-            objects: False: what is neither a number, a text nor a histogram becomes a `LeftOut` too, for there is nobody who would take it.
+            objects: False: what is neither a number, a text nor a histogram becomes a `LeftOut`
+                too, for there is nobody who would take it.
 
         Raises:
             UnreadableError: for a mapping whose items, or keys, cannot be read.

@@ -27,13 +27,16 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
 
     Args:
         columns: names of the columns.
-        data: rows with one cell per column. None, booleans, numbers and texts are kept, tensors of one element become numbers,
-            and all else the text that `str` makes of it.
-        dataframe: instead of both, one of pandas or polars, or what else has `columns`, and `itertuples` or `rows`.
+        data: rows with one cell per column. None, booleans, numbers and texts are kept, tensors of
+            one element become numbers, and all else the text that `str` makes of it.
+        dataframe: instead of both, one of pandas or polars, or what else has `columns`, and
+            `itertuples` or `rows`.
 
     Raises:
-        TypeError: if the columns or the rows are none, or the dataframe is not, or a cell cannot be read.
-        ValueError: if neither or both were given, for two columns of one name, and for a row with too many or too few cells.
+        TypeError: if the columns or the rows are none, or the dataframe is not, or a cell cannot be
+            read.
+        ValueError: if neither or both were given, for two columns of one name, and for a row with
+            too many or too few cells.
     """
     given = (columns is not None, data is not None, dataframe is not None)
     if given not in {(True, True, False), (False, False, True)}:

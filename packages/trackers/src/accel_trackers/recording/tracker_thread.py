@@ -6,11 +6,12 @@
 
 **A job that raises** is the last: the tracker is switched off, and closed as well as it can be.
 
-**A job that takes too long** is not waited for: the tracker is switched off, and its thread is left to itself. Threads are daemons, so
-one that never comes back does not keep the program from ending.
+**A job that takes too long** is not waited for: the tracker is switched off, and its thread is left
+to itself. Threads are daemons, so one that never comes back does not keep the program from ending.
 
-**Failures are told where the training runs**, by whoever asks for `untold`: an exception or a warning in another thread would be seen by
-nobody. What is switched off gets nothing more, and what was waiting for it is dropped.
+**Failures are told where the training runs**, by whoever asks for `untold`: an exception or a
+warning in another thread would be seen by nobody. What is switched off gets nothing more, and what
+was waiting for it is dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Lane:
         name: of the tracker.
         rules: how long a job may take, and how many may wait.
         close: called once in the same thread, when a job has failed, whatever it raises then.
-        rest: a job that runs when there has been nothing to do for a while, once until there is again, and now and then.
+        rest: a job that runs when there has been nothing to do for a while, once until there is
+            again, and now and then.
         threaded: False: jobs run where they are handed over, which waits for them.
     """
 

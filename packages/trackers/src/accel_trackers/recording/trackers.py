@@ -1,10 +1,10 @@
 """The trackers of one Accelerator, from `init_trackers` to `end_training`.
 
-**A run begins with its first record**, not with `init_trackers`: by then `load_state` has said which run goes on. `get_tracker`,
-`save_state` and `end_training` begin it too.
+**A run begins with its first record**, not with `init_trackers`: by then `load_state` has said
+which run goes on. `get_tracker`, `save_state` and `end_training` begin it too.
 
-**Starting** is waited for, so that the random streams of the program can be put back where they were: services draw names from them.
-Everything after it is handed over to the tracker's own thread.
+**Starting** is waited for, so that the random streams of the program can be put back where they
+were: services draw names from them. Everything after it is handed over to the tracker's own thread.
 
 **At the end of the program** what is pending is recorded, also without `end_training`.
 """
@@ -314,7 +314,8 @@ class Trackers:
     def _is_recording(self, call: str) -> bool:
         """Whether this process records; raises, where it does, if a run is missing.
 
-        A process that records nothing does not ask: scripts call `init_trackers` on the main process, and `log` on all.
+        A process that records nothing does not ask: scripts call `init_trackers` on the main
+        process, and `log` on all.
         """
         if not self._components:
             self._was_used = True

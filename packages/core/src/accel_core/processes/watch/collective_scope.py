@@ -3,8 +3,9 @@
     with collective("gather()"):
         dist.all_gather(...)
 
-The mark is what the Watch shows to the user when the other ranks never come. It costs about half a microsecond, and nothing
-but a lookup where no Watch is on duty: in a world of one, or without a process group.
+The mark is what the Watch shows to the user when the other ranks never come. It costs about half a
+microsecond, and nothing but a lookup where no Watch is on duty: in a world of one, or without a
+process group.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def collective(name: str, *, whole: bool = False) -> AbstractContextManager[obje
 def explain(error: BaseException) -> None:
     """Adds to the error of a broken connection why it broke; other errors stay as they are.
 
-    Call it in an `except` block around what communicates, then `raise`: the exception is the same, its message longer. It
-    may take a few seconds to find out which rank has gone. No collective.
+    Call it in an `except` block around what communicates, then `raise`: the exception is the same,
+    its message longer. It may take a few seconds to find out which rank has gone. No collective.
     """
     if not is_broken_connection(error) or hasattr(error, _EXPLAINED):
         return
@@ -89,7 +90,8 @@ class Entry(NamedTuple):
     Args:
         name: what the user called: "backward()".
         members: the ranks that take part; None: all.
-        inner: the innermost collective inside of it, which is the one that ranks have in common; empty if there is none.
+        inner: the innermost collective inside of it, which is the one that ranks have in common;
+            empty if there is none.
         whole: collectives inside of it do not count, because ranks may meet from different ones.
     """
 
@@ -102,7 +104,8 @@ class Entry(NamedTuple):
 class Collective:
     """A block in which a thread takes part in a collective.
 
-    Inside of another one, both names are known: people read the outer one, and ranks meet in the inner one.
+    Inside of another one, both names are known: people read the outer one, and ranks meet in the
+    inner one.
 
     Args:
         watch: is told.

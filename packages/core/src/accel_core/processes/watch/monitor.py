@@ -1,7 +1,8 @@
 """The thread of the Watch: it looks, asks, answers, and judges.
 
-It wakes once a second and sends one message to the store, unless somebody waits. What it may not do is wait itself: the
-process that hosts the store may be the one that was stopped, so that is looked for before anything is sent.
+It wakes once a second and sends one message to the store, unless somebody waits. What it may not do
+is wait itself: the process that hosts the store may be the one that was stopped, so that is looked
+for before anything is sent.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Patrol:
         notices: of ranks that have failed.
         presence: what this rank is in the middle of.
         rank, size: of this process in the world.
-        host: the process of rank 0, if it hosts the store; None if the launcher does, or if that is not known.
+        host: the process of rank 0, if it hosts the store; None if the launcher does, or if that is
+            not known.
         over: whether the process group is there no more; then there is nothing to look at.
         conclude: is called once, with the verdict, when the ranks will not come together.
     """
@@ -144,7 +146,8 @@ class Patrol:
             patience: after how many seconds it gives up.
 
         Returns:
-            A paragraph for the user: who has gone, and where all ranks stand; empty if nothing could be found out.
+            A paragraph for the user: who has gone, and where all ranks stand; empty if nothing
+                could be found out.
         """
         if self._stop.is_set():
             return self._answer
@@ -291,7 +294,8 @@ class Patrol:
     def _without_store(self, state: State) -> None:
         """Judges alone, as far as that goes: a message to a process that was stopped would not come back.
 
-        A store that is lost says nothing of rank 0, unless its process is seen to be gone: the launcher may have hosted it.
+        A store that is lost says nothing of rank 0, unless its process is seen to be gone: the
+        launcher may have hosted it.
         """
         report = self._presence.report()
         self._stopped_since = self._stopped_since or self._presence.seconds

@@ -1,7 +1,7 @@
 """The location of a process: its machine, whether it still runs, and the user's line that it is at.
 
-Everything here reads; nothing is slowed down, and no other process is touched. Where there is no `/proc`, the state of
-other processes is unknown.
+Everything here reads; nothing is slowed down, and no other process is touched. Where there is no
+`/proc`, the state of other processes is unknown.
 """
 
 from __future__ import annotations
@@ -111,9 +111,11 @@ class Stand:
 
     Args:
         line: the innermost line that is the user's, as "file, line 3, in f: code".
-        meeting: the function of torch.distributed that it is in, if the whole world meets there; else empty.
+        meeting: the function of torch.distributed that it is in, if the whole world meets there;
+            else empty.
         differentiates: whether it is in a backward that torch runs.
-        communicates: whether it is in a function of ours or of torch's that may wait for other ranks.
+        communicates: whether it is in a function of ours or of torch's that may wait for other
+            ranks.
         joins: whether it waits for another thread of this process to end.
     """
 

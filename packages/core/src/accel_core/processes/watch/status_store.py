@@ -22,7 +22,8 @@ class Board:
     """One rank's access to the board. Every method is one or a few messages, and raises `DistError` if the store has gone.
 
     Args:
-        store: a connection that nobody else waits on, with nothing on it from an earlier world of these ranks.
+        store: a connection that nobody else waits on, with nothing on it from an earlier world of
+            these ranks.
         rank: of this process.
     """
 

@@ -46,8 +46,9 @@ GRACE = 5.0
 class Watch:
     """The watch of one rank over its world.
 
-    It has a thread of its own, which sleeps, and a connection of its own to the store. A rank that is in no collective is
-    never ended from here, for it may be writing what must not be lost: its next collective raises.
+    It has a thread of its own, which sleeps, and a connection of its own to the store. A rank that
+    is in no collective is never ended from here, for it may be writing what must not be lost: its
+    next collective raises.
 
     Attributes:
         verdict: why the ranks will not come together; empty as long as they may.
@@ -104,7 +105,8 @@ class Watch:
         Args:
             name: what the user called, as in messages: "gather()".
             members: the ranks that take part; None: all.
-            details: what has to agree between them beside the name; compared only where that was asked for.
+            details: what has to agree between them beside the name; compared only where that was
+                asked for.
         """
         return Collective(self, name, members, details)
 
