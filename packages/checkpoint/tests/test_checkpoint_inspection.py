@@ -12,9 +12,7 @@ from accel_checkpoint.files.folder import Draft
 from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import write_part
-from accel_checkpoint.files.stored import DTYPES
 from accel_checkpoint.inspection.command import add_arguments, describe, list_checkpoints, run, verify
-from accel_checkpoint.inspection.comparison import compare
 from accel_core import CheckpointError
 
 DAY = "2030-01-31T12:00:00+00:00"
@@ -108,10 +106,6 @@ def flip(path, position=-1):
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
-
-
-def said(folder, other):
-    return {difference.name: difference.what for difference in compare(folder, other)}
 
 
 def test_a_checkpoint_is_described_unit_by_unit(tmp_path, capsys):
@@ -213,112 +207,7 @@ def test_all_checkpoints_of_a_folder_are_verified(tmp_path, capsys):
     assert content["verified"] == [str(folder) for folder in folders]
 
 
-def test_how_a_state_lies_in_files_is_no_difference(tmp_path, capsys):
-    whole = training().publish(tmp_path / "whole", {"world": 1})
-    cut = training((1, 3)).publish(tmp_path / "cut", {"world": 2})
-    cut_again = training((2, 0, 2)).publish(tmp_path / "again", {"world": 3})
-    assert compare(whole, cut) == compare(cut, cut_again) == []
-    assert command(whole, "--compare", cut) == 0
-    assert capsys.readouterr().out == f"no difference between {whole} (the first) and {cut} (the second)\n"
-
-
-def test_every_difference_is_listed(tmp_path, capsys):
-    first = training().tensor("model.1/gone", WEIGHT).tensor("model.1/turned", WEIGHT).tensor("model.1/half", WEIGHT)
-    first.opaque("optimizer.1/a", WEIGHT).opaque("optimizer.1/b", WEIGHT).object("object.1", {}).alias(
-        "x", "model.0/weight"
-    )
-    first.terms("gradient/0.weight", {0: WEIGHT, 1: WEIGHT})
-    second = training((1, 3)).tensor("model.1/turned", WEIGHT.T).tensor("model.1/half", WEIGHT.half())
-    second.opaque("optimizer.1/a", WEIGHT, "others").opaque("optimizer.1/b", WEIGHT + 1).object("object.2", {})
-    second.terms("gradient/0.weight", {0: WEIGHT - 1})
-    second.files["rank-00001.safetensors"]["model.0/weight@1"] = WEIGHT[1:] + torch.eye(3) / 4
-    second.objects["scheduler.0"][0]["skeleton"] = {"last_epoch": 8, "rates": [0.1, 0.5]}
-    second.objects["random"][1]["skeleton"] = {"python": [3, True]}
-    second.files["rank-00001.safetensors"]["random/torch"] = torch.full((4,), 5)
-    one, two = first.publish(tmp_path / "one"), second.publish(tmp_path / "two")
-    assert said(one, two) == {
-        "model.1/gone": "only in the first",
-        "x": "only in the first",
-        "gradient/0.weight, rank 1": "only in the first",
-        "gradient/0.weight, rank 0": "12 of 12 values differ, by at most 1",
-        "model.0/head": "3 of 12 values differ, by at most 0.25",
-        "model.1/half": "float32 [4, 3] in the first, float16 [4, 3] in the second",
-        "model.1/turned": "float32 [4, 3] in the first, float32 [3, 4] in the second",
-        "optimizer.1/a, part whole": "codes in the first, others in the second",
-        "optimizer.1/b, part whole: codes": "12 of 12 values differ, by at most 1",
-        "object.1": "only in the first",
-        "object.2": "only in the second",
-        "scheduler.0: last_epoch": "7 in the first, 8 in the second",
-        "scheduler.0: rates: 1": "0.2 in the first, 0.5 in the second",
-        "random, rank 1: python: 1": "1 in the first, True in the second",
-        "random, rank 1: torch": "4 of 4 values differ, by at most 4",
-    }
-    assert command(one, "--compare", two) == 1
-    assert capsys.readouterr().out.endswith(f"15 differences between {one} (the first) and {two} (the second)\n")
-    assert command(one, "--compare", two, "--json") == 1
-    sizes = {each["name"]: each["largest"] for each in json.loads(capsys.readouterr().out)["differences"]}
-    assert (sizes["model.0/head"], sizes["scheduler.0: last_epoch"], sizes["model.1/half"]) == (0.25, 1.0, None)
-
-
-def test_what_only_some_ranks_have_is_a_difference(tmp_path):
-    one = Writer().object("random", {"a": 1}).publish(tmp_path / "one")
-    two = Writer().object("random", {"a": 1}, ranks=[0]).object("random", {"a": 2}, ranks=[2]).publish(tmp_path / "two")
-    three = Writer().object("random", {"a": 1}, ranks=[0, 1]).publish(tmp_path / "three")
-    assert said(one, two) == {"random, rank 2: a": "1 in the first, 2 in the second"}
-    assert said(two, three) == {"random, rank 1": "only in the second", "random, rank 2": "only in the first"}
-
-
-def test_another_kind_of_state_is_a_difference(tmp_path):
-    one = Writer().tensor("model.0/weight", WEIGHT, kind="replicated").publish(tmp_path / "one")
-    two = Writer().tensor("model.0/weight", WEIGHT).publish(tmp_path / "two")
-    three = Writer().opaque("model.0/weight", WEIGHT).publish(tmp_path / "three")
-    assert compare(one, two) == []
-    assert said(two, three) == {"model.0/weight": "elementwise in the first, opaque in the second"}
-
-
-def test_values_are_compared_bit_by_bit(tmp_path):
-    values = torch.tensor([0.0, 1.0, float("nan"), float("inf")])
-    others = torch.tensor([-0.0, 1.0, float("nan"), float("inf")])
-    one = Writer().tensor("model.0/w", values).tensor("model.0/v", values).publish(tmp_path / "one")
-    two = Writer().tensor("model.0/w", others).tensor("model.0/v", values.flip(0)).publish(tmp_path / "two")
-    assert compare(one, one) == []
-    assert said(one, two) == {
-        "model.0/w": "1 of 4 values differ, by at most 0",
-        "model.0/v": "4 of 4 values differ, not all by a number",
-    }
-    assert [each.largest for each in compare(one, two)] == [None, 0.0]
-
-
-def test_values_of_every_dtype_are_compared(tmp_path):
-    zeros, ones = Writer(), Writer()
-    for name, dtype in DTYPES.items():
-        raw = torch.zeros(2, dtype.itemsize, dtype=torch.uint8)
-        zeros.tensor(f"model.0/{name}", raw.view(dtype).view(2))
-        raw = raw.clone()
-        raw[1, 0] = 1
-        ones.tensor(f"model.0/{name}", raw.view(dtype).view(2))
-    one, two = zeros.publish(tmp_path / "one"), ones.publish(tmp_path / "two")
-    assert compare(two, two) == []
-    differences = compare(one, two)
-    assert {each.name for each in differences} == {f"model.0/{name}" for name in DTYPES}
-    assert all(each.what.startswith("1 of 2 values differ") for each in differences)
-
-
-def test_what_is_large_or_empty_or_a_single_number_is_compared(tmp_path):
-    long = torch.zeros(2**20 + 3)
-    other = long.clone()
-    other[-1], other[5] = 2.0, -1.0
-    one = Writer().tensor("model.0/long", long).tensor("model.0/none", torch.empty(0, 3)).tensor("s", torch.tensor(1.0))
-    two = (
-        Writer().tensor("model.0/long", other).tensor("model.0/none", torch.empty(0, 3)).tensor("s", torch.tensor(4.0))
-    )
-    assert said(one.publish(tmp_path / "one"), two.publish(tmp_path / "two")) == {
-        "model.0/long": f"2 of {2**20 + 3} values differ, by at most 2",
-        "s": "1 of 1 values differ, by at most 3",
-    }
-
-
-@pytest.mark.parametrize("way", [[], ["--verify"], ["--compare", "."]])
+@pytest.mark.parametrize("way", [[], ["--verify"]])
 def test_a_folder_without_a_checkpoint_is_no_answer(way, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert command(tmp_path / "empty", *way) == 2
@@ -326,15 +215,6 @@ def test_a_folder_without_a_checkpoint_is_no_answer(way, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "has no manifest.json" in printed.err
     assert "there is no such folder" in printed.err
-    assert not printed.out
-
-
-def test_a_comparison_with_what_is_damaged_is_no_answer(tmp_path, capsys):
-    one, two = training().publish(tmp_path / "one"), training().publish(tmp_path / "two")
-    flip(data_files(two)[1])
-    assert command(one, "--compare", two) == 2
-    printed = capsys.readouterr()
-    assert "the file is damaged" in printed.err
     assert not printed.out
 
 
@@ -350,9 +230,3 @@ def test_what_a_newer_version_wrote_is_not_called_damaged(tmp_path):
     manifest.write_text(manifest.read_text("utf-8").replace('"version": 1', '"version": 2'), "utf-8")
     with pytest.raises(CheckpointError, match="written by a newer accel-core"):
         verify(folder)
-
-
-def test_verifying_and_comparing_are_two_calls(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        command(tmp_path, "--verify", "--compare", tmp_path)
-    assert "not allowed with argument" in capsys.readouterr().err

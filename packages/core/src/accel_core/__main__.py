@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands")
     help_text = "list every installed plugin, importing each to see whether it works"
     commands.add_parser("plugins", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    commands.add_parser("checkpoint", help="show, verify or compare what save_state() wrote")
+    commands.add_parser("checkpoint", help="show or verify what save_state() wrote")
     if parser.parse_args(given).command is None:
         parser.print_help()
     else:

@@ -204,35 +204,17 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_the_block(tmp_path:
             pytest.fail("the block was entered")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"activities": ["cpo"]}, ValueError, "holds 'cpo', which torch cannot record. Known: cpu, .* Type 'cpu' if"),
-        ({"activities": [3]}, ValueError, "holds 3, which torch cannot record"),
-        ({"activities": []}, ValueError, "would record nothing. Leave activities out"),
-        ({"activities": "cpu"}, TypeError, r"activities='cpu' is a str: expected a list"),
-        (
-            {"schedule_option": {**CYCLES, "skip_fist": 1}},
-            ValueError,
-            "'skip_fist' is not an argument .* Type 'skip_first' if",
-        ),
-        ({"schedule_option": {"wait": 1, "active": 1}}, ValueError, "warmup is missing. Give wait, warmup and active"),
-        ({"schedule_option": {**CYCLES, "wait": -1}}, ValueError, "wait=-1 is no number of steps. .* at least 0"),
-        ({"schedule_option": {**CYCLES, "active": 0}}, ValueError, "active=0 is no number of steps. .* at least 1"),
-        ({"schedule_option": {**CYCLES, "repeat": 1.5}}, ValueError, "repeat=1.5 is no number"),
-        ({"on_trace_ready": "print"}, TypeError, "on_trace_ready='print'. is a str: give a function"),
-    ],
-)
-def test_options_that_cannot_hold_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ProfileKwargs(**options)
+@pytest.mark.parametrize("activity", ["cpo", 3])
+def test_an_activity_that_torch_cannot_record_is_refused_with_those_that_it_can(activity: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"holds {activity!r}, which torch cannot record here, only .*cpu.* Leave activities out"
+    ):
+        ProfileKwargs(activities=["cpu", activity]).build()
 
 
-def test_an_activity_that_is_not_here_is_refused() -> None:
-    here = torch.profiler.supported_activities()
-    missing = [name for name, activity in torch.profiler.ProfilerActivity.__members__.items() if activity not in here]
-    with pytest.raises(ValueError, match=f"torch cannot record {missing[0]} here, only .*CPU.* Leave activities out"):
-        ProfileKwargs(activities=["cpu", missing[0].lower()]).build()
+def test_what_is_wrong_with_a_schedule_torch_says() -> None:
+    with pytest.raises(TypeError, match="skip_fist"):
+        ProfileKwargs(schedule_option={**CYCLES, "skip_fist": 1}).build()
 
 
 def test_only_what_differs_is_passed_on() -> None:

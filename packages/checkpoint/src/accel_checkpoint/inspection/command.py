@@ -1,8 +1,7 @@
-"""Looking into checkpoints without a run: what they hold, whether they are whole, and in what two of them differ.
+"""A look into checkpoints without a run: their contents, and whether they are whole.
 
-`python -m accel_core checkpoint FOLDER` calls `run`, and `accel checkpoint FOLDER` calls `main`.
-Nothing is written, and no class that a checkpoint names is needed: objects are compared as they are
-encoded.
+`accel checkpoint FOLDER` and `python -m accel_core checkpoint FOLDER` call `main`. Nothing is
+written, and no class that a checkpoint names is needed.
 """
 
 from __future__ import annotations
@@ -14,18 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from accel_checkpoint.files import manifest as manifests
 from accel_checkpoint.files import retention
 from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest, read_manifest
 from accel_checkpoint.files.part_file import PartReader
-from accel_checkpoint.inspection.comparison import compare, read_values
+from accel_checkpoint.files.stored import DTYPES
 from accel_checkpoint.inspection.survey import Contents, size_of
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import format_table
 
 FINE, AMISS, NO_ANSWER = 0, 1, 2
-"""Exit statuses: all is well; something is damaged, or differs; what was asked cannot be answered."""
+"""Exit statuses: all is well; something is damaged; what was asked cannot be answered."""
 
 _HOLDS = 72  # characters of what a unit holds, in a table
 
@@ -33,7 +34,7 @@ Report = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show, verify or compare what save_state() wrote."""
+    """Show or verify what save_state() wrote."""
     parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__)
     add_arguments(parser)
     return run(parser.parse_args(arguments))
@@ -42,21 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what `run` takes."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoint_<n>")
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--verify", action="store_true", help="read everything, and check every hash")
-    ways.add_argument("--compare", type=Path, metavar="OTHER", help="list what differs from another checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read everything, and check every hash")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was asked for, and returns the exit status: 1 for damage and differences, 2 where there is no answer."""
+    """Prints what was asked for, and returns the exit status: 1 for damage, 2 where there is no answer."""
     try:
-        if arguments.compare is not None:
-            answer, text, status = _compared(arguments.folder, arguments.compare)
-        elif arguments.verify:
-            answer, text, status = _verified(arguments.folder)
-        else:
-            answer, text, status = _described(arguments.folder)
+        answer, text, status = (_verified if arguments.verify else _described)(arguments.folder)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return NO_ANSWER
@@ -205,10 +199,17 @@ def _damage(folder: Path, report: Report | None) -> list[Damage]:
         try:
             with PartReader(data / name, stored) as reader:
                 for key in stored.tensors:
-                    read_values(reader, key)
+                    _read(reader, key)
         except (CheckpointError, OSError) as error:
             damaged.append(Damage(str(data / name), str(error)))
     return damaged
+
+
+def _read(reader: PartReader, key: str) -> None:
+    """Reads a tensor of a file, and with it verifies every block."""
+    stored = reader.stored.tensors[key]
+    bits = torch.empty((*stored.shape, stored.itemsize), dtype=torch.uint8)
+    reader.read(key, bits.view(DTYPES[stored.dtype]).view(stored.shape))
 
 
 def _verified(folder: Path) -> _Answer:
@@ -229,16 +230,3 @@ def _verified(folder: Path) -> _Answer:
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr)  # noqa: T201
-
-
-def _compared(first: Path, second: Path) -> _Answer:
-    differences = compare(first, second)
-    content = {
-        "first": str(first),
-        "second": str(second),
-        "differences": [difference._asdict() for difference in differences],
-    }
-    lines = [f"{difference.name}: {difference.what}" for difference in differences]
-    count = f"{len(lines)} differences" if lines else "no difference"
-    summary = f"{count} between {first} (the first) and {second} (the second)"
-    return _Answer(content, "\n".join([*lines, summary]), AMISS if differences else FINE)

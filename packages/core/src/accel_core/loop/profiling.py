@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,14 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from accel_core.base.suggestions import nearest
 from accel_core.options.handlers import KwargsHandler
-from accel_core.options.resolution import as_sequence
 
 if TYPE_CHECKING:
     from accel_core.processes.world import World
@@ -46,10 +43,6 @@ class ProfileKwargs(KwargsHandler):
         output_trace_dir: the folder for a Chrome trace of each recorded cycle, see `profile`. None:
             no files.
 
-    Raises:
-        TypeError: for a value of another type.
-        ValueError: for an activity or a key of the schedule that torch does not know, and for a
-            schedule that could not be followed.
     """
 
     on_request: ClassVar[bool] = True
@@ -64,33 +57,15 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | os.PathLike[str] | None = None
 
-    def __post_init__(self) -> None:
-        _activities(self.activities)
-        if self.schedule_option is not None:
-            _check_schedule(self.schedule_option)
-        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise TypeError(
-                f"ProfileKwargs(on_trace_ready={self.on_trace_ready!r}) is a {type(self.on_trace_ready).__name__}: give a "
-                f"function that takes the profiler."
-            )
-
     def build(self) -> torch.profiler.profile:
-        """A new profiler with these options, which writes no files by itself.
+        """A new profiler with these options, which writes no files by itself. Raises what torch raises for them.
 
         Raises:
-            ValueError: if torch cannot record one of the activities here.
+            ValueError: for an activity that torch does not know, or cannot record here.
         """
-        activities = _activities(self.activities)
-        here = torch.profiler.supported_activities()
-        missing = [activity.name for activity in activities or () if activity not in here]
-        if missing:
-            raise ValueError(
-                f"ProfileKwargs(activities={self.activities!r}) was asked for, but torch cannot record {', '.join(missing)} "
-                f"here, only {_names(here)}. Leave activities out to record what there is."
-            )
         schedule = self.schedule_option
         return _Profiler(
-            activities=activities,
+            activities=None if self.activities is None else list(dict.fromkeys(map(_activity, self.activities))),
             schedule=None if schedule is None else torch.profiler.schedule(**schedule),
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes,
@@ -212,54 +187,13 @@ def _leave_after(error: BaseException, profiler: torch.profiler.profile) -> None
         )
 
 
-def _activities(given: object) -> list[ProfilerActivity] | None:
-    if given is None:
-        return None
-    known = ProfilerActivity.__members__
-    by_name = {name.lower(): activity for name, activity in known.items()}
-    found = []
-    for item in as_sequence("activities", given):
-        activity = by_name.get(item.lower()) if isinstance(item, str) else item
-        if not isinstance(activity, ProfilerActivity):
-            meant = nearest(str(item), list(by_name))
-            hint = "" if meant is None else f" Type {meant!r} if that was meant."
-            raise ValueError(
-                f"ProfileKwargs(activities={given!r}) holds {item!r}, which torch cannot record. Known: "
-                f"{', '.join(by_name)}.{hint}"
-            )
-        found.append(activity)
-    if not found:
+def _activity(given: str | ProfilerActivity) -> ProfilerActivity:
+    known = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+    activity = known.get(given.lower()) if isinstance(given, str) else given
+    if activity not in torch.profiler.supported_activities():  # torch would leave some of them out in silence
+        here = ", ".join(sorted(each.name.lower() for each in torch.profiler.supported_activities()))
         raise ValueError(
-            "ProfileKwargs(activities=[]) would record nothing. Leave activities out to record the CPU and the "
-            "accelerator, or name one."
+            f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only {here}. Leave activities out to "
+            f"record what there is."
         )
-    return list(dict.fromkeys(found))  # torch refuses one that is named twice
-
-
-def _names(activities: set[ProfilerActivity]) -> str:
-    return ", ".join(sorted(activity.name for activity in activities))
-
-
-def _check_schedule(given: Mapping[str, int]) -> None:
-    """Raises what torch would raise at the start of the profiled block, and names what was meant."""
-    parameters = inspect.signature(torch.profiler.schedule).parameters
-    for name in given:
-        if name not in parameters:
-            meant = nearest(name, list(parameters))
-            hint = "" if meant is None else f" Type {meant!r} if that was meant."
-            _refuse(
-                given, f"{name!r} is not an argument of torch.profiler.schedule. Known: {', '.join(parameters)}.{hint}"
-            )
-    missing = [
-        name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in given
-    ]
-    if missing:
-        _refuse(given, f"{', '.join(missing)} is missing. Give wait, warmup and active, in steps.")
-    for name, value in given.items():
-        least = 1 if name == "active" else 0
-        if type(value) is not int or value < least:
-            _refuse(given, f"{name}={value!r} is no number of steps. Give an integer of at least {least}.")
-
-
-def _refuse(given: Mapping[str, int], problem: str) -> NoReturn:
-    raise ValueError(f"ProfileKwargs(schedule_option={given!r}): {problem}")
+    return cast("ProfilerActivity", activity)
