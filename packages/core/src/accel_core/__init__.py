@@ -184,11 +184,24 @@ def __getattr__(name: str) -> Any:
             f"`from {distribution.replace('-', '_')} import {name}`."
         )
     if name in _OF_CHECKPOINTS:
-        return getattr(import_module(f"{__name__}.facade.default_hooks").CoreDefaults().checkpoints(f"{name}()"), name)
+        return _of_checkpoints(name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     return found
+
+
+def _of_checkpoints(name: str) -> Any:
+    defaults = import_module(f"{__name__}.facade.default_hooks").CoreDefaults()
+    try:
+        return getattr(defaults.checkpoints(f"{name}()"), name)
+    except NotInstalledError as error:
+        missing = error
+
+        def function(*_: Any, **__: Any) -> Any:
+            raise missing  # when it is called: `import *`, and whoever looks at all names, asks for it too
+
+        return function
 
 
 def __dir__() -> list[str]:

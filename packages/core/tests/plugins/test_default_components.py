@@ -103,6 +103,14 @@ def test_without_accel_checkpoint_a_call_says_what_to_type(without, call, tmp_pa
     accelerator.end_training()
 
 
+def test_names_of_accel_checkpoint_may_be_looked_at_without_it(without):
+    assert callable(accel_core.export_weights)
+    assert {"export_weights", "load_checkpoint_in_model"} <= set(dir(accel_core))
+    found = {}
+    exec("from accel_core import *", found)
+    assert found["Accelerator"] is Accelerator
+
+
 def test_weights_that_a_strategy_lays_out_are_gathered_by_it_too(without):
     accelerator = Accelerator(cpu=True, strategy=Rows())
     model = accelerator.prepare(nn.Linear(2, 2))
