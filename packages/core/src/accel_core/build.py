@@ -227,6 +227,8 @@ def _trackers(
     from accel_core.tracking.selection import choose  # which most runs need not import
 
     chosen = choose(argument, offers, sections)
+    if not chosen.selected and not chosen.left_out:  # an empty list, or "all" of nothing
+        return None, None, rules or TrackingKwargs(**sections.share("tracking"))
     factory = find_default(recorder.GROUP, recorder.NAME, "log_with", offers).load()
     return chosen, factory, rules or TrackingKwargs(**sections.share("tracking"))
 

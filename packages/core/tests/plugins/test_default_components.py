@@ -130,6 +130,11 @@ def test_without_accel_trackers_log_with_says_what_to_type_for_any_tracker(witho
     expected = "log_with needs accel-trackers, which is not installed. Type: pip install accel-trackers"
     with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
         Accelerator(cpu=True, log_with=Listing())
+    for nothing in ([], "all"):
+        accelerator = Accelerator(cpu=True, log_with=nothing)
+        accelerator.init_trackers("project")
+        accelerator.log({"loss": 1.0})
+        assert accelerator.trackers == accelerator.log_with == []
 
 
 def test_the_command_says_so_too(without):
