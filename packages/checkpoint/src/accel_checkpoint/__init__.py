@@ -31,6 +31,7 @@ from accel_checkpoint.optimizers.known_optimizers import (
 )
 from accel_checkpoint.optimizers.optimizer_state import capture_optimizer, list_misfits, restore_optimizer
 from accel_checkpoint.optimizers.parameter_state import has_tensors
+from accel_checkpoint.run_state import check_moment
 from accel_checkpoint.weights.exporting import Exported, export_weights
 from accel_checkpoint.weights.loading import load_checkpoint_in_model, load_weights
 from accel_checkpoint.weights.saving import write_weights
@@ -45,6 +46,7 @@ __all__ = [
     "WeightGather",
     "capture_model",
     "capture_optimizer",
+    "check_moment",
     "elementwise_entry",
     "export_weights",
     "gather_entry",

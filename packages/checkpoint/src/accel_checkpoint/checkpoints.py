@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,16 +28,22 @@ FOLDER = "checkpoints"
 
 
 class Checkpoints:
-    """Saves and loads one run."""
+    """Saves and loads one run, which whoever calls a method holds on to."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._reference = weakref.ref(run)
         self._project = run.project
         self._set_up = set_up(run.world, run.explain())
         # What a checkpoint that was loaded said of trackers, for the next one, where there are none here.
         self._recorded: Sequence[Any] = ()
         self._background = Background(run.world)
         self._known = False  # whether this run has saved to, or loaded from, the folder of automatic names
+
+    @property
+    def _run(self) -> Run:
+        run = self._reference()
+        assert run is not None, "whoever calls holds on to it"
+        return run
 
     @torch.inference_mode(False)  # what is made here is used outside of it, by the next save for one
     def save(self, output_dir: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -35,7 +36,7 @@ class NeutralCheckpoints:
     load_checkpoint_in_model = staticmethod(load_checkpoint_in_model)
 
     def __init__(self) -> None:
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: WeakKeyDictionary[Run, Checkpoints] = WeakKeyDictionary()
 
     @hookimpl
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
@@ -48,24 +49,24 @@ class NeutralCheckpoints:
         self._of(run).load(folder)
 
     @hookimpl
-    def wait_for_checkpoint(self) -> None:
+    def wait_for_checkpoint(self, run: Run) -> None:
         """Returns when the save that is under way is published."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+        if run in self._checkpoints:
+            self._checkpoints[run].wait()
 
-    def model_state(self, model: nn.Module) -> State:
+    def capture_model(self, model: nn.Module) -> State:
         """All of it, whole."""
         return capture_model(model)
 
-    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+    def capture_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Parameters are whole."""
         return capture_optimizer(optimizer, names, Whole())
 
-    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+    def optimizer_problems(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """Parameters are whole."""
         return list_misfits(optimizer, names, Whole(), saved)
 
-    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+    def restore_optimizer(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Parameters are whole."""
         restore_optimizer(optimizer, names, Whole(), saved)
 
@@ -94,9 +95,9 @@ class NeutralCheckpoints:
         saving.save(obj, f, safe_serialization, world=world, save_on_each_node=save_on_each_node)
 
     def _of(self, run: Run) -> Checkpoints:
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(run)
-        return self._checkpoints
+        if run not in self._checkpoints:
+            self._checkpoints[run] = Checkpoints(run)
+        return self._checkpoints[run]
 
 
 def _gathering(present: Callable[[], State], world: World, prefix: str) -> WeightGather:

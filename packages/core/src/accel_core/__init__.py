@@ -195,7 +195,7 @@ def _of_checkpoints(name: str) -> Any:
     defaults = import_module(f"{__name__}.facade.default_hooks").CoreDefaults()
     try:
         return getattr(defaults.checkpoints(f"{name}()"), name)
-    except NotInstalledError as error:
+    except (PluginError, AttributeError) as error:
         missing = error
 
         def function(*_: Any, **__: Any) -> Any:

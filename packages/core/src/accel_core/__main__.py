@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from accel_core.base.errors import PluginError
 from accel_core.plugins.explain import format_table, offer_state
 from accel_core.plugins.offers import find_default, list_offers
 
@@ -14,8 +15,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. A command that does not exist exits with status 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["checkpoint"]:
-        status: int = find_default("accel.commands", "checkpoint", "python -m accel_core checkpoint").load()(given[1:])
-        return status
+        try:
+            command = find_default("accel.commands", "checkpoint", "python -m accel_core checkpoint").load()
+        except PluginError as error:
+            print(error, file=sys.stderr)  # noqa: T201
+            return 2
+        return int(command(given[1:]))
     parser = argparse.ArgumentParser(
         prog="python -m accel_core", description="Looks into an installation of accel-core, and into checkpoints."
     )

@@ -14,6 +14,7 @@ import torch
 
 from accel_core.base.errors import PluginError
 from accel_core.contract import detector, recorder
+from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
@@ -125,8 +126,9 @@ def assemble(given: Arguments) -> Assembly:
     recorded = ", ".join(trackers.names) if trackers is not None else ""
     sections.finish(offers, f"{_in_words(strategy, precision, world)}, trackers: {recorded or 'none'}")
     choices = (strategy, precision, *loader, *plugins)
-    defaults = CoreDefaults(offers)
+    defaults = CoreDefaults()
     activation = activate([choice.selected for choice in choices], defaults)
+    _check_checkpoints(activation)
     recording = [] if trackers is None else [Choice("tracker", each, trackers.source) for each in trackers.selected]
     layout = activation.relay.layout(world)
     _check_layout(layout, world, strategy)
@@ -231,6 +233,20 @@ def _trackers(
         return None, None, rules or TrackingKwargs(**sections.share("tracking"))
     factory = find_default(recorder.GROUP, recorder.NAME, "log_with", offers).load()
     return chosen, factory, rules or TrackingKwargs(**sections.share("tracking"))
+
+
+def _check_checkpoints(activation: Activation) -> None:
+    """One format saves and loads: what another one wrote it could not read, and its failures nobody would hear of."""
+    owners = {hook: activation.owners[hook] for hook in CHECKPOINT_HOOKS}
+    saves, loads, waits = owners.values()
+    if saves is not loads or (waits is not None and waits is not saves):
+        told = ", ".join(
+            f"{hook} by {'the default' if each is None else each.describe()}" for hook, each in owners.items()
+        )
+        raise PluginError(
+            f"Checkpoints would be saved and loaded by different owners: {told}. Implement save_checkpoint and load_checkpoint in one "
+            f"plugin, and wait_for_checkpoint there too if it writes behind."
+        )
 
 
 def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:

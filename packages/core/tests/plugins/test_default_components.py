@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from torch import nn
 from trackers_for_tests import Listing
 
 import accel_core
-from accel_core import Accelerator, NotInstalledError, hookimpl
+from accel_checkpoint import NeutralCheckpoints
+from accel_core import Accelerator, NotInstalledError, PluginError, hookimpl
 from accel_core.loop.run import Run
 from accel_core.plugins import list_offers
+
+DEFAULT_GROUPS = ("accel.checkpoints", "accel.diagnostics", "accel.recorders")
 
 
 class Format:
@@ -57,6 +63,74 @@ def test_a_plugin_saves_and_loads_in_a_format_of_its_own(tmp_path):
     assert own.told == [("save", "eager"), "load", "wait", "wait"]
     assert [path.name for path in tmp_path.iterdir()] == ["all.pt"]
     assert accelerator.explain().owners["save_checkpoint"] == "plugin 'Format'"
+
+
+class SavesAlone:
+    @hookimpl
+    def save_checkpoint(self, run, folder, asynchronous):
+        return None
+
+
+class SavesAndLoads(SavesAlone):
+    @hookimpl
+    def load_checkpoint(self, run, folder):
+        pass
+
+
+class Waits:
+    @hookimpl
+    def wait_for_checkpoint(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "plugins", [[SavesAlone()], [Waits()], [SavesAndLoads(), Waits()]], ids=["saves", "waits", "two"]
+)
+def test_one_plugin_saves_loads_and_waits(plugins):
+    with pytest.raises(PluginError, match="would be saved and loaded by different owners: save_checkpoint by"):
+        Accelerator(cpu=True, plugins=plugins)
+
+
+def test_a_format_that_cannot_be_waited_for_writes_nothing_behind_and_says_where_it_wrote(tmp_path):
+    accelerator = Accelerator(cpu=True, plugins=[SavesAndLoads()])
+    with pytest.raises(
+        ValueError,
+        match=r"asynchronous='eager'\) was asked for, and the plugin 'SavesAndLoads'.*no wait_for_checkpoint",
+    ):
+        accelerator.save_state(tmp_path, asynchronous="eager")
+    with pytest.raises(TypeError, match="The hook save_checkpoint returned None, expected the folder as a text"):
+        accelerator.save_state(tmp_path)
+    accelerator.end_training()
+
+
+def test_one_object_of_the_neutral_format_saves_whichever_run_it_is_given(tmp_path):
+    """As in a plugin that saves as accel-checkpoint does, and then does something else."""
+    own, weights = NeutralCheckpoints(), []
+    for number in (1.0, 2.0):
+        accelerator = Accelerator(cpu=True, plugins=[own])
+        model = accelerator.prepare(nn.Linear(1, 1))
+        nn.init.constant_(model.weight, number)
+        accelerator.save_state(tmp_path / str(number))
+        nn.init.zeros_(model.weight)
+        accelerator.load_state(tmp_path / str(number))
+        weights.append(model.weight.item())
+        accelerator.end_training()
+    assert weights == [1.0, 2.0]
+
+
+def test_what_was_saved_dies_with_its_accelerator_without_a_collection(tmp_path):
+    def train():
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.save_state(tmp_path)
+        accelerator.end_training()
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_imported_for_a_run_that_saves_nothing(monkeypatch):
@@ -131,14 +205,24 @@ def test_without_accel_trackers_log_with_says_what_to_type_for_any_tracker(witho
     with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
         Accelerator(cpu=True, log_with=Listing())
     for nothing in ([], "all"):
-        accelerator = Accelerator(cpu=True, log_with=nothing)
+        with pytest.warns(match="no tracker is installed.*pip install accel-trackers") if nothing else nullcontext():
+            accelerator = Accelerator(cpu=True, log_with=nothing)
         accelerator.init_trackers("project")
         accelerator.log({"loss": 1.0})
         assert accelerator.trackers == accelerator.log_with == []
 
 
-def test_the_command_says_so_too(without):
+def test_the_command_says_so_too(without, capsys):
     from accel_core.__main__ import main
 
-    with pytest.raises(NotInstalledError, match="^python -m accel_core checkpoint needs accel-checkpoint"):
-        main(["checkpoint", "."])
+    assert main(["checkpoint", "."]) == 2
+    assert capsys.readouterr().err.startswith(
+        "python -m accel_core checkpoint needs accel-checkpoint, which is not installed."
+    )
+
+
+def test_what_serves_by_default_is_explained(tmp_path):
+    explained = Accelerator(cpu=True).explain()
+    states = {offer.group: offer.state for offer in explained.inactive if offer.group in DEFAULT_GROUPS}
+    assert states == dict.fromkeys(DEFAULT_GROUPS, "ok: used where it is asked for")
+    assert explained.owners["save_checkpoint"] == "accel-core's default, by what accel.checkpoints offers as 'neutral'"

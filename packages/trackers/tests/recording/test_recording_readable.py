@@ -142,6 +142,8 @@ def function() -> None: ...
         (torch.channels_last, "torch.channels_last"),
         (Optimizer, f"{__name__}.Optimizer"),
         (int, "int"),
+        (np.float32, "numpy.float32"),
+        (torch.Tensor, "torch.Tensor"),
         (function, f"{__name__}.function"),
         (Plain().method, f"{__name__}.Plain.method"),
         (math.sqrt, "math.sqrt"),
@@ -238,6 +240,27 @@ def test_keys_become_texts_and_none_gets_lost() -> None:
         "1": "a", "1 (2)": "b", "1.5": "c", "None": "d", "red": "e", "[1, 2]": "f", "torch.float16": "h", "1 (2) (2)": "i",
     }  # fmt: skip
     assert readable_config({Path("b"): 1, "b": 2}) == {"b": 1, "b (2)": 2}
+
+
+class FromFile:
+    """What a file of YAML becomes in many a script."""
+
+    def __init__(self, content: dict[Any, Any]) -> None:
+        self.__dict__.update(content)
+
+
+def test_attributes_may_have_any_name() -> None:
+    assert readable_config(FromFile({True: 1, 3: 2, "lr": 0.1, "_own": 4})) == {"True": 1, "3": 2, "lr": 0.1}
+
+
+def test_an_array_that_contains_itself_is_cut() -> None:
+    array = np.empty(2, object)
+    array[:] = [array, array]
+    assert inside(array) == ["…", "…"]
+
+
+def test_many_keys_that_read_alike_take_no_time() -> None:
+    assert len(readable_config({"a": {object(): number for number in range(3000)}})["a"]) == 3000
 
 
 def test_what_contains_itself_is_cut() -> None:

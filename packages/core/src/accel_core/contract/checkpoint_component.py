@@ -37,19 +37,19 @@ class CheckpointComponent(Protocol):
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
         """The hook."""
 
-    def wait_for_checkpoint(self) -> None:
+    def wait_for_checkpoint(self, run: Run) -> None:
         """The hook."""
 
-    def model_state(self, model: nn.Module) -> State:
+    def capture_model(self, model: nn.Module) -> State:
         """The entries of a model of which every rank has all."""
 
-    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+    def capture_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """The state of an optimizer whose parameters are whole."""
 
-    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+    def optimizer_problems(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """The reasons why such an optimizer cannot be given what was saved, one line each."""
 
-    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+    def restore_optimizer(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Gives such an optimizer what was saved."""
 
     def gather_state_dict(self, present: Callable[[], State], world: World, prefix: str) -> dict[str, Any]:
@@ -73,3 +73,6 @@ class CheckpointComponent(Protocol):
 
     def load_checkpoint_in_model(self, model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
         """Reads weights into a model, all of them or it raises. No collective."""
+
+    def export_weights(self, source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Any:
+        """Writes the weights of a checkpoint, or of other files, as plain safetensors. No collective."""

@@ -45,6 +45,9 @@ PROJECT = "accel"
 LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
 """What a strategy that does not replicate parameters implements, so that checkpoints can be saved under it."""
 
+CHECKPOINT_HOOKS = ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint")
+"""What one plugin implements that has a format of checkpoints; the last one if it writes behind."""
+
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a method that takes over the hook of the same name."""
@@ -393,12 +396,14 @@ class HookSpecs:
         """Saves all of a run.
 
         When: in `save_state`, on every rank. A collective.
-        Usual owner: none; a plugin with a format of its own, which then owns `load_checkpoint` too.
+        Usual owner: none; a plugin with a format of its own, which then owns `load_checkpoint` too,
+            and `wait_for_checkpoint` if it writes behind.
         Arguments: what is saved, and how each part is asked for its state; the folder, None where
-            names are given automatically; whether it is written behind: "eager" returns when
-            everything is copied, "lazy" at once.
-        Returns: the folder. Default: the neutral checkpoint of accel-checkpoint, which any strategy
-        on any number of ranks
+            names are given automatically; whether it is written behind: "eager" (or True) returns
+            when everything is copied, "lazy" at once, having told `run.prepared.copy_behind` what
+            the next step of an optimizer, and `free_memory`, have to wait for.
+        Returns: the folder, as a text.
+        Default: the neutral checkpoint of accel-checkpoint, which any strategy on any number of ranks
             loads. Without that package `NotInstalledError`.
         """
 

@@ -130,7 +130,20 @@ class CheckpointMethods(PreparationMethods):
                 "save_model(safe_serialization=False) writes weights in torch's format."
             )
         refuse_keywords("save_state()", save_model_func_kwargs)
-        return self._relay.save_checkpoint(self._run, output_dir, asynchronous)
+        owners = self._parts.activation.owners
+        if asynchronous and owners["save_checkpoint"] is not None and owners["wait_for_checkpoint"] is None:
+            raise ValueError(
+                f"save_state(asynchronous={asynchronous!r}) was asked for, and {owners['save_checkpoint'].describe()}, which saves here, has "
+                f"no wait_for_checkpoint(), so nobody could hear of a failure. Leave asynchronous out, or give the plugin that hook."
+            )
+        if owners["save_checkpoint"] is not None:  # the neutral format says more: how it writes
+            self._world.arrive("save_state()")
+        folder = self._relay.save_checkpoint(self._run, output_dir, asynchronous)
+        if not isinstance(folder, str):
+            raise TypeError(
+                f"The hook save_checkpoint returned {folder!r}, expected the folder as a text: what is saved is not known."
+            )
+        return folder
 
     def load_state(
         self,
@@ -159,6 +172,8 @@ class CheckpointMethods(PreparationMethods):
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
         refuse_keywords("load_state()", given)
+        if self._parts.activation.owners["load_checkpoint"] is not None:
+            self._world.arrive("load_state()")
         self._relay.load_checkpoint(self._run, input_dir)
 
     def wait_for_checkpoint(self) -> None:

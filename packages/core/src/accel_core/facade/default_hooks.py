@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from accel_core.contract.tensor_layouts import GradientState, State
     from accel_core.loop.forward_backward import Inputs, LossFn, WindowLoop
     from accel_core.loop.run import Asynchronous, Run
-    from accel_core.plugins import Offer
     from accel_core.processes.world import World
 
 _NOTHING = nullcontext()
@@ -39,16 +38,11 @@ class CoreDefaults:
     """The core's own implementations. `prepare_model` is missing: a strategy must have it.
 
     `window_loop` is set once the hooks are bound, for it calls them.
-
-    Args:
-        offers: what is installed, among which the component is that serves checkpoints; None: it is
-            listed when that is needed.
     """
 
     window_loop: WindowLoop
 
-    def __init__(self, offers: Sequence[Offer] | None = None) -> None:
-        self._offers = offers
+    def __init__(self) -> None:
         self._checkpoints: CheckpointComponent | None = None
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -179,15 +173,15 @@ class CoreDefaults:
         self.checkpoints("load_state()").load_checkpoint(run, folder)
 
     @hookimpl
-    def wait_for_checkpoint(self) -> None:
+    def wait_for_checkpoint(self, run: Run) -> None:
         """Nothing is under way where nothing was saved."""
         if self._checkpoints is not None:
-            self._checkpoints.wait_for_checkpoint()
+            self._checkpoints.wait_for_checkpoint(run)
 
     @hookimpl
     def model_state(self, model: nn.Module) -> State:
         """All of it, whole."""
-        return self.checkpoints("The state of a model").model_state(model)
+        return self.checkpoints("The state of a model").capture_model(model)
 
     @hookimpl
     def model_loaded(self) -> None:
@@ -196,22 +190,22 @@ class CoreDefaults:
     @hookimpl
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Parameters are whole."""
-        return self.checkpoints("The state of an optimizer").optimizer_state(optimizer, names)
+        return self.checkpoints("The state of an optimizer").capture_optimizer(optimizer, names)
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """Parameters are whole."""
-        return self.checkpoints("The state of an optimizer").optimizer_misfits(optimizer, names, saved)
+        return self.checkpoints("The state of an optimizer").optimizer_problems(optimizer, names, saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Parameters are whole."""
-        self.checkpoints("The state of an optimizer").load_optimizer_state(optimizer, names, saved)
+        self.checkpoints("The state of an optimizer").restore_optimizer(optimizer, names, saved)
 
     def checkpoints(self, call: str) -> CheckpointComponent:
         """The component for checkpoints and weights. Raises `NotInstalledError`, naming `call`, if there is none."""
         if self._checkpoints is None:
-            self._checkpoints = find_default(GROUP, NAME, call, self._offers).load()()
+            self._checkpoints = find_default(GROUP, NAME, call).load()()
         return self._checkpoints
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:

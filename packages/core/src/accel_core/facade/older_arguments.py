@@ -194,6 +194,6 @@ def refuse_keywords(call: str, given: Mapping[str, object]) -> None:
     """Raises `TypeError` for keyword arguments that belong to a native format, where no component has one."""
     if given:
         raise TypeError(
-            f"{call} got {', '.join(sorted(given))}, which are options of a native format, and what is active here has none: the "
-            f"neutral checkpoint has no options. Leave them out."
+            f"{call} got {', '.join(sorted(given))}, and has no such options: what a format of checkpoints needs to know, its plugin takes "
+            f"in its constructor. Leave them out."
         )

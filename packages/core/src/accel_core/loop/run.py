@@ -33,7 +33,7 @@ Asynchronous = bool | Literal["eager", "lazy"]
 """How a save is written behind: False, it is not; True as "eager"."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """The parts of an Accelerator whose state is saved.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.base.errors import PluginError
 from accel_core.base.masking import masked
+from accel_core.contract import checkpoint_component, detector, recorder
+from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.plugins.offers import Offer, list_offers
@@ -133,10 +135,10 @@ def explain(
         settings=tuple(
             Setting(name, str(masked(name, option.value)), option.source) for name, option in options.items()
         ),
-        owners={hook: _owner(selected) for hook, selected in activation.owners.items()},
+        owners={hook: _owner(selected, hook) for hook, selected in activation.owners.items()},
         listeners={hook: [_listener(one) for one in listeners] for hook, listeners in activation.listeners.items()},
         inactive=tuple(
-            Inactive(offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers))
+            Inactive(offer.group, offer.name, offer.distribution, offer.version, _state(offer, offers))
             for offer in offers
             if offer not in active
         ),
@@ -150,6 +152,12 @@ def explain(
             *further,
         ),
     )
+
+
+def _state(offer: Offer, offers: Iterable[Offer]) -> str:
+    state = offer_state(offer, offers)
+    defaults = {(each.GROUP, each.NAME) for each in (checkpoint_component, detector, recorder)}
+    return f"{state}: used where it is asked for" if state == "ok" and (offer.group, offer.name) in defaults else state
 
 
 def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
@@ -197,8 +205,12 @@ def _provider(part: Part) -> str:
     return "-" if part.distribution is None else f"{part.distribution} {part.version}"
 
 
-def _owner(selected: Selected | None) -> str:
-    return CORE_DEFAULT if selected is None else f"{selected.noun} {selected.name!r}"
+def _owner(selected: Selected | None, hook: str = "") -> str:
+    if selected is not None:
+        return f"{selected.noun} {selected.name!r}"
+    if hook in CHECKPOINT_HOOKS:
+        return f"{CORE_DEFAULT}, by what {checkpoint_component.GROUP} offers as {checkpoint_component.NAME!r}"
+    return CORE_DEFAULT
 
 
 def _listener(listener: Listener) -> str:

@@ -184,6 +184,16 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
     except NotInstalledError:
         provider = KNOWN_PROVIDERS[group][name]
         raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}") from None
+    except PluginError:
+        found = [
+            each
+            for each in (list_offers(group) if offers is None else offers)
+            if (each.group, each.name) == (group, name)
+        ]
+        raise PluginError(
+            f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}: "
+            f"{', '.join(each.provider for each in found)}. Uninstall all but one."
+        ) from None
 
 
 def how_to_get(provider: str | None) -> str:

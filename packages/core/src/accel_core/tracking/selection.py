@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import NotInstalledError
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.options.resolution import Option, as_list, resolve
@@ -74,6 +76,11 @@ def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Cho
     _check_names(chosen)
     if ALL in asked:
         _choose_all(chosen, offers, sections)
+        if not chosen.selected and not chosen.left_out:
+            warnings.warn(
+                "log_with='all' was asked for, and no tracker is installed, so nothing is recorded. Type: pip install accel-trackers",
+                stacklevel=level_of_the_user(),
+            )
     return chosen
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,10 +41,15 @@ def readable_config(config: object) -> dict[str, Any]:
         return {}
     found = _data(config, ())
     if isinstance(found, str) and not issubclass(type(config), (str, type, Enum, Mapping)):
-        attributes = getattr(config, "__dict__", {})
-        shown = {name: value for name, value in attributes.items() if not name.startswith("_")}
-        found = _data(shown, ()) if shown else found
+        shown = _data(_Attributes(config), ())
+        found = shown if isinstance(shown, dict) and shown else found
     return found if isinstance(found, dict) else {"config": found}
+
+
+class _Attributes(NamedTuple):
+    """An object of which the attributes count."""
+
+    of: object
 
 
 def _data(value: Any, above: tuple[int, ...]) -> Any:
@@ -56,12 +61,20 @@ def _data(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _known(value: Any, above: tuple[int, ...]) -> Any:
+    if isinstance(value, _Attributes):
+        return _dict(
+            [(key, each) for key, each in vars(value.of).items() if not str(key).startswith("_")], (id(value.of),)
+        )
     if isinstance(value, Enum):
         value = value.value if isinstance(value.value, (*_PLAIN, type(None))) else value.name
     if isinstance(value, Integral) and not fits(int(value)):
         return written(int(value))
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}".removeprefix("builtins.")
     if hasattr(value, "shape") and hasattr(value, "tolist"):
-        return _data(value.tolist(), above) if _is_small(value) else _shape(value)
+        if id(value) in above or len(above) >= DEEPEST:
+            return "…"
+        return _data(value.tolist(), (*above, id(value))) if _is_small(value) else _shape(value)
     found = plain_value(value)
     if found is None or isinstance(found, _PLAIN):
         return found
@@ -74,8 +87,6 @@ def _known(value: Any, above: tuple[int, ...]) -> Any:
         return [_data(each, within) for each in value]
     if isinstance(value, (set, frozenset)):  # in the same order in every process
         return sorted((_data(each, within) for each in value), key=str)
-    if isinstance(value, type) or inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}".removeprefix("builtins.")
     return clean(_ADDRESS.sub("", str(value))[:_MOST_CHARACTERS])
 
 
@@ -98,11 +109,13 @@ def _fields(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 def _dict(fields: Iterable[tuple[Any, Any]], within: tuple[int, ...]) -> dict[str, Any]:
     data: dict[str, Any] = {}
+    alike: Counter[str] = Counter()
     for key, value in fields:
-        name = clean(key) if isinstance(key, str) else str(_data(key, ()))
-        while name in data:  # of another key: nothing gets lost
-            name += " (2)"
-        data[name] = _data(value, within)
+        name = whole = clean(key) if isinstance(key, str) else str(_data(key, ()))
+        while whole in data:  # of another key: nothing gets lost
+            alike[name] += 1
+            whole = f"{name} ({alike[name] + 1})"
+        data[whole] = _data(value, within)
     return data
 
 
