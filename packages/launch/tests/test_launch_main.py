@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from accel_core.api.launcher import list_offers
 from accel_launch import output
 from accel_launch.main import main
 
@@ -136,6 +137,14 @@ def test_an_unknown_command_is_an_error_with_the_nearest_name(capsys):
     assert "`accel -h` says what each does." in capsys.readouterr().err
     assert main(["--num-processes", "2"]) == 2
     assert "--num-processes was given, and no command." in capsys.readouterr().err
+
+
+def test_a_command_of_a_package_of_ours_that_is_not_installed_says_what_to_type(monkeypatch, capsys):
+    found = [offer for offer in list_offers("accel.commands") if offer.name != "checkpoint"]
+    monkeypatch.setattr("accel_launch.main.list_offers", lambda group: found)
+    assert main(["checkpoint", "."]) == 2
+    assert "there is no command 'checkpoint'" in (said := capsys.readouterr().err)
+    assert "Type: pip install accel-checkpoint." in said
 
 
 def test_no_command_shows_the_help_and_fails(capsys):
