@@ -146,7 +146,16 @@ def test_threads_that_log_get_a_step_each() -> None:
     assert sorted(step for _, step in tracker.logged()) == list(range(8001))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts, also where whoever started the tests has it ignored, as shells do for what they put into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("interruptible")
 def test_a_run_whose_start_was_interrupted_is_still_recorded_at_the_exit() -> None:
     script = f"""
 import _thread, sys, threading, time
@@ -436,6 +445,7 @@ def test_an_exception_that_cannot_be_printed_is_reported_like_others() -> None:
     accelerator.end_training()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_an_older_tracker_records_in_the_main_thread_is_an_interrupt() -> None:
     class Bound(Older):
         in_thread = False
