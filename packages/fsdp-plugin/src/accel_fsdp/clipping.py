@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_core import World
 from accel_fsdp.sharding import is_sharded, local_of
 
 if TYPE_CHECKING:
@@ -111,5 +112,7 @@ def _power(locals_: Sequence[torch.Tensor], norm_type: float, device: torch.devi
 def _summed(power: torch.Tensor, axes: Axes, norm_type: float) -> torch.Tensor:
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for group in axes:
-        dist.all_reduce(power, operation, group=group)
+        # gloo ends the process of a rank that is in another reduction, of another size, in the same group.
+        own = World.current().group_beside(group, "clipping") if power.device.type == "cpu" else group
+        dist.all_reduce(power, operation, group=own)
     return power
