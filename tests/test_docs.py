@@ -25,7 +25,7 @@ IN_TWO_PROCESSES = [  # pages that say so
     "docs/tutorial/your-loop.md",
     "docs/how-to/save-and-resume.md",
     "docs/how-to/shard-a-model.md",
-    "docs/how-to/write-a-checkpoint-format.md",
+    "docs/how-to/save-in-your-own-format.md",
 ]
 SECONDS = 90
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

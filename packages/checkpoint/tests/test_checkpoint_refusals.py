@@ -106,11 +106,11 @@ def test_a_save_between_a_backward_and_its_step_is_refused_in_a_plain_loop_too(t
     accelerator.save_state(tmp_path)
 
 
-def test_options_of_a_native_format_are_refused(tmp_path):
+def test_options_that_a_call_does_not_have_are_refused(tmp_path):
     accelerator, *_ = trained()
-    with pytest.raises(TypeError, match=r"save_state\(\) got tag, which are options of a native format"):
+    with pytest.raises(TypeError, match=r"save_state\(\) got tag, and has no such options"):
         accelerator.save_state(tmp_path, tag="a")
-    with pytest.raises(TypeError, match=r"load_state\(\) got strict, which are options of a native format"):
+    with pytest.raises(TypeError, match=r"load_state\(\) got strict, and has no such options"):
         accelerator.load_state(tmp_path, {"strict": False})
 
 

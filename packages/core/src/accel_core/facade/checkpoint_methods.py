@@ -113,7 +113,7 @@ class CheckpointMethods(PreparationMethods):
                 and whoever else changes parameters before `wait_for_checkpoint` makes the save
                 fail. Failures are raised by the next `save_state`, `load_state`,
                 `wait_for_checkpoint` or `end_training`.
-            save_model_func_kwargs: options of a native format. The neutral one has none.
+            save_model_func_kwargs: none: a format of checkpoints takes its options in its constructor.
 
         Returns:
             The folder.
@@ -160,7 +160,7 @@ class CheckpointMethods(PreparationMethods):
 
         Args:
             input_dir: the folder; None: the newest complete one of the automatic names.
-            load_kwargs: options of a native format. The neutral one has none.
+            load_kwargs: none, as for `save_state`.
             load_model_func_kwargs: the same; `map_location` is accepted: state goes where the
                 prepared objects are.
 

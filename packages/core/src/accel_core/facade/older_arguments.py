@@ -191,7 +191,7 @@ def refuse_unknown(constructor: type, older: Mapping[str, object]) -> None:
 
 
 def refuse_keywords(call: str, given: Mapping[str, object]) -> None:
-    """Raises `TypeError` for keyword arguments that belong to a native format, where no component has one."""
+    """Raises `TypeError` for keyword arguments that a call does not have."""
     if given:
         raise TypeError(
             f"{call} got {', '.join(sorted(given))}, and has no such options: what a format of checkpoints needs to know, its plugin takes "
