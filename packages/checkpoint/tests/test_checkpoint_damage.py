@@ -89,9 +89,11 @@ def load_with_flipped_bytes(folder, count):
     """By file and offset, what was raised; and what the run is when all is well again."""
     training = training_with_notes()
     said = {}
-    for name in files_of(folder):
+    places = {name: offsets_in(folder / name, count) for name in files_of(folder)}
+    training.accelerator.wait_for_everyone()  # until every rank has read the files, nobody writes
+    for name, offsets in places.items():
         path = folder / name
-        for offset in offsets_in(path, count):
+        for offset in offsets:
             change = lambda path=path, offset=offset: flip(path, offset)
             said[name.name, offset] = refused(training, folder, change, change)
     training.accelerator.load_state(folder)
