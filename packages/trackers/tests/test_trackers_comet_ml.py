@@ -294,7 +294,7 @@ from accel_trackers.comet_ml import CometML
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("accel_trackers").addHandler(handler)
+logging.getLogger("accel_trackers.comet_ml").addHandler(handler)
 
 
 def until(what):
