@@ -46,6 +46,15 @@ def clip_beside_a_forward() -> None:
         model(torch.ones(2, 4))  # here 1
 
 
+def clip_beside_a_reduction_of_the_users() -> None:
+    accelerator, model = prepared()
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    if accelerator.is_main_process:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # here 0
+    else:
+        dist.all_reduce(torch.ones(5))  # here 1
+
+
 def reduce_in_a_backward() -> None:
     accelerator, model = prepared()
     output = model(torch.ones(2, 4))
@@ -67,7 +76,14 @@ def uneven_forwards() -> None:
     accelerator.backward(output.sum())  # here 1
 
 
-CASES = [gather_beside_a_forward, clip_beside_a_forward, reduce_in_a_backward, other_parameters, uneven_forwards]
+CASES = [
+    gather_beside_a_forward,
+    clip_beside_a_forward,
+    clip_beside_a_reduction_of_the_users,
+    reduce_in_a_backward,
+    other_parameters,
+    uneven_forwards,
+]
 
 
 @pytest.fixture(scope="module")

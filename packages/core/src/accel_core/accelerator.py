@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_core.base.errors import PluginError
 from accel_core.build import Arguments, assemble
 from accel_core.collectives.triggers import Trigger
 from accel_core.contract.loader_progress import Feed
@@ -252,10 +251,6 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             self._detector = parts.detector(
                 self._world, self._feed, self._prepared, strategy=parts.strategy, relay=self._relay, owners=owners
             )
-            if self._detector is None:
-                raise PluginError(
-                    "detect_nonfinite=True was asked for, and what is installed for it has made no detector."
-                )
         self._seed: int | None = None
         self._ended = False
         self._world.enter(self)

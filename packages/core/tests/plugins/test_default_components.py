@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -210,6 +211,19 @@ def test_without_accel_trackers_log_with_says_what_to_type_for_any_tracker(witho
         accelerator.init_trackers("project")
         accelerator.log({"loss": 1.0})
         assert accelerator.trackers == accelerator.log_with == []
+
+
+def test_of_two_that_serve_by_default_one_has_to_go(monkeypatch):
+    (neutral,) = list_offers("accel.checkpoints")
+    both = [neutral, replace(neutral, distribution="other-checkpoints", version="2.0")]
+    monkeypatch.setattr("accel_core.plugins.offers.list_offers", lambda group=None: both)
+    expected = (
+        "save() needs a checkpoint format, and 2 distributions offer it under the name 'neutral': accel-checkpoint 0.1.0, "
+        "other-checkpoints 2.0. Uninstall all but one."
+    )
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PluginError, match=f"^{re.escape(expected)}$"):
+        accelerator.save({}, "a")
 
 
 def test_the_command_says_so_too(without, capsys):

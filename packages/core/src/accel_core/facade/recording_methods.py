@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from accel_core.facade.accelerator_parts import AcceleratorParts
 
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from accel_core.plugins.explain import Detail
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.tracker import GeneralTracker
-
-
-C = TypeVar("C")
 
 
 class RecordingMethods(AcceleratorParts):

@@ -190,6 +190,8 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
             for each in (list_offers(group) if offers is None else offers)
             if (each.group, each.name) == (group, name)
         ]
+        if len(found) < 2:
+            raise
         raise PluginError(
             f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}: "
             f"{', '.join(each.provider for each in found)}. Uninstall all but one."

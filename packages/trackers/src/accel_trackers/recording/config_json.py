@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -100,7 +101,7 @@ def _fields(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return [(each.name, getattr(value, each.name, "<not set>")) for each in type(value).__attrs_attrs__]
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return list(value._asdict().items())
-    if isinstance(value, SimpleNamespace) or type(value).__name__ == "Namespace":
+    if isinstance(value, (Namespace, SimpleNamespace)):
         return list(vars(value).items())
     if not isinstance(value, type) and callable(getattr(value, "model_dump", None)):
         return list(value.model_dump(warnings=False).items())
