@@ -1,0 +1,65 @@
+"""The norm of gradients of which each rank has parts, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from accel_core import World
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
+
+
+@torch.no_grad()
+def clip(
+    parts: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], max_norm: float, norm_type: float, world: World
+) -> torch.Tensor:
+    """Scales gradients in place so that their joint norm is at most `max_norm`. A collective.
+
+    Args:
+        parts: what this rank has of gradients that are shared out, each element on one rank.
+        whole: gradients that are the same on all ranks.
+        max_norm: infinite: nothing is scaled.
+        norm_type: 2 is the Euclidean norm, `inf` the largest element; any positive number is
+            possible.
+
+    Returns:
+        The norm before, 0-d, in single precision.
+
+    Raises:
+        ValueError: for a `norm_type` that is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_(norm_type={norm_type}) was asked for under DeepSpeed, which sums powers over the ranks: expected a positive "
+            f"number, or math.inf for the largest element. Leave norm_type out for the Euclidean norm."
+        )
+    shared = _power(parts, norm_type, world.device)
+    if world.size > 1:
+        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        group = world.subgroup(range(world.size))
+        # gloo ends the process of a rank that is in another reduction, of another size, in the same group.
+        own = world.group_beside(group, "clipping") if shared.device.type == "cpu" else group
+        dist.all_reduce(shared, operation, group=own)
+    powers = torch.stack([shared, _power(whole, norm_type, world.device)])
+    norm = (powers.max() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)).float()
+    if not math.isinf(max_norm):
+        factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in (*parts, *whole):
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
+    return norm
+
+
+def _power(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The sum of the powers of all elements, in double precision; or the largest."""
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(filled, norm_type, dtype=torch.float32)]).double()
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()

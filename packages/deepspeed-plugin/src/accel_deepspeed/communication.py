@@ -1,0 +1,86 @@
+"""DeepSpeed's own process-wide state: its communication backend and process groups, and what making an engine changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from accel_core import World
+
+_RANK = "LOCAL_RANK"
+_started_for: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def start(world: World) -> None:
+    """Has DeepSpeed communicate over torch's default process group. A collective in the first call of a world.
+
+    DeepSpeed keeps its backend and its groups in modules. Those of a group that has ended since are
+    dropped, or the engines of the next Accelerator would talk to the dead.
+
+    Raises:
+        RuntimeError: if DeepSpeed computes on another kind of device than the world.
+    """
+    group = world.subgroup(range(world.size))  # a world of one has no group before
+    if _started_for and _started_for[0]() is group:
+        return
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    kind = get_accelerator().device_name()
+    if kind != world.device.type:
+        raise RuntimeError(
+            f"strategy 'deepspeed' computes on {kind!r} in this process, but the Accelerator on {world.device.type!r}. Set the environment "
+            f"variable DS_ACCELERATOR={world.device.type} before the script starts, or leave cpu= out."
+        )
+    forget()
+    with environment_of(world):
+        deepspeed.init_distributed(dist_backend=dist.get_backend(group), auto_mpi_discovery=False, verbose=False)
+    _started_for[:] = [weakref.ref(group)]
+
+
+def forget() -> None:
+    """Drops the backend and the groups that DeepSpeed keeps."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    groups._release_process_group_references()
+    _started_for.clear()
+
+
+def shown_rank(world: World) -> AbstractContextManager[None]:
+    """A context in which DeepSpeed finds LOCAL_RANK: it asks for it in some forwards, and only some launchers set it."""
+    return contextlib.nullcontext() if _RANK in os.environ else _ShownRank(world.local_rank)
+
+
+class _ShownRank:
+    """Sets LOCAL_RANK inside."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = str(rank)
+
+    def __enter__(self) -> None:
+        os.environ[_RANK] = self._rank
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop(_RANK, None)
+
+
+@contextmanager
+def environment_of(world: World) -> Iterator[None]:
+    """Shows DeepSpeed the variables that it asks for, and restores those that it, and what it imports, set."""
+    before = dict(os.environ)
+    os.environ[_RANK] = str(world.local_rank)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,244 @@
+"""All that is used of DeepSpeed beyond its documented interface, in one place: a test fails when one of these names has gone.
+
+The optimizer of an engine (`engine.optimizer`) is one of two classes. Both keep, for each group of
+parameters, a flat partition of masters and of gradients; they differ in names and in what a group
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Fragment(NamedTuple):
+    """The elements of a parameter that a rank steps.
+
+    Args:
+        group: the flat partition in which they lie.
+        offset: where they begin there.
+        start: where they begin in the parameter, in row-major order.
+        numel: how many they are, possibly none.
+    """
+
+    group: int
+    offset: int
+    start: int
+    numel: int
+
+
+class Partitions:
+    """The flat partitions of a ZeRO optimizer of stage 1 or 2.
+
+    Args:
+        optimizer: that of an engine.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.zero = optimizer
+
+    @property
+    def offloads(self) -> bool:
+        """Whether gradients of a partition are kept in the memory of the host, beside the masters."""
+        return bool(self.zero.cpu_offload)
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that steps the partitions. ZeRO makes a new one of Adagrad."""
+        return self.zero.optimizer
+
+    @property
+    def masters(self) -> Sequence[torch.Tensor]:
+        """One flat tensor for each group."""
+        found: Sequence[torch.Tensor] = self.zero.single_partition_of_fp32_groups
+        return found
+
+    def fragments(self) -> Iterator[tuple[nn.Parameter, Fragment]]:
+        """Every parameter that is stepped, in an order that is the same on all ranks, with its part on this rank."""
+        for group, parameters in enumerate(self.zero.bit16_groups):
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is None:
+                    yield parameter, Fragment(group, 0, 0, 0)
+                else:
+                    inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
+                    yield parameter, Fragment(group, inner.start, outer.start, outer.numel)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """The averaged gradients of this rank's partitions, live, after a backward that synchronised: laid out like the masters."""
+        if self.offloads:
+            return [flat.grad for flat in self.masters]  # type: ignore[misc]
+        return [self._flattened(group) for group in range(len(self.masters))]
+
+    def _flattened(self, group: int) -> torch.Tensor:
+        parts = self.zero.averaged_gradients[group]
+        if getattr(parts, "flat_partition", None) is None:
+            from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+
+            # Views of as many tensors as there are parameters. The optimizer would lay them end to end in its step.
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            views = [view.view(part.shape) for part, view in zip(parts, flat.split([p.numel() for p in parts]), strict=True)]
+            for part, view in zip(parts, views, strict=True):
+                if hasattr(part, "_zero_padding"):
+                    view._zero_padding = True  # type: ignore[attr-defined]
+            parts = self.zero.averaged_gradients[group] = GradPartitionBufferGroup(views, flat)
+        found: torch.Tensor = parts.flat_partition
+        return found
+
+    def begin(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """A backward that synchronises is about to begin: gives what is to be added to its gradients afterwards.
+
+        It overwrites what earlier ones have averaged.
+
+        Args:
+            gradients: what `gradients()` gave, if there are some already.
+        """
+        earlier = [each.clone() for each in gradients] if self.offloads else gradients
+        self.drop()
+        return earlier
+
+    def drop(self) -> None:
+        """Forgets what was averaged."""
+        self.zero.micro_step_id = -1
+        if self.offloads:
+            for flat in self.masters:
+                flat.grad.zero_()  # type: ignore[union-attr]
+            return
+        for group in range(len(self.masters)):
+            self.zero.averaged_gradients[group] = None
+            self.zero.all_grad_tensors[group] = None
+
+    def reduce_left_over(self) -> None:
+        """Sends gradients that earlier backwards have held back and that this one has not touched."""
+        zero = self.zero
+        if not (zero.partition_gradients or zero.overlap_comm):
+            return  # nothing is sent before the end of a backward, and then everything
+        waiting = {identifier for bucket in zero.ipg_buckets.values() for _, _, identifier in bucket.params}
+        for group, parameters in enumerate(zero.bit16_groups):
+            for parameter in parameters:
+                identifier = zero.get_param_id(parameter)
+                sent = identifier in waiting or zero.params_already_reduced[identifier]
+                if parameter.grad is not None and not sent:
+                    zero.setup_buckets()
+                    zero.reduce_ready_partitions_and_remove_grads(parameter, group)
+
+    def publish(self) -> None:
+        """Gives the parameters of the model the values of the masters. A collective."""
+        self.zero.update_lp_params()
+
+
+class ShardedPartitions(Partitions):
+    """The flat partitions of a ZeRO optimizer of stage 3, which shares out the parameters too."""
+
+    @property
+    def offloads(self) -> bool:
+        """See `Partitions`."""
+        return bool(self.zero.offload_optimizer)
+
+    @property
+    def masters(self) -> Sequence[torch.Tensor]:
+        """See `Partitions`."""
+        found: Sequence[torch.Tensor] = self.zero.fp32_partitioned_groups_flat
+        return found
+
+    def fragments(self) -> Iterator[tuple[nn.Parameter, Fragment]]:
+        """See `Partitions`."""
+        for parameters in self.zero.fp16_groups:
+            for parameter in parameters:
+                group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
+                start, numel = shard_of(parameter)
+                yield parameter, Fragment(group, offset, start, numel)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """See `Partitions`."""
+        if self.offloads:
+            return [flat.grad for flat in self.masters]  # type: ignore[misc]
+        sizes = [flat.numel() for flat in self.masters]
+        found: Sequence[torch.Tensor] = self.zero.grad_partitions_flat_buffer.split(sizes)
+        return found
+
+    def begin(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See `Partitions`. Without offloading gradients are added to what is there, if the optimizer is told that this is no first backward."""
+        if self.offloads:
+            earlier = [each.clone() for each in gradients]
+            self.drop()
+            return earlier
+        if not gradients:
+            self.drop()
+        self.zero.micro_step_id = 1
+        return ()
+
+    def drop(self) -> None:
+        """See `Partitions`."""
+        self.zero.micro_step_id = 0
+        for gradient in self.gradients():
+            gradient.zero_()
+
+    def reduce_left_over(self) -> None:
+        """See `Partitions`."""
+        zero = self.zero
+        waiting = {id(parameter) for bucket in zero.ipg_buckets.values() for parameter in bucket.params}
+        for parameters in zero.fp16_groups:
+            for parameter in parameters:
+                if parameter.grad is not None and id(parameter) not in waiting:
+                    zero.reduce_ready_partitions_and_remove_grads(parameter)
+
+    def publish(self) -> None:
+        """See `Partitions`."""
+        zero = self.zero
+        zero._partition_all_parameters()
+        for group in range(len(self.masters)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero.invalidate_secondary_tensor()
+
+
+def is_shared_out(parameter: torch.Tensor) -> bool:
+    """Whether each rank has a part of a parameter (stage 3)."""
+    return hasattr(parameter, "ds_id")
+
+
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter."""
+    return tuple(parameter.ds_shape if is_shared_out(parameter) else parameter.shape)  # type: ignore[attr-defined]
+
+
+def shard_of(parameter: Any) -> tuple[int, int]:
+    """Where this rank's part of a parameter that is shared out begins, and how many elements it has, without the padding."""
+    width = parameter.partition_numel()
+    start = min(width * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return start, min(width, parameter.ds_numel - start)
+
+
+def shard_memory(parameter: Any) -> torch.Tensor:
+    """The memory of this rank's part of a parameter that is shared out, flat, with the padding."""
+    found: torch.Tensor = parameter.ds_tensor
+    return found
+
+
+def partitions_of(engine: Any) -> Partitions:
+    """The partitions of an engine of stage 1, 2 or 3."""
+    return ShardedPartitions(engine.optimizer) if engine.zero_optimization_partition_weights() else Partitions(engine.optimizer)
+
+
+def begin_backward(engine: Any, synchronises: bool) -> None:
+    """The next backward is run by us, and not by the engine: its hooks leave the beginning and the end to us."""
+    engine._running_engine_backward = True
+    engine._is_gradient_accumulation_boundary = True
+    engine.inside_no_sync_ctxt = not synchronises
+    if engine.optimizer is not None:
+        engine.optimizer._coalesce_grad_reduction = not synchronises
+
+
+def end_backward(engine: Any) -> None:
+    """The backward is over."""
+    engine._running_engine_backward = engine.inside_no_sync_ctxt = False
+    if engine.optimizer is not None:
+        engine.optimizer._coalesce_grad_reduction = False
+        engine.optimizer._backward_active_depth = 0

@@ -1,0 +1,258 @@
+"""The DeepSpeed engine of one model, stepped by one optimizer of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_core.api.component import flatten
+from accel_core.api.layouts import Elementwise, GradientState, Partial, flat_range, pieces_of
+from accel_deepspeed import optimizer_double
+from accel_deepspeed.communication import environment_of, shown_rank
+from accel_deepspeed.engine_internals import (
+    Fragment,
+    Partitions,
+    begin_backward,
+    end_backward,
+    partitions_of,
+    shape_of,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core import World
+
+
+class ModelEngine:
+    """A model whose gradients DeepSpeed synchronises, and whose parameters it steps from stage 1 on.
+
+    The user's loop says when: every backward is run by the strategy, which tells each engine of it.
+    An engine takes part in a backward if the loss came through an output of its model.
+
+    Args:
+        model: of the user, trained, placed.
+        optimizer: the one that holds all its trained parameters; None in stage 0, where it steps by
+            itself.
+        config: complete, for `deepspeed.initialize`.
+        world: the processes.
+
+    Attributes:
+        fragments: by the `id` of a parameter that is stepped here, its part on this rank.
+        has_gradients: whether a backward has synchronised since the last step.
+        holds_back: whether there are gradients that no backward has sent.
+        synchronises: whether the next backward does.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any], world: World
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._double: Optimizer | None = None
+        self._sources: Sequence[dict[str, Any]] = ()
+        if optimizer is not None:
+            self._double, self._sources = optimizer_double.double_of(optimizer, list(model.parameters()))
+        self.engine = _initialized(model, self._double, dict(config), world)
+        self._prologue = self.engine._backward_prologue
+        self.engine._backward_prologue = self._begin
+        self.engine._backward_prologue_per_tensor = _as_it_is
+        self._shown_rank = shown_rank(world)
+        self._partitions: Partitions | None = None
+        self.fragments: dict[int, Fragment] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        if optimizer is not None:
+            self._partitions = partitions_of(self.engine)
+            for parameter, fragment in self._partitions.fragments():
+                self.fragments[id(parameter)] = fragment
+                self._parameters[id(parameter)] = parameter
+        self._memory: dict[tuple[int, str], torch.Tensor] = {}
+        self._earlier: Sequence[torch.Tensor] = ()
+        self._took_part = self._linked = False
+        self.has_gradients = self.holds_back = False
+        self.synchronises = True
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
+        """Calls the model. Whether the backward behind it synchronises is decided here."""
+        if not torch.is_grad_enabled():
+            with self._shown_rank:
+                return self.model(*args, **kwargs)
+        self.synchronises = synchronises
+        with self._shown_rank:
+            output = self.engine(*args, **kwargs)
+        if type(output) is not torch.Tensor:  # DeepSpeed looks into plain containers only
+            for leaf in flatten(output)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._noted)
+        return output
+
+    def expect_backward(self) -> None:
+        """A backward is about to run, perhaps through this model."""
+        self._took_part = False
+        begin_backward(self.engine, self.synchronises)
+
+    def _noted(self, _: torch.Tensor) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """The backward has come to an output of this model."""
+        if self._took_part:
+            return
+        self._took_part = True
+        if self.synchronises and self._partitions is not None:
+            self._earlier = self._partitions.begin(self.gradients())
+        self._prologue()
+
+    def end_backward(self, failed: bool) -> None:
+        """The backward is over: what it has computed is sent, unless it is held back. A collective, if the model took part in it."""
+        if self._took_part and not failed:
+            if self.synchronises and self.holds_back and self._partitions is not None:
+                self._partitions.reduce_left_over()
+            self.engine._backward_epilogue()
+            if self.synchronises:
+                self.has_gradients, self.holds_back = True, False
+                for gradient, earlier in zip(self.gradients(), self._earlier, strict=False):
+                    gradient.add_(earlier)
+            else:
+                self.holds_back = True
+        self._earlier = ()
+        end_backward(self.engine)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """The averaged gradients of this rank's partitions, flat and live; none before a backward has synchronised."""
+        return self._partitions.gradients() if self.has_gradients and self._partitions is not None else ()
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The part of a parameter's averaged gradient that is on this rank, flat and live; None if there is none yet."""
+        if not self.has_gradients:
+            return None
+        fragment = self.fragments[id(parameter)]
+        return self.gradients()[fragment.group].narrow(0, fragment.offset, fragment.numel)
+
+    def gradient_state(self) -> GradientState:
+        """See the hook of that name."""
+        found: dict[str, list[Elementwise | Partial]] = {}
+        flat = self.gradients()
+        for name, parameter in self.model.named_parameters():
+            fragment = self.fragments.get(id(parameter))
+            terms: list[Elementwise | Partial] = []
+            if flat and fragment is not None:
+                shape, stop = shape_of(parameter), fragment.start + fragment.numel
+                local = flat[fragment.group].narrow(0, fragment.offset, fragment.numel)
+                pieces = tuple(pieces_of(flat_range(shape, fragment.start, stop), local))
+                terms.append(Elementwise(shape, local.dtype, pieces))
+            if parameter.grad is not None:
+                terms.append(Partial(parameter.grad))
+            if terms:
+                found[name] = terms
+        return found
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, sent or not."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if self._partitions is not None:
+            self._partitions.drop()
+        self.has_gradients = self.holds_back = False
+
+    def master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter that is stepped here, flat and live, in the precision of the optimizer."""
+        assert self._partitions is not None, "in stage 0 nothing is stepped here"
+        fragment = self.fragments[id(parameter)]
+        return self._partitions.masters[fragment.group].detach().narrow(0, fragment.offset, fragment.numel)
+
+    def publish(self) -> None:
+        """Gives the model the values of the masters. A collective."""
+        if self._partitions is not None:
+            self._partitions.publish()
+
+    def step(self) -> bool:
+        """Steps by the gradients that were synchronised; nothing, if there are none. A collective. False if DeepSpeed left the step out."""
+        if not self.has_gradients:
+            return True
+        assert self._double is not None and self._partitions is not None, "in stage 0 the user's optimizer steps"
+        optimizer_double.copy_options(self._sources, self._partitions.inner)
+        self.engine.step()
+        self.has_gradients = False
+        if not self._linked:
+            self.link_state()
+        return bool(self.engine.was_step_applied())
+
+    def link_state(self) -> None:
+        """Shows the state of the partitions in the user's optimizer: by parameter, as views."""
+        assert self.optimizer is not None and self._partitions is not None, "it steps here"
+        masters, inner = self._partitions.masters, self._partitions.inner
+        for key, fragment in self.fragments.items():
+            flat = masters[fragment.group]
+            state = inner.state.get(flat)
+            if state:
+                self._linked = True
+                self.optimizer.state[self._parameters[key]] = {
+                    name: value.narrow(0, fragment.offset, fragment.numel) if _is_laid_out(value, flat) else value
+                    for name, value in state.items()
+                }
+
+    def state_memory(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a parameter's part of the state `key`, in a flat tensor that `take_state` gives to the partitions."""
+        assert self._partitions is not None, "it steps here"
+        fragment = self.fragments[id(parameter)]
+        place = fragment.group, key
+        if place not in self._memory:
+            self._memory[place] = torch.zeros_like(self._partitions.masters[fragment.group].detach(), dtype=dtype)
+        return self._memory[place].narrow(0, fragment.offset, fragment.numel)
+
+    def take_state(self) -> None:
+        """Steps on with the state that was put into the user's optimizer, in memory of `state_memory`."""
+        assert self.optimizer is not None and self._partitions is not None, "it steps here"
+        masters, inner = self._partitions.masters, self._partitions.inner
+        by_group: dict[int, dict[str, Any]] = {}
+        for key, fragment in self.fragments.items():
+            state = self.optimizer.state.get(self._parameters[key])
+            if state:
+                by_group.setdefault(fragment.group, dict(state))
+        for group, flat in enumerate(masters):
+            inner.state.pop(flat, None)
+            if group in by_group:
+                inner.state[flat] = {
+                    name: self._memory.get((group, name), value) for name, value in by_group[group].items()
+                }
+        self._memory.clear()
+        self._linked = False
+        self.link_state()
+
+    def adopt_state(self) -> None:
+        """Takes over what the user's optimizer has learnt before its model was prepared."""
+        assert self.optimizer is not None, "it steps here"
+        for key, fragment in self.fragments.items():
+            parameter = self._parameters[key]
+            state = self.optimizer.state.get(parameter)
+            for name, value in (state or {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == shape_of(parameter):
+                    part = self.state_memory(parameter, name, value.dtype)
+                    part.copy_(value.reshape(-1)[fragment.start : fragment.start + fragment.numel])
+        self.take_state()
+
+    def close(self) -> None:
+        """Ends the engine. The model stays what it is, in stage 3 shared out."""
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+
+
+def _initialized(model: nn.Module, optimizer: Optimizer | None, config: dict[str, Any], world: World) -> Any:
+    import deepspeed
+
+    with environment_of(world):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+def _as_it_is(gradient: Any) -> Any:
+    return gradient  # the engine would divide it by its number of accumulation steps, which is 1
+
+
+def _is_laid_out(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape

@@ -1,0 +1,114 @@
+"""The optimizer that DeepSpeed is given: of the user's class, with the user's options, over the parameters of one model.
+
+ZeRO takes the parameters out of the groups of the optimizer that it is given, and puts flat
+partitions in. The user's own keeps the user's parameters, by which everything else knows it: gates,
+schedulers, checkpoints. So DeepSpeed gets a double, and before each step the options are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_core.api.strategy import is_fused
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_SHAPE, _CUT = (3, 4), 5
+_STEPS = 2
+_RATE = 0.1
+_SHADOWED = ("step", "zero_grad", "add_param_group", "__reduce_ex__")  # on the instance, by gates and schedulers
+
+
+def double_of(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """An optimizer of the same class over those of its parameters that are among `parameters` and are trained.
+
+    Its constructor is not called again, for nobody knows the arguments that it was given.
+
+    Returns:
+        The double, and the groups of `optimizer` that its groups stand for, in its order; groups
+        without such a parameter are left out.
+    """
+    wanted = {id(each) for each in parameters if each.requires_grad}
+    sources, groups = [], []
+    for group in optimizer.param_groups:
+        held = [each for each in group["params"] if id(each) in wanted]
+        if held:
+            sources.append(group)
+            groups.append({**group, "params": held})
+    return _again(optimizer, groups), sources
+
+
+def copy_options(sources: Sequence[dict[str, Any]], double: Optimizer) -> None:
+    """Gives the groups of a double the present options of the groups that they stand for."""
+    for source, group in zip(sources, double.param_groups, strict=True):
+        for key, value in source.items():
+            if key != "params":
+                group[key] = value
+
+
+def check(optimizer: Optimizer) -> None:
+    """Raises if an optimizer does not find the same values where a parameter is laid flat and cut, as ZeRO does.
+
+    No list says which do: a copy steps a small parameter, and the same one in two flat parts. It
+    takes milliseconds; the real parameters and the random streams stay as they are.
+
+    Raises:
+        ValueError: saying what happened.
+    """
+    name = type(optimizer).__name__
+    advice = (
+        "Under ZeRO an optimizer steps flat parts of all parameters laid end to end. Use one that treats each element by itself, such as "
+        "torch.optim.AdamW, or strategy='ddp'."
+    )
+    if is_fused(optimizer):
+        raise ValueError(
+            f"{name} was prepared under DeepSpeed, but it steps each parameter during the backward, before gradients have travelled. {advice}"
+        )
+    device = optimizer.param_groups[0]["params"][0].device
+    whole = torch.linspace(-1, 1, 12, device=device)
+    try:
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            expected = _tried(optimizer, [whole.view(_SHAPE)])
+            found = _tried(optimizer, [whole[:_CUT], whole[_CUT:]])
+    except Exception as error:
+        raise ValueError(
+            f"{name} was prepared under DeepSpeed, but a copy of it failed at a flat part of a parameter: {type(error).__name__}: {error}. "
+            f"{advice}"
+        ) from error
+    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"{name} was prepared under DeepSpeed, but at flat parts of a parameter it finds other values than at the whole: it looks at more "
+            f"than one element at a time. {advice}"
+        )
+
+
+def _tried(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values after some steps of a copy of an optimizer, flat."""
+    parts = [nn.Parameter(value.clone()) for value in values]
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    trial = _again(optimizer, [{**copy.deepcopy(options), "params": parts, "lr": _RATE}])
+    for number in range(_STEPS):
+        for part in parts:
+            part.grad = (part.detach() * (number + 1)).cos()
+        trial.step()
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
+
+def _again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A new optimizer with the attributes of another one, but for its hooks, and what others have put on the instance."""
+    kind = type(optimizer)
+    double: Optimizer = kind.__new__(kind)
+    vars(double).update({name: value for name, value in vars(optimizer).items() if not _is_of_others(name)})
+    double.__setstate__({"state": defaultdict(dict), "param_groups": groups, "defaults": dict(optimizer.defaults)})
+    return double
+
+
+def _is_of_others(name: str) -> bool:
+    return name in _SHADOWED or name.startswith("_accel_") or name.endswith("_hooks")
