@@ -1,8 +1,6 @@
 """DeepSpeed passes the suites that define what a strategy is, in every stage of ZeRO."""
 
-from functools import partial
-
-import pytest
+from typing import ClassVar
 
 from accel_deepspeed import DeepSpeed
 from accel_testing import CheckpointSuite, StrategySuite
@@ -38,6 +36,9 @@ class TestStage2(StrategySuite):
 
 class TestStage3(StrategySuite):
     strategy = stage_3
+    lacks: ClassVar = {
+        "test_several_backwards_of_one_forward_add_up": "parameters are let go of after the first backward of a forward",
+    }
 
 
 class TestStage0Checkpoints(CheckpointSuite):

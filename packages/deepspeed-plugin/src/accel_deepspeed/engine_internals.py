@@ -242,3 +242,24 @@ def end_backward(engine: Any) -> None:
     if engine.optimizer is not None:
         engine.optimizer._coalesce_grad_reduction = False
         engine.optimizer._backward_active_depth = 0
+
+
+def end_engine(engine: Any) -> None:
+    """Ends an engine, and drops what `destroy` leaves behind: two references to the model, of stage 3.
+
+    One is in a list of a module, the other one in the cache of a method, whose keys are the objects
+    that the method was called with. Other engines fill the cache again.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine.destroy()
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
+    released_parameters().cache_clear()
+
+
+def released_parameters() -> Any:
+    """The cached method that says which parameters are let go of behind a module; it is wrapped in another function."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    wrapper = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    return next(cell.cell_contents for cell in wrapper.__closure__ if hasattr(cell.cell_contents, "cache_clear"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from accel_deepspeed.engine_internals import (
     Partitions,
     begin_backward,
     end_backward,
+    end_engine,
     partitions_of,
     shape_of,
 )
@@ -25,6 +28,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import World
+
+_live: weakref.WeakValueDictionary[int, ModelEngine] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def live_engines() -> list[ModelEngine]:
+    """All engines of this process, in the order in which they were made: a loss may come through models of several Accelerators."""
+    return list(_live.values())
 
 
 class ModelEngine:
@@ -58,8 +69,8 @@ class ModelEngine:
             self._double, self._sources = optimizer_double.double_of(optimizer, list(model.parameters()))
         self.engine = _initialized(model, self._double, dict(config), world)
         self._prologue = self.engine._backward_prologue
-        self.engine._backward_prologue = self._begin
-        self.engine._backward_prologue_per_tensor = _as_it_is
+        self.engine._backward_prologue = _nothing
+        self.engine._backward_prologue_per_tensor = self._reached
         self._shown_rank = shown_rank(world)
         self._partitions: Partitions | None = None
         self.fragments: dict[int, Fragment] = {}
@@ -74,6 +85,7 @@ class ModelEngine:
         self._took_part = self._linked = False
         self.has_gradients = self.holds_back = False
         self.synchronises = True
+        _live[next(_numbers)] = self
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
         """Calls the model. Whether the backward behind it synchronises is decided here."""
@@ -86,7 +98,7 @@ class ModelEngine:
         if type(output) is not torch.Tensor:  # DeepSpeed looks into plain containers only
             for leaf in flatten(output)[0]:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._noted)
+                    leaf.register_hook(self._reached)
         return output
 
     def expect_backward(self) -> None:
@@ -94,17 +106,14 @@ class ModelEngine:
         self._took_part = False
         begin_backward(self.engine, self.synchronises)
 
-    def _noted(self, _: torch.Tensor) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        """The backward has come to an output of this model."""
-        if self._took_part:
-            return
-        self._took_part = True
-        if self.synchronises and self._partitions is not None:
-            self._earlier = self._partitions.begin(self.gradients())
-        self._prologue()
+    def _reached(self, gradient: Any) -> Any:
+        """The backward has come to an output of this model. Gives the gradient as it is: there is nothing to divide it by."""
+        if not self._took_part:
+            self._took_part = True
+            if self.synchronises and self._partitions is not None:
+                self._earlier = self._partitions.begin(self.gradients())
+            self._prologue()
+        return gradient
 
     def end_backward(self, failed: bool) -> None:
         """The backward is over: what it has computed is sent, unless it is held back. A collective, if the model took part in it."""
@@ -145,7 +154,8 @@ class ModelEngine:
                 pieces = tuple(pieces_of(flat_range(shape, fragment.start, stop), local))
                 terms.append(Elementwise(shape, local.dtype, pieces))
             if parameter.grad is not None:
-                terms.append(Partial(parameter.grad))
+                sent = self._partitions is None and not self.holds_back
+                terms.append(Elementwise.whole(parameter.grad) if sent else Partial(parameter.grad))
             if terms:
                 found[name] = terms
         return found
@@ -237,8 +247,10 @@ class ModelEngine:
 
     def close(self) -> None:
         """Ends the engine. The model stays what it is, in stage 3 shared out."""
+        for number in [number for number, engine in _live.items() if engine is self]:
+            del _live[number]
         if self.engine is not None:
-            self.engine.destroy()
+            end_engine(self.engine)
             self.engine = None
 
 
@@ -250,8 +262,8 @@ def _initialized(model: nn.Module, optimizer: Optimizer | None, config: dict[str
     return engine
 
 
-def _as_it_is(gradient: Any) -> Any:
-    return gradient  # the engine would divide it by its number of accumulation steps, which is 1
+def _nothing() -> None:
+    """In the place of what the engine does in the first backward behind a forward: we do it in every one."""
 
 
 def _is_laid_out(value: Any, flat: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from accel_core import SKIPPED, DistributedType, Layout, Strategy, hookimpl, pla
 from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike
 from accel_deepspeed import clipping, optimizer_double
-from accel_deepspeed.model_engine import ModelEngine
+from accel_deepspeed.model_engine import ModelEngine, live_engines
 from accel_deepspeed.prepared_model import NoSync, PreparedModel, engine_of, set_engine
 from accel_deepspeed.sharding import ZeroSharding
 
@@ -51,7 +51,6 @@ class DeepSpeed(Strategy):
 
     def __init__(self, zero_stage: int = 2) -> None:
         self._stage = zero_stage
-        self.replicates_parameters = zero_stage == 0  # type: ignore[misc]  # it depends on an option
         self._world_or_none: World | None = None
         self._prepared: weakref.WeakKeyDictionary[nn.Module, PrepareRequest] = weakref.WeakKeyDictionary()
 
@@ -100,7 +99,7 @@ class DeepSpeed(Strategy):
     @hookimpl
     def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
         """Runs the backward, and the engines of all models through which the loss came."""
-        engines = list(self._engines())
+        engines = live_engines()
         for engine in engines:
             engine.expect_backward()
         failed = True
@@ -255,7 +254,10 @@ class DeepSpeed(Strategy):
         self._world.close_before_end(engine)
 
     def _config(self, request: PrepareRequest) -> dict[str, Any]:
+        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        reduce = request.policy.reduce
         return {
+            **({} if reduce is None else {"communication_data_type": names[reduce]}),
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
