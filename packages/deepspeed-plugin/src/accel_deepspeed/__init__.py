@@ -6,9 +6,11 @@
 strategy            the options, and the hooks of the core that it owns
 model_engine        the engine of one model: forwards, backwards, gradients, steps; prepared_model: what the loop calls
 optimizer_double    the optimizer that DeepSpeed is given in the place of the user's
-engine_internals    what is used of DeepSpeed beyond its documented interface
-communication       what DeepSpeed keeps in the process
-sharding            how parameters and state are described to a checkpoint; clipping: norms over parts
+engine_internals    what is used of DeepSpeed beyond its documented interface; communication: what it keeps in the process
+sharding            how parameters and state are described to a checkpoint; export: to readers and writers of weights
+zero_init           models that are never whole on one process; clipping: norms over parts
+configuration, configuration_…    the configuration, checked and completed; configured_…: what it names
+plugin, placeholders, older_names    the options under their older names
 """
 
 from __future__ import annotations
@@ -17,13 +19,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_deepspeed.older_names import HfDeepSpeedConfig
+    from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
+    from accel_deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
     from accel_deepspeed.strategy import DeepSpeed
 
-__all__ = ["DeepSpeed"]
+__all__ = [
+    "DeepSpeed",
+    "DeepSpeedPlugin",
+    "DummyOptim",
+    "DummyScheduler",
+    "HfDeepSpeedConfig",
+    "get_active_deepspeed_plugin",
+]
 
 __version__ = "0.1.0"
 
-_MODULES = {"DeepSpeed": "strategy"}
+_MODULES = {
+    "DeepSpeed": "strategy",
+    "DeepSpeedPlugin": "plugin",
+    "DummyOptim": "placeholders",
+    "DummyScheduler": "placeholders",
+    "HfDeepSpeedConfig": "older_names",
+    "get_active_deepspeed_plugin": "plugin",
+}
 
 
 def __getattr__(name: str) -> Any:

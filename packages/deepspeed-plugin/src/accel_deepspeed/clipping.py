@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from accel_core import World
+if TYPE_CHECKING:
+    from accel_core import World
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
@@ -61,5 +63,7 @@ def _power(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.de
     filled = [gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(filled, norm_type, dtype=torch.float32)]).double()
+    norms = torch.stack(
+        [norm.to(device) for norm in torch._foreach_norm(filled, norm_type, dtype=torch.float32)]
+    ).double()
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()

@@ -82,7 +82,9 @@ class Partitions:
 
             # Views of as many tensors as there are parameters. The optimizer would lay them end to end in its step.
             flat = torch.cat([part.reshape(-1) for part in parts])
-            views = [view.view(part.shape) for part, view in zip(parts, flat.split([p.numel() for p in parts]), strict=True)]
+            views = [
+                view.view(part.shape) for part, view in zip(parts, flat.split([p.numel() for p in parts]), strict=True)
+            ]
             for part, view in zip(parts, views, strict=True):
                 if hasattr(part, "_zero_padding"):
                     view._zero_padding = True  # type: ignore[attr-defined]
@@ -222,9 +224,33 @@ def shard_memory(parameter: Any) -> torch.Tensor:
     return found
 
 
+def set_leaf_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Has the modules of these classes gathered as a whole (stage 3). Raises `ValueError` if a class does not occur."""
+    import deepspeed
+
+    known = {type(module).__name__: type(module) for module in model.modules()}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"moe_leaf_modules has {unknown[0]!r}, but {type(model).__name__} has no module of that class: its classes are "
+            f"{', '.join(sorted(known))}."
+        )
+    deepspeed.utils.set_z3_leaf_modules(model, [known[name] for name in names])
+
+
+def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
+    """Gives a parameter that is shared out, and that no rank has gathered, another dtype."""
+    parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+    parameter.data = parameter.data.to(dtype)
+
+
 def partitions_of(engine: Any) -> Partitions:
     """The partitions of an engine of stage 1, 2 or 3."""
-    return ShardedPartitions(engine.optimizer) if engine.zero_optimization_partition_weights() else Partitions(engine.optimizer)
+    return (
+        ShardedPartitions(engine.optimizer)
+        if engine.zero_optimization_partition_weights()
+        else Partitions(engine.optimizer)
+    )
 
 
 def begin_backward(engine: Any, synchronises: bool) -> None:
@@ -255,6 +281,17 @@ def end_engine(engine: Any) -> None:
     engine.destroy()
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
     released_parameters().cache_clear()
+    if not FWD_MODULE_STACK:
+        _restore_linear()
+
+
+def _restore_linear() -> None:
+    """Gives torch its `linear` back, which stage 3 replaces by one that does not keep weights for the backward."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    if torch.nn.functional.linear is zero3_linear_wrap:
+        torch.nn.functional.linear = Patches.linear_bk
 
 
 def released_parameters() -> Any:

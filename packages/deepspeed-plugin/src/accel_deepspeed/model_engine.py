@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,11 @@ def live_engines() -> list[ModelEngine]:
     return list(_live.values())
 
 
+def engine_that_steps(parameter: torch.Tensor) -> ModelEngine | None:
+    """The engine that steps a parameter from a part of it; None if there is none."""
+    return next((engine for engine in _live.values() if id(parameter) in engine.fragments), None)
+
+
 class ModelEngine:
     """A model whose gradients DeepSpeed synchronises, and whose parameters it steps from stage 1 on.
 
@@ -46,8 +51,8 @@ class ModelEngine:
 
     Args:
         model: of the user, trained, placed.
-        optimizer: the one that holds all its trained parameters; None in stage 0, where it steps by
-            itself.
+        optimizer: the one that holds all its trained parameters.
+        steps: whether DeepSpeed steps it; in stage 0 it steps by itself.
         config: complete, for `deepspeed.initialize`.
         world: the processes.
 
@@ -56,16 +61,18 @@ class ModelEngine:
         has_gradients: whether a backward has synchronised since the last step.
         holds_back: whether there are gradients that no backward has sent.
         synchronises: whether the next backward does.
+        unpublished: whether somebody may have changed the masters, so that the model has other
+            values.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any], world: World
+        self, model: nn.Module, optimizer: Optimizer, steps: bool, config: Mapping[str, Any], world: World
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._double: Optimizer | None = None
         self._sources: Sequence[dict[str, Any]] = ()
-        if optimizer is not None:
+        if steps:
             self._double, self._sources = optimizer_double.double_of(optimizer, list(model.parameters()))
         self.engine = _initialized(model, self._double, dict(config), world)
         self._prologue = self.engine._backward_prologue
@@ -75,7 +82,7 @@ class ModelEngine:
         self._partitions: Partitions | None = None
         self.fragments: dict[int, Fragment] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        if optimizer is not None:
+        if steps:
             self._partitions = partitions_of(self.engine)
             for parameter, fragment in self._partitions.fragments():
                 self.fragments[id(parameter)] = fragment
@@ -84,11 +91,15 @@ class ModelEngine:
         self._earlier: Sequence[torch.Tensor] = ()
         self._took_part = self._linked = False
         self.has_gradients = self.holds_back = False
-        self.synchronises = True
+        self.synchronises, self.unpublished = True, False
         _live[next(_numbers)] = self
+        if any(optimizer.state.get(parameter) for parameter in self._parameters.values()):
+            self._adopt_state()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
         """Calls the model. Whether the backward behind it synchronises is decided here."""
+        if self.unpublished:
+            self.publish()
         if not torch.is_grad_enabled():
             with self._shown_rank:
                 return self.model(*args, **kwargs)
@@ -174,8 +185,14 @@ class ModelEngine:
         fragment = self.fragments[id(parameter)]
         return self._partitions.masters[fragment.group].detach().narrow(0, fragment.offset, fragment.numel)
 
+    def holds_any(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these is a parameter of the model."""
+        own = set(map(id, self.model.parameters()))
+        return any(id(each) in own for each in parameters)
+
     def publish(self) -> None:
         """Gives the model the values of the masters. A collective."""
+        self.unpublished = False
         if self._partitions is not None:
             self._partitions.publish()
 
@@ -183,7 +200,7 @@ class ModelEngine:
         """Steps by the gradients that were synchronised; nothing, if there are none. A collective. False if DeepSpeed left the step out."""
         if not self.has_gradients:
             return True
-        assert self._double is not None and self._partitions is not None, "in stage 0 the user's optimizer steps"
+        assert self._partitions is not None, "in stage 0 the user's optimizer steps"
         optimizer_double.copy_options(self._sources, self._partitions.inner)
         self.engine.step()
         self.has_gradients = False
@@ -193,7 +210,7 @@ class ModelEngine:
 
     def link_state(self) -> None:
         """Shows the state of the partitions in the user's optimizer: by parameter, as views."""
-        assert self.optimizer is not None and self._partitions is not None, "it steps here"
+        assert self._partitions is not None, "it steps here"
         masters, inner = self._partitions.masters, self._partitions.inner
         for key, fragment in self.fragments.items():
             flat = masters[fragment.group]
@@ -216,7 +233,7 @@ class ModelEngine:
 
     def take_state(self) -> None:
         """Steps on with the state that was put into the user's optimizer, in memory of `state_memory`."""
-        assert self.optimizer is not None and self._partitions is not None, "it steps here"
+        assert self._partitions is not None, "it steps here"
         masters, inner = self._partitions.masters, self._partitions.inner
         by_group: dict[int, dict[str, Any]] = {}
         for key, fragment in self.fragments.items():
@@ -233,9 +250,8 @@ class ModelEngine:
         self._linked = False
         self.link_state()
 
-    def adopt_state(self) -> None:
+    def _adopt_state(self) -> None:
         """Takes over what the user's optimizer has learnt before its model was prepared."""
-        assert self.optimizer is not None, "it steps here"
         for key, fragment in self.fragments.items():
             parameter = self._parameters[key]
             state = self.optimizer.state.get(parameter)

@@ -111,5 +111,7 @@ class NoSync:
         self._before = self._own["synchronises"]
         self._own["synchronises"] = False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._own["synchronises"] = self._before

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,15 +20,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import SKIPPED, DistributedType, Layout, Strategy, hookimpl, place_model
+from accel_core import (
+    SKIPPED,
+    DistributedType,
+    Layout,
+    Strategy,
+    hookimpl,
+    load_checkpoint_in_model,
+    place_model,
+)
+from accel_core.api.component import override_class
 from accel_core.api.layouts import Elementwise
-from accel_core.api.strategy import check_alike
+from accel_core.api.strategy import check_alike, compile_calls, override_calls
 from accel_deepspeed import clipping, optimizer_double
-from accel_deepspeed.model_engine import ModelEngine, live_engines
+from accel_deepspeed.configuration import Configuration, hidden_size_of
+from accel_deepspeed.configured_objects import check_schedule, realise
+from accel_deepspeed.engine_internals import set_leaf_modules
+from accel_deepspeed.export import SavesWhole, StatesParts
+from accel_deepspeed.model_engine import ModelEngine, engine_that_steps, live_engines
+from accel_deepspeed.older_names import OlderAttributes
 from accel_deepspeed.prepared_model import NoSync, PreparedModel, engine_of, set_engine
 from accel_deepspeed.sharding import ZeroSharding
+from accel_deepspeed.zero_init import build, cast, is_built
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -38,21 +56,71 @@ if TYPE_CHECKING:
 _NOTHING = contextlib.nullcontext()
 
 
-class DeepSpeed(Strategy):
+class DeepSpeed(OlderAttributes, Strategy):
     """ZeRO: optimizer state, gradients and parameters are shared out among the processes.
+
+    Each model is trained by one optimizer of the user's, which DeepSpeed steps in flat parts. A model
+    that is frozen as a whole, or prepared for evaluation only, is not shared out: one rank alone may
+    call it.
 
     Args:
         zero_stage: what is shared out: 0 nothing, 1 the state of optimizers, 2 gradients as well, 3
-            parameters as well.
+            parameters as well. None: what the configuration says, else 2.
+        config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
+            filled in when a model is prepared.
+        offload_optimizer: where optimizer state and masters are kept: "cpu", "nvme", or "none"; None:
+            what the configuration says.
+        offload_param: where parameters are kept that are not in use, in stage 3: as above.
+        offload_folder: where "nvme" is.
+        gradient_clipping: the norm to which the gradients of a model are clipped before each step,
+            unless the loop clips by itself; None: what the configuration says, else not at all.
+        moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, for ranks
+            use different parts of them: mixtures of experts.
+
+    Raises:
+        TypeError, ValueError: for unknown keys, with the nearest known one, and for values that
+            contradict each other.
     """
 
     distributed_type = DistributedType.DEEPSPEED.value
     forward_is_collective = True
+    replicates_parameters = False
 
-    def __init__(self, zero_stage: int = 2) -> None:
-        self._stage = zero_stage
+    def __init__(
+        self,
+        zero_stage: int | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        offload_optimizer: str | None = None,
+        offload_param: str | None = None,
+        offload_folder: str | Path | None = None,
+        gradient_clipping: float | None = None,
+        moe_leaf_modules: Sequence[str] = (),
+    ) -> None:
+        self.configuration = Configuration.read(
+            config,
+            zero_stage=zero_stage,
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+            offload_folder=offload_folder,
+            gradient_clipping=gradient_clipping,
+        )
+        asked = self.configuration.values.get("gradient_accumulation_steps")
+        self._asked_steps: int | None = asked if isinstance(asked, int) else None
+        self._leaves = tuple(moe_leaf_modules)
         self._world_or_none: World | None = None
         self._prepared: weakref.WeakKeyDictionary[nn.Module, PrepareRequest] = weakref.WeakKeyDictionary()
+        self._clipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def details(self) -> Mapping[str, str]:
+        """The stage, what is kept where, and what is clipped."""
+        found = self.configuration
+        described = {
+            "stage": str(found.stage),
+            "optimizer state": "" if found.offload_optimizer == "none" else f"on {found.offload_optimizer}",
+            "parameters": "" if found.offload_param == "none" else f"on {found.offload_param}",
+            "clipping": "" if found.clipping is None else f"to the norm {found.clipping}, unless the loop clips",
+        }
+        return {name: words for name, words in described.items() if words}
 
     @hookimpl
     def layout(self, world: World) -> Layout:
@@ -61,17 +129,40 @@ class DeepSpeed(Strategy):
         return Layout.data_parallel(world)
 
     @hookimpl
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
+        """In stage 3 a model that no rank has whole; else what the factory gives, with the weights."""
+        if self.configuration.stage == 3:
+            return build(factory, checkpoint, self._config_without_dtypes(), self._world)
+        model = factory()
+        if checkpoint is not None:
+            load_checkpoint_in_model(model, checkpoint)
+        return model
+
+    @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Places the model and wraps it, unless it is frozen or only evaluated; its engine is made when its optimizer is known."""
         if isinstance(model, PreparedModel):
             return model
+        built = is_built(model)
         trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
         if not trains:
+            if built:
+                raise ValueError(
+                    f"{type(model).__name__} was built by build_model() under ZeRO stage 3, so each rank has a part of it, and it is to be "
+                    f"prepared without training. Build a model that is only evaluated without build_model()."
+                )
             place_model(model, request)
             return model
         check_alike(model, self._world)
-        place_model(model, request)
-        prepared = PreparedModel(model, self._stage == 3)
+        stage = self.configuration.stage
+        if stage:
+            saves = stage == 3 and callable(getattr(type(model), "save_pretrained", None))
+            override_class(model, SavesWhole if saves else StatesParts)
+        if built:
+            _prepare_built(model, request)
+        else:
+            place_model(model, request)
+        prepared = PreparedModel(model, stage == 3)
         self._prepared[prepared] = request
         if optimizers:
             self._make_engine(prepared, optimizers)
@@ -99,6 +190,8 @@ class DeepSpeed(Strategy):
     @hookimpl
     def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
         """Runs the backward, and the engines of all models through which the loss came."""
+        if self._asked_steps is not None:
+            self._check_accumulation(weight)
         engines = live_engines()
         for engine in engines:
             engine.expect_backward()
@@ -118,7 +211,9 @@ class DeepSpeed(Strategy):
             engine = engine_of(prepared)
             if engine is None or not engine.holds_back:
                 continue
-            left = [name for name, each in engine.model.named_parameters() if each.grad is not None and id(each) in held]
+            left = [
+                name for name, each in engine.model.named_parameters() if each.grad is not None and id(each) in held
+            ]
             if left:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step() was called while {type(engine.model).__name__} holds back gradients of {len(left)} of "
@@ -141,12 +236,16 @@ class DeepSpeed(Strategy):
         """By the norm over all parts. A collective."""
         parts, whole = [], []
         for parameter in {id(each): each for each in parameters}.values():
-            engine = self._engine_of(parameter)
+            engine = engine_that_steps(parameter)
             sent = None if engine is None else engine.gradient(parameter)
             if sent is not None:
                 parts.append(sent)
             if parameter.grad is not None:
                 whole.append(parameter.grad)
+        for prepared in self._prepared:
+            engine = engine_of(prepared)
+            if engine is not None and not math.isinf(max_norm) and engine.holds_any(parameters):
+                self._clipped.add(prepared)
         with self._world.collective("clip_grad_norm_()"):
             return clipping.clip(parts, whole, max_norm, norm_type, self._world)
 
@@ -158,12 +257,12 @@ class DeepSpeed(Strategy):
                 f"{type(optimizer).__name__}.step(closure) was called, but DeepSpeed steps by gradients that were averaged before. Call "
                 f"accelerator.backward(loss), and then step() without arguments."
             )
+        check_schedule(optimizer, self.configuration)
         engines = [engine for engine in self._engines() if engine.optimizer is optimizer]
-        if not engines:
-            result = step()
-            for engine in self._engines():
-                engine.has_gradients = False
-            return result
+        if self.configuration.clipping is not None:
+            self._clip_unasked(engines)
+        if not self.configuration.stage:
+            return step()
         for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
         applied = [engine.step() for engine in engines]
@@ -186,7 +285,7 @@ class DeepSpeed(Strategy):
         """The masters on this rank."""
         from accel_checkpoint import capture_model
 
-        return capture_model(model, self._sharding)
+        return capture_model(model, ZeroSharding())
 
     @hookimpl
     def model_loaded(self, prepared: nn.Module) -> None:
@@ -201,21 +300,21 @@ class DeepSpeed(Strategy):
         """The parts on this rank."""
         from accel_checkpoint import capture_optimizer
 
-        return capture_optimizer(optimizer, names, self._sharding)
+        return capture_optimizer(optimizer, names, ZeroSharding())
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
         """See `accel_checkpoint.list_misfits`."""
         from accel_checkpoint import list_misfits
 
-        return list_misfits(optimizer, names, self._sharding, saved)
+        return list_misfits(optimizer, names, ZeroSharding(), saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
         """Each rank reads its parts into the memory that it steps with."""
         from accel_checkpoint import restore_optimizer
 
-        restore_optimizer(optimizer, names, self._sharding, saved)
+        restore_optimizer(optimizer, names, ZeroSharding(), saved)
         for engine in self._engines():
             if engine.optimizer is optimizer:
                 engine.take_state()
@@ -225,50 +324,66 @@ class DeepSpeed(Strategy):
         assert self._world_or_none is not None, "layout() runs in the constructor of the Accelerator"
         return self._world_or_none
 
-    @property
-    def _sharding(self) -> ZeroSharding:
-        return ZeroSharding(self._engine_of)
-
     def _engines(self) -> Iterator[ModelEngine]:
         for prepared in self._prepared:
             engine = engine_of(prepared)
             if engine is not None:
                 yield engine
 
-    def _engine_of(self, parameter: torch.Tensor) -> ModelEngine | None:
-        return next((engine for engine in self._engines() if id(parameter) in engine.fragments), None)
-
     def _make_engine(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> None:
         from accel_deepspeed import communication
 
-        model, request = prepared.module, self._prepared[prepared]
-        optimizer = _only(optimizers, model)
+        model, request, configuration = prepared.module, self._prepared[prepared], self.current_configuration()
+        optimizer = only_optimizer(optimizers, model)
         communication.start(self._world)
-        if self._stage:
+        realise(optimizer, configuration, self._world.device.type)
+        if configuration.stage:
             optimizer_double.check(optimizer)
-        engine = ModelEngine(model, optimizer if self._stage else None, self._config(request), self._world)
-        if self._stage and any(optimizer.state.get(each) for each in model.parameters()):
-            engine.adopt_state()
+        if self._leaves and configuration.stage == 3:
+            set_leaf_modules(model, self._leaves)
+        engine = ModelEngine(model, optimizer, configuration.stage > 0, self._config(model, request), self._world)
         set_engine(prepared, engine)
         weakref.finalize(prepared, engine.close).atexit = False
         self._world.close_before_end(engine)
 
-    def _config(self, request: PrepareRequest) -> dict[str, Any]:
-        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        reduce = request.policy.reduce
-        return {
-            **({} if reduce is None else {"communication_data_type": names[reduce]}),
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": None,
-            "zero_optimization": {"stage": self._stage},
+    def _config(self, model: nn.Module, request: PrepareRequest) -> dict[str, Any]:
+        configuration = self.configuration
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        return configuration.resolved(
+            world_size=self._world.size,
+            accumulation_steps=self._asked_steps or 1,  # compared at the first backward, which tells
+            policy=request.policy,
+            hidden_size=hidden_size_of(model),
+            parameter_dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        )
+
+    def _config_without_dtypes(self) -> dict[str, Any]:
+        """For a model that is being built: it is built in single precision, and cast when it is prepared."""
+        zero = {
+            name: value for name, value in self.configuration.values["zero_optimization"].items() if value != "auto"
         }
+        return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+
+    def _check_accumulation(self, weight: float) -> None:
+        """Raises at the first backward if the configuration has another number of steps than the Accelerator, whose weight tells it."""
+        asked, self._asked_steps = self._asked_steps, None
+        if asked is not None and not math.isclose(weight * asked, 1.0, rel_tol=1e-6):
+            raise ValueError(
+                f"{self.configuration.source} has 'gradient_accumulation_steps' with {asked}, but a micro-batch has the weight {weight:g} "
+                f"here, as with Accelerator(gradient_accumulation_steps={round(1 / weight)}). Give both the same number, or write "
+                f'"auto" in the configuration.'
+            )
+
+    def _clip_unasked(self, engines: Sequence[ModelEngine]) -> None:
+        """Clips the gradients of each model by the configured norm, unless the loop has."""
+        for prepared in self._prepared:
+            engine = engine_of(prepared)
+            if engine in engines and prepared not in self._clipped:
+                self.clip_gradients(list(prepared.parameters()), self.configuration.clipping or math.inf, 2.0)
+            self._clipped.discard(prepared)
 
 
-def _only(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
+def only_optimizer(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
     """The one optimizer that holds all trained parameters of a model. Raises `ValueError` if there is none such."""
     optimizer = optimizers[0]
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -281,6 +396,15 @@ def _only(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
             f"set requires_grad_(False) on those that are not to be trained."
         )
     return optimizer
+
+
+def _prepare_built(model: nn.Module, request: PrepareRequest) -> None:
+    """What `place_model` does, for a model that is shared out already."""
+    if request.policy.param is not None:
+        cast(model, request.policy.param)
+    override_calls(model, request.policy, request.device_type, request.autocast)
+    if request.compile_options is not None:
+        compile_calls(model, request.compile_options)
 
 
 def _run_backward(loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:

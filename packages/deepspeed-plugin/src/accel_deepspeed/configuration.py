@@ -1,0 +1,197 @@
+"""The configuration of DeepSpeed: a dictionary or a JSON file, checked at once and completed when the run is known.
+
+What the Accelerator decides (accumulation, clipping, precision, schedulers) DeepSpeed is not told
+twice: it is compared, remembered, or refused with what to write instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_deepspeed.configuration_completion import complete
+from accel_deepspeed.configuration_file import load
+from accel_deepspeed.configuration_keys import check_keys, without_refused
+from accel_deepspeed.configuration_offload import settle_offload
+from accel_deepspeed.configured_names import check_optimizer, check_scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import PrecisionPolicy
+
+STAGES = (0, 1, 2, 3)
+DEFAULT_STAGE = 2
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A checked configuration. Make one with `read`.
+
+    Args:
+        values: the keys that DeepSpeed may get, "auto" among them.
+        source: how messages call it: the file, or "The DeepSpeed configuration".
+        stage: of ZeRO, 0 to 3.
+        clipping: the norm to which gradients are to be clipped before each step; None: not at all.
+        offload_optimizer: where optimizer state is kept: "none" (with the parameters), "cpu" or
+            "nvme".
+        offload_param: where parameters are kept that are not in use; as above.
+        optimizer: the section of that name; None: there is none.
+        scheduler: the section of that name; None: there is none.
+        arguments: those of `read` but the first.
+    """
+
+    values: Mapping[str, Any]
+    source: str
+    stage: int
+    clipping: float | None = None
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    optimizer: Mapping[str, Any] | None = None
+    scheduler: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def read(
+        cls,
+        config: object = None,
+        *,
+        zero_stage: int | None = None,
+        offload_optimizer: str | None = None,
+        offload_param: str | None = None,
+        offload_folder: str | Path | None = None,
+        gradient_clipping: float | None = None,
+    ) -> Configuration:
+        """Reads and checks a configuration, without DeepSpeed, and without changing what is given.
+
+        Args:
+            config: a dictionary, the path of a JSON file, an `HfDeepSpeedConfig`; None: there is
+                none. The other arguments are those of `DeepSpeed`; None: not given.
+
+        Raises:
+            ValueError, TypeError, FileNotFoundError: with what was found, and what to write.
+        """
+        arguments = {name: value for name, value in locals().items() if name not in ("cls", "config")}
+        given, source = ({}, "The DeepSpeed configuration") if config is None else load(config)
+        check_keys(given, source)
+        values = without_refused(given)
+        _join_bf16(values, source)
+        optimizer, scheduler = values.pop("optimizer", None), values.pop("scheduler", None)
+        check_optimizer(optimizer, source)
+        check_scheduler(scheduler, source)
+        zero = values.setdefault("zero_optimization", {})
+        stage = zero["stage"] = _stage(zero, zero_stage, config is not None, source)
+        asked = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
+        devices = settle_offload(zero, stage, asked, offload_folder, source)
+        clipping = _clipping(values.pop("gradient_clipping", "auto"), gradient_clipping, source)
+        return cls(
+            values,
+            source,
+            stage,
+            clipping,
+            devices["offload_optimizer"],
+            devices["offload_param"],
+            optimizer,
+            scheduler,
+            arguments,
+        )
+
+    def reread(self, config: object) -> Configuration:
+        """The configuration with another dictionary or file, and the same arguments beside it."""
+        return type(self).read(config, **self.arguments)
+
+    def resolved(
+        self,
+        *,
+        world_size: int,
+        accumulation_steps: int,
+        policy: PrecisionPolicy,
+        micro_batch_size: int | None = None,
+        hidden_size: int | None = None,
+        parameter_dtype: torch.dtype | None = None,
+    ) -> dict[str, Any]:
+        """The dictionary for `deepspeed.initialize(config=...)`, complete and without any "auto".
+
+        Args:
+            world_size: how many processes share the data.
+            accumulation_steps: those of the Accelerator.
+            policy: the dtypes that are to hold.
+            micro_batch_size: rows of a batch on one process, if a prepared loader tells.
+            hidden_size: that of the model (`hidden_size_of`), if it tells.
+            parameter_dtype: that of the model's trained parameters, if they share one.
+
+        Raises:
+            ValueError: what the configuration says contradicts these, or an "auto" stays open.
+        """
+        values = copy.deepcopy(dict(self.values))
+        return complete(
+            values,
+            self.source,
+            self.stage,
+            world_size=world_size,
+            accumulation_steps=accumulation_steps,
+            policy=policy,
+            micro_batch_size=micro_batch_size,
+            hidden_size=hidden_size,
+            parameter_dtype=parameter_dtype,
+        )
+
+
+def hidden_size_of(model: object) -> int | None:
+    """The width of a model of transformers, from its `config`; the largest if it has several; None for other models."""
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "hidden_size", None)
+        sizes = getattr(holder, "hidden_sizes", None)
+        if isinstance(size, int):
+            return size
+        if sizes:
+            return max(sizes)
+    return None
+
+
+def _join_bf16(values: dict[str, Any], source: str) -> None:
+    older = values.pop("bfloat16", None)
+    if older is not None and "bf16" in values:
+        raise ValueError(f"{source} has 'bf16' and its older name 'bfloat16'. Keep 'bf16'.")
+    if older is not None:
+        values["bf16"] = older
+
+
+def _stage(zero: Mapping[str, Any], asked: int | None, configured: bool, source: str) -> int:
+    if asked is not None and (asked not in STAGES or isinstance(asked, bool)):
+        raise ValueError(f"zero_stage={asked!r} was given; known are 0, 1, 2 and 3.")
+    found = zero.get("stage")
+    if found is None and asked is None and configured:
+        raise ValueError(
+            f'{source} does not say which stage of ZeRO is meant. Write "zero_optimization": {{"stage": 2}} in it, or '
+            f"DeepSpeed(zero_stage=2, config=...); 0 shares nothing out."
+        )
+    if found is None or found == "auto":
+        return DEFAULT_STAGE if asked is None else int(asked)
+    if found not in STAGES or isinstance(found, bool):
+        raise ValueError(f"{source} has 'zero_optimization.stage' with {found!r}; known are 0, 1, 2 and 3.")
+    if asked is not None and asked != found:
+        raise ValueError(
+            f"zero_stage={asked} was given, but {source} has 'zero_optimization.stage' with {found}. Keep one of them."
+        )
+    return int(found)
+
+
+def _clipping(found: Any, asked: float | None, source: str) -> float | None:
+    for name, norm in (
+        ("gradient_clipping", asked),
+        (f"{source}: 'gradient_clipping'", None if found == "auto" else found),
+    ):
+        if norm is not None and (isinstance(norm, bool) or norm < 0):
+            raise ValueError(f"{name} is {norm!r}: expected the largest norm, above 0; or 0 to leave gradients alone.")
+    if found is None or found == "auto":
+        return float(asked) if asked else None
+    if asked is not None and asked != found:
+        raise ValueError(
+            f"gradient_clipping={asked} was given, but {source} has 'gradient_clipping' with {found}. Keep one of them."
+        )
+    return float(found) or None

@@ -1,0 +1,105 @@
+"""Completing a configuration when the run is known: batch sizes, dtypes, sizes of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from accel_deepspeed.configuration_keys import autos
+from accel_deepspeed.configuration_offload import check_folders
+from accel_deepspeed.configuration_precision import settle_precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import PrecisionPolicy
+
+_SIZES: Mapping[str, Callable[[int], int]] = MappingProxyType(
+    {
+        "reduce_bucket_size": lambda width: width * width,
+        "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+        "stage3_param_persistence_threshold": lambda width: 10 * width,
+    }
+)
+"""What "auto" means for the sizes that follow from the width of a model, as transformers' Trainer fills them."""
+
+_KEPT = ("data_types.keep_in_fp32_modules",)
+"""Keys of which "auto" is a value of DeepSpeed's own."""
+
+
+def complete(
+    values: dict[str, Any],
+    source: str,
+    stage: int,
+    *,
+    world_size: int,
+    accumulation_steps: int,
+    policy: PrecisionPolicy,
+    micro_batch_size: int | None,
+    hidden_size: int | None,
+    parameter_dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """See `Configuration.resolved`. Changes `values`, and returns it."""
+    _settle_batches(values, source, world_size, accumulation_steps, micro_batch_size)
+    settle_precision(values, source, stage, policy, parameter_dtype)
+    _settle_sizes(values["zero_optimization"], source, stage, hidden_size)
+    values["gradient_clipping"] = 0.0  # the Accelerator clips; DeepSpeed's own default is 1.0
+    values["zero_allow_untested_optimizer"] = True  # the strategy looks at optimizers by itself
+    values.setdefault("zero_force_ds_cpu_optimizer", False)
+    _check_autos(values, source)
+    check_folders(values["zero_optimization"])
+    return values
+
+
+def _settle_batches(values: dict[str, Any], source: str, world: int, steps: int, micro: int | None) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, found, asked = (None if values.get(name) == "auto" else values.get(name) for name in names)
+    if asked not in (None, 1, steps):
+        raise ValueError(
+            f"{source} has 'gradient_accumulation_steps' with {asked}, but the Accelerator accumulates over {steps}. Write "
+            f'Accelerator(gradient_accumulation_steps={asked}), or "auto" in the configuration.'
+        )
+    if found is not None and micro is not None and found != micro:
+        raise ValueError(
+            f"{source} has 'train_micro_batch_size_per_gpu' with {found}, but the prepared loader gives batches of {micro} on "
+            f'each process. Write DataLoader(batch_size={found}), or "auto" in the configuration.'
+        )
+    found = micro if found is None else found
+    window = steps if asked is None else asked
+    if total is not None and found is None and total % (window * world) == 0:
+        found = total // (window * world)
+    if total is not None and total != (found or 0) * window * world:
+        raise ValueError(
+            f"{source} has 'train_batch_size' with {total}, but train_micro_batch_size_per_gpu({found or '?'}) * "
+            f"gradient_accumulation_steps({window}) * processes({world}) = {found * window * world if found else 'no multiple'}. "
+            f'Change one of them, or write "auto".'
+        )
+    # DeepSpeed sees windows of one, for the core accumulates; of the batch it only makes figures of throughput.
+    micro = 1 if found is None else int(found)
+    values.update(zip(names, (micro * world, micro, 1), strict=True))
+
+
+def _settle_sizes(zero: dict[str, Any], source: str, stage: int, width: int | None) -> None:
+    if stage < 3:
+        for name in [name for name, value in zero.items() if name.startswith("stage3_") and value == "auto"]:
+            del zero[name]  # nothing reads it there
+    open_ = [name for name in _SIZES if zero.get(name) == "auto"]
+    if open_ and width is None:
+        raise ValueError(
+            f'{source} has "auto" for {", ".join(open_)}, which follow from the width of the model, and model.config has '
+            f"neither hidden_size nor hidden_sizes. Write numbers of elements, such as 500000000 for reduce_bucket_size; or "
+            f"leave the keys out, for DeepSpeed's own defaults."
+        )
+    for name in open_:
+        assert width is not None, "looked at above"
+        zero[name] = _SIZES[name](width)
+
+
+def _check_autos(values: Mapping[str, Any], source: str) -> None:
+    left = [name for name in autos(values) if name not in _KEPT]
+    if left:
+        raise ValueError(
+            f'{source} has "auto" for {", ".join(map(repr, left))}, which nothing here fills in. Write a value, or leave the '
+            f"key out for DeepSpeed's own default."
+        )
