@@ -36,6 +36,7 @@ GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 QUICKSTART = "examples/quickstart.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
+ZERO = ("--strategy", "deepspeed")
 EXAMPLES = ("-r", "examples/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
@@ -71,11 +72,12 @@ COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """The main job: examples/quickstart.py in one process, then in two, then sharded and in bf16."""
-    install(session, ["core", "data", "precision", "fsdp-plugin"], *EXAMPLES)
+    """The main job: examples/quickstart.py in one process, then in two, then sharded and in bf16, then under ZeRO."""
+    install(session, ["core", "data", "precision", "fsdp-plugin", "deepspeed-plugin"], *EXAMPLES)
     run_script(session, QUICKSTART, world=1)
     run_script(session, QUICKSTART, world=2)
     run_script(session, QUICKSTART, *SHARDED, world=2)
+    run_script(session, QUICKSTART, *ZERO, world=2)
 
 
 @nox.session

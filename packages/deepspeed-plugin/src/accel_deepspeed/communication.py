@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from accel_core import World
 
 _RANK = "LOCAL_RANK"
+_SHARED_MEMORY = "deepspeed_shm_comm"
 _started_for: list[weakref.ref[dist.ProcessGroup]] = []
 
 
@@ -30,8 +32,9 @@ def start(world: World) -> None:
     group = world.subgroup(range(world.size))  # a world of one has no group before
     if _started_for and _started_for[0]() is group:
         return
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
+    with environment_of(world):
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
 
     kind = get_accelerator().device_name()
     if kind != world.device.type:
@@ -40,9 +43,26 @@ def start(world: World) -> None:
             f"variable DS_ACCELERATOR={world.device.type} before the script starts, or leave cpu= out."
         )
     forget()
-    with environment_of(world):
+    with environment_of(world), _without_shared_memory():
         deepspeed.init_distributed(dist_backend=dist.get_backend(group), auto_mpi_discovery=False, verbose=False)
     _started_for[:] = [weakref.ref(group)]
+
+
+@contextmanager
+def _without_shared_memory() -> Iterator[None]:
+    """Has DeepSpeed leave out an operator that it compiles, for a minute, on machines without accelerator.
+
+    It adds up tensors of ranks of one machine in inference, which is not what runs here.
+    """
+    import deepspeed
+
+    compatible = deepspeed.ops.__compatible_ops__
+    before = compatible.pop(_SHARED_MEMORY, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            compatible[_SHARED_MEMORY] = before
 
 
 def forget() -> None:
@@ -75,11 +95,16 @@ class _ShownRank:
 
 @contextmanager
 def environment_of(world: World) -> Iterator[None]:
-    """Shows DeepSpeed the variables that it asks for, and restores those that it, and what it imports, set."""
+    """Shows DeepSpeed the variables that it asks for, and restores those that it, and what it imports, set.
+
+    What it imports in there is deprecated in torch here and there, which nobody else can mend.
+    """
     before = dict(os.environ)
     os.environ[_RANK] = str(world.local_rank)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
