@@ -104,6 +104,14 @@ ROWS = {
         Measure("P12 from the command to the first line, 2 processes", "two", 1.05, "/", unit="s", scale=1),
         Measure("P12 from the command to the first line, 1 process", "one", None, "/", unit="s", scale=1),
     ],
+    "P13": [
+        Measure("P13 ZeRO stage 1 on 2 ranks, CPU of the main thread", "cpu", 1.05, "/"),
+        Measure("P13 ZeRO stage 1 on 2 ranks, on the wall", "wall", None, "/"),
+    ],
+    "P13c": [
+        Measure("P13 ZeRO stage 3 on 2 ranks, CPU of the main thread", "cpu", 1.05, "/"),
+        Measure("P13 ZeRO stage 3 on 2 ranks, on the wall", "wall", None, "/"),
+    ],
 }
 
 
@@ -125,6 +133,8 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return starting.measure(libraries, max(1, options.rounds // 2))
     if row == "P11":
         return measure("sharding.py", ["plain", *libraries], world=2, **common)
+    if row in {"P13", "P13c"}:
+        return measure("zero.py", ["plain", *libraries], world=2, size=1 if row == "P13" else 3, **common)
     if row == "P6":
         return measure("reading.py", loops, world=1, **common)
     if row == "P6d":

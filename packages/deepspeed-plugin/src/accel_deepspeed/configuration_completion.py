@@ -47,6 +47,7 @@ def complete(
     values["gradient_clipping"] = 0.0  # the Accelerator clips; DeepSpeed's own default is 1.0
     values["zero_allow_untested_optimizer"] = True  # the strategy looks at optimizers by itself
     values.setdefault("zero_force_ds_cpu_optimizer", False)
+    values.setdefault("steps_per_print", None)  # DeepSpeed would report after each tenth step, of windows that it does not know
     _check_autos(values, source)
     check_folders(values["zero_optimization"])
     return values
