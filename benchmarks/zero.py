@@ -95,8 +95,10 @@ def accelerate(job: Job) -> Epoch:
     """The peer, with the same configuration; it clips in its engine."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.config))
-    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, DataLoader(job.data, batch_size=BATCH))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.config))
+    assert accelerator.distributed_type == "DEEPSPEED", f"it took {accelerator.distributed_type}"
+    model, optimizer = accelerator.prepare(job.model, job.optimizer)
+    loader = job.loader()  # with cpu=True it would leave DeepSpeed out, and without it takes this for one process
 
     def epoch() -> None:
         for inputs, targets in loader:

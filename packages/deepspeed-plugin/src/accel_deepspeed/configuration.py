@@ -149,7 +149,7 @@ def hidden_size_of(model: object) -> int | None:
         if isinstance(size, int):
             return size
         if sizes:
-            return max(sizes)
+            return int(max(sizes))
     return None
 
 

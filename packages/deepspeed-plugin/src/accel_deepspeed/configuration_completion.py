@@ -45,9 +45,10 @@ def complete(
     settle_precision(values, source, stage, policy, parameter_dtype)
     _settle_sizes(values["zero_optimization"], source, stage, hidden_size)
     values["gradient_clipping"] = 0.0  # the Accelerator clips; DeepSpeed's own default is 1.0
+    _settle_norm(values["zero_optimization"], stage)
     values["zero_allow_untested_optimizer"] = True  # the strategy looks at optimizers by itself
     values.setdefault("zero_force_ds_cpu_optimizer", False)
-    values.setdefault("steps_per_print", None)  # DeepSpeed would report after each tenth step, of windows that it does not know
+    values.setdefault("steps_per_print", None)  # by default it reports each tenth step, which the loop may do too
     _check_autos(values, source)
     check_folders(values["zero_optimization"])
     return values
@@ -95,6 +96,13 @@ def _settle_sizes(zero: dict[str, Any], source: str, stage: int, width: int | No
     for name in open_:
         assert width is not None, "looked at above"
         zero[name] = _SIZES[name](width)
+
+
+def _settle_norm(zero: dict[str, Any], stage: int) -> None:
+    # Nobody reads the norm that DeepSpeed computes in a step, and where it is not finite the step is left out in silence.
+    # Offloaded optimizer state, and stage 3, do not offer to leave it out.
+    if stage in (1, 2) and "offload_optimizer" not in zero:
+        zero.setdefault("compute_grad_norm", False)
 
 
 def _check_autos(values: Mapping[str, Any], source: str) -> None:

@@ -123,10 +123,11 @@ def _become_real(optimizer: DummyOptim, configuration: Configuration, device_typ
             group.pop(option, None)
     for name in ("lr", "weight_decay", "kwargs", "own_options"):
         del vars(optimizer)[name]
-    # In place, for the script, schedulers and the core hold the object. What the core has set on it stays.
+    # In place, for the script, schedulers and the core hold the object. What they have set on it stays.
+    hooks = {name: kept for name, kept in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = kind  # type: ignore[assignment]
     kind.__init__(optimizer, groups, **options)
-    vars(optimizer)[_CONFIGURED] = True
+    vars(optimizer).update(hooks, **{_CONFIGURED: True})
 
 
 def _schedule(scheduler: DummyScheduler, configuration: Configuration) -> Any:

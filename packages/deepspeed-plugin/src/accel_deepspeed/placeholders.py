@@ -51,19 +51,19 @@ class DummyOptim(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, and remembers which options it brings."""
-        # Explicit, as in `step`: a reference to this method may be older than the optimizer.
-        if isinstance(self, DummyOptim) and len(self.own_options) == len(self.param_groups):
+        if _is_placeholder(self) and len(self.own_options) == len(self.param_groups):
             self.own_options.append(set(param_group))
-        Optimizer.add_param_group(self, param_group)
+        Optimizer.add_param_group(self, param_group)  # not super(): see `step`
 
     def step(self, closure: Any = None) -> Any:
         """Steps as the configured optimizer; raises as long as there is none."""
-        if isinstance(self, DummyOptim):
+        if _is_placeholder(self):
             raise RuntimeError(
                 "DummyOptim.step() was called, but it stands for the optimizer that a DeepSpeed configuration names. Prepare it, "
                 "with its model, by Accelerator(strategy=DeepSpeed(config=...)); other strategies need a real optimizer."
             )
-        return type(self).step(self, closure)  # a reference to this method, which is older than the optimizer
+        # Called by a reference to this method that is older than the class which the optimizer has now.
+        return type(self).step(self, closure)
 
 
 class DummyScheduler:
@@ -140,6 +140,10 @@ class DummyScheduler:
         if name.startswith("_") or self._schedule is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._schedule, name)
+
+
+def _is_placeholder(optimizer: object) -> bool:
+    return isinstance(optimizer, DummyOptim)
 
 
 def begin_schedules(optimizer: Optimizer, make: Maker) -> None:
