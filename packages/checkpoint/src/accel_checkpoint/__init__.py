@@ -12,6 +12,7 @@ this order:
     saving, background  the order of a save; one that is written behind
     reading, loading    what is compared before a load, and the order in which it restores
     inspection/         `accel checkpoint`, `python -m accel_core checkpoint`
+    importing/          `accel checkpoint import`: what other libraries saved, as importers describe it
     weights/            apart from all this: a model's weights as plain files
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from accel_checkpoint.assembling import WeightGather, gather_entry
 from accel_checkpoint.component import NeutralCheckpoints
+from accel_checkpoint.importing.foreign import ForeignCheckpoint, ForeignOptimizer
 from accel_checkpoint.model_state import capture_model, elementwise_entry
 from accel_checkpoint.optimizers.known_optimizers import (
     COUNTER,
@@ -42,6 +44,8 @@ __all__ = [
     "OF_THIS_PROCESS",
     "REPLICATED",
     "Exported",
+    "ForeignCheckpoint",
+    "ForeignOptimizer",
     "NeutralCheckpoints",
     "WeightGather",
     "capture_model",

@@ -21,7 +21,7 @@ import torch
 from accel_checkpoint.files.disk import read_all
 from accel_checkpoint.files.manifest import TRIES, identity
 from accel_checkpoint.reading import Checkpoint, Job, SavedState
-from accel_checkpoint.record import warn_of_batches
+from accel_checkpoint.record import warn_of_absent, warn_of_batches
 from accel_checkpoint.run_state import (
     ACCUMULATION,
     GRADIENT,
@@ -107,6 +107,7 @@ def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]
         misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
         _raise_misfits(checkpoint.folder, misfits)
         if world.is_main:
+            warn_of_absent(checkpoint.manifest.record, list(stateful(run)))
             warn_of_batches(checkpoint.manifest.record, run.prepared, run.accumulation)
         restored.append(checkpoint.manifest.id)
         try:
@@ -208,7 +209,8 @@ class _Restoring:
         yield from self._misfits_of_objects()
         yield from self._misfits_of_loaders()
         yield from self._misfits_of_window()
-        self._objects[RANDOM] = self._checkpoint.object_of(RANDOM, self._source_of_streams)
+        if RANDOM not in self._checkpoint.absent:
+            self._objects[RANDOM] = self._checkpoint.object_of(RANDOM, self._source_of_streams)
 
     @property
     def _source_of_streams(self) -> int:
@@ -241,10 +243,11 @@ class _Restoring:
             (LOADER, len(prepared.loaders), len(saved.units(LOADER))),
             (OBJECT, len(self._run.registered), len(saved.units(OBJECT))),
         ):
-            if here_are != there:
+            if here_are != there and kind not in saved.absent:
                 what = "registered objects" if kind == OBJECT else f"{kind}s"
                 yield f"there are {here_are} {what} here, and {there} in the checkpoint"
         components = {name for name, component in self._run.components.items() if has_state(component)}
+        components = {name for name in components if name.partition(".")[0] not in saved.absent}
         for name in sorted(components ^ saved.components()):
             has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
             yield f"the {name} has a state {has}, and none {has_not}"
@@ -389,7 +392,9 @@ class _Restoring:
             self._give(f"{LOADER}.{number}", loader)
 
     def _give(self, unit: str, each: Any) -> None:
-        """Restores the state of an object."""
+        """Restores the state of an object, unless the checkpoint is an imported one and has none of its kind."""
+        if unit.partition(".")[0] in self._checkpoint.absent:
+            return
         try:
             each.load_state_dict(self._objects[unit])
         except Exception as error:
@@ -403,7 +408,8 @@ class _Restoring:
         self._run.accumulation.load_state_dict(state)
         for gate in self._run.prepared.gates():
             gate.resume()
-        self._restore_streams(state["total_backwards"])
+        if RANDOM in self._objects:
+            self._restore_streams(state["total_backwards"])
 
     def _restore_streams(self, step: int) -> None:
         rank, saved = self._run.world.rank, self._objects[RANDOM]

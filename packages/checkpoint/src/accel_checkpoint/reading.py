@@ -17,6 +17,7 @@ from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest, read_manifest
 from accel_checkpoint.files.part_file import PartReader
 from accel_checkpoint.plan import StoredBoxes
+from accel_checkpoint.record import IMPORTED, absent_of
 from accel_checkpoint.run_state import (
     ACCUMULATION,
     COMPONENTS,
@@ -37,6 +38,7 @@ from accel_core.api.layouts import Elementwise, Entry, Opaque, Partial, Replicat
 Job = Callable[[], None]
 
 _ALWAYS = {ACCUMULATION, RANDOM}
+_MAY_LACK = {SCHEDULER, LOADER, OBJECT, RANDOM, *COMPONENTS}  # of an imported checkpoint
 _TRACKED = {"project": (str, type(None)), "run_id": (str,), "step": (int,), "trackers": (dict,)}
 
 
@@ -76,6 +78,11 @@ class Checkpoint:
         size: int = self.manifest.record["world"]["size"]
         return size
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """The kinds of units that it does not have because it was imported: a load leaves them as they are."""
+        return absent_of(self.manifest.record)
+
     def _check(self) -> None:
         """Raises `CheckpointError` if no save leaves such a record, or such an index."""
         lies = sorted(self._lies())
@@ -90,7 +97,7 @@ class Checkpoint:
         for name, is_right in _RECORD.items():
             if not is_right(record.get(name)):
                 yield f"{name.replace('_', ' ')}: {record.get(name)!r:.80}"
-        needed = set(_ALWAYS)
+        needed = _ALWAYS - self.absent
         for kind in (OPTIMIZER, SCHEDULER, LOADER, OBJECT):
             needed |= {f"{kind}.{number}" for number in range(len(self.units(kind)))}
         needed |= {f"{unit}.{VALUES}" for unit in needed if unit.startswith(f"{OPTIMIZER}.")}
@@ -242,6 +249,11 @@ def _are_positions(value: Any) -> bool:
     )
 
 
+def _is_import(value: Any) -> bool:
+    known = isinstance(value, dict) and isinstance(value.get("origin"), str) and isinstance(value.get("absent"), list)
+    return known and set(value["absent"]) <= _MAY_LACK
+
+
 _RECORD: Mapping[str, Callable[[Any], bool]] = {
     "world": lambda value: isinstance(value, dict) and type(value.get("size")) is int and value["size"] > 0,
     "models": lambda value: type(value) is int and value >= 0,
@@ -250,6 +262,7 @@ _RECORD: Mapping[str, Callable[[Any], bool]] = {
     "tracking": lambda value: value is None or _are_tracked(value),  # None: of before runs were recorded
     "window": lambda value: isinstance(value, dict) and type(value.get("steps")) is int,
     "positions": _are_positions,
+    IMPORTED: lambda value: value is None or _is_import(value),
 }
 """The members of a record that a load uses, each with a check of its value."""
 

@@ -6,7 +6,7 @@ Nothing of the training is restored from it. Trackers go on with the run that it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,15 @@ import torch
 if TYPE_CHECKING:
     from accel_core import World
     from accel_core.api.checkpoint import Accumulation, Explanation, Prepared
+
+
+IMPORTED = "imported"
+"""The member of a record that was made of another library's checkpoint: {"origin", "facts", "absent"}."""
+
+
+def absent_of(record: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds of units that a checkpoint does not have because the library that wrote it saves none."""
+    return frozenset(record.get(IMPORTED, {}).get("absent", ()))
 
 
 def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
@@ -45,6 +54,24 @@ def _position(loader: Any) -> dict[str, int | None] | None:
     if not all(type(state.get(name)) is int for name in names):
         return None
     return {**{name: state[name] for name in names}, "global_batch": getattr(loader, "total_batch_size", None)}
+
+
+def warn_of_absent(record: Mapping[str, Any], units: Sequence[str]) -> None:
+    """Warns of what a load leaves as it is, because an imported checkpoint does not have it.
+
+    Args:
+        record: of the checkpoint.
+        units: all that the run has a state of, such as "loader.0".
+    """
+    absent = absent_of(record)
+    if absent:
+        left = [unit for unit in units if unit.partition(".")[0] in absent]
+        warnings.warn(
+            f"load_state() reads a checkpoint that was imported from {record[IMPORTED]['origin']}, and leaves as they are what is "
+            f"not in it: {', '.join([*left, 'the random streams'])}. Put loaders and schedules where they belong: "
+            f"accelerator.skip_first_batches(), scheduler.step().",
+            stacklevel=2,
+        )
 
 
 def warn_of_batches(record: Mapping[str, Any], prepared: Prepared, accumulation: Accumulation) -> None:

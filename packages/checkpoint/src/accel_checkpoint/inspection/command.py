@@ -1,7 +1,8 @@
 """A look into checkpoints without a run: their contents, and whether they are whole.
 
 `accel checkpoint FOLDER` and `python -m accel_core checkpoint FOLDER` call `main`. Nothing is
-written, and no class that a checkpoint names is needed.
+written, and no class that a checkpoint names is needed. `accel checkpoint import` is another command:
+a folder of that name is `./import`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ Report = Callable[[str], None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Show or verify what save_state() wrote."""
-    parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["import"]:
+        from accel_checkpoint.importing import command
+
+        return command.main(given[1:])
+    epilog = "`accel checkpoint import SOURCE TARGET` makes one of a checkpoint of another library; `-h` behind `import` says more."
+    parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
     add_arguments(parser)
-    return run(parser.parse_args(arguments))
+    return run(parser.parse_args(given))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": dict.fromkeys(_TRACKERS, "accel-trackers"),
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
+        "accel.importers": {"deepspeed": "accel-deepspeed"},
         "accel.recorders": {"background": "accel-trackers"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
         "accel.commands": {"checkpoint": "accel-checkpoint"},

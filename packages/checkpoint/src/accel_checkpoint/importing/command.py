@@ -1,0 +1,78 @@
+"""`accel checkpoint import`: finds who reads a checkpoint of another library, says what is in it, and writes a neutral one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_checkpoint.importing.foreign import write_foreign
+from accel_core import CheckpointError
+from accel_core.api.launcher import KNOWN_PROVIDERS, find, how_to_get, list_offers
+
+if TYPE_CHECKING:
+    from accel_checkpoint.importing.foreign import ForeignCheckpoint, Importer
+
+GROUP = "accel.importers"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make a checkpoint of another library one that load_state() reads, under any strategy."""
+    parser = argparse.ArgumentParser(prog="accel checkpoint import", description=main.__doc__)
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder that the other library wrote")
+    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="the folder for load_state()")
+    parser.add_argument("--optimizer", metavar="CLASS", help="such as torch.optim.AdamW, where SOURCE does not tell")
+    parser.add_argument("--dry-run", action="store_true", help="say what is in SOURCE, and write nothing")
+    given = parser.parse_args(arguments)
+    if given.target is None and not given.dry_run:
+        parser.error("TARGET is missing; or --dry-run, to see what is in SOURCE")
+    try:
+        foreign = open_foreign(given.source, given.optimizer)
+        _say(_description(given.source, foreign))
+        if not given.dry_run:
+            write_foreign(foreign, given.target, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
+            _say(f"\nwritten: {given.target}")
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+def open_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoint:
+    """The checkpoint in a folder, by the first importer that knows it.
+
+    Raises:
+        CheckpointError: if none does, or it cannot be imported.
+        FileNotFoundError: if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            2, "a checkpoint was to be imported from here, but there is no such folder", str(folder)
+        )
+    offers = list_offers(GROUP)
+    for offer in offers:
+        importer: Importer = find(GROUP, f"{offer.distribution}:{offer.name}", offers).load()
+        found = importer(folder, optimizer)
+        if found is not None:
+            return found
+    installed = [offer.name for offer in offers]
+    missing = [f"For {name}: {how_to_get(by)}." for name, by in KNOWN_PROVIDERS[GROUP].items() if name not in installed]
+    raise CheckpointError(
+        f"A checkpoint was to be imported from {folder}, but no importer knows it. Installed: {', '.join(installed) or 'none'}. "
+        + " ".join(missing)
+    )
+
+
+def _description(source: Path, foreign: ForeignCheckpoint) -> str:
+    facts = {"checkpoint": str(source), "written by": foreign.origin, **foreign.facts}
+    width = max(map(len, facts)) + 2
+    lines = [f"{name:<{width}}{value}" for name, value in facts.items()]
+    return "\n".join(
+        [*lines, f"{'not in it':<{width}}{', '.join(foreign.absent)}: load_state() leaves them as they are"]
+    )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201

@@ -1,0 +1,172 @@
+"""A checkpoint of another library, as an importer describes it, and the neutral checkpoint that is made of it.
+
+Importers are found in the entry-point group `accel.importers`: a function of the folder, and of the class of the optimizer that the
+user has named, which returns a `ForeignCheckpoint`, or None for what is not of its library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from accel_checkpoint.codec import encode
+from accel_checkpoint.files.folder import Draft
+from accel_checkpoint.files.manifest import Manifest
+from accel_checkpoint.plan import Claim, Task
+from accel_checkpoint.record import IMPORTED
+from accel_checkpoint.run_state import (
+    ACCUMULATION,
+    COMPONENTS,
+    LOADER,
+    OBJECT,
+    OPTIMIZER,
+    RANDOM,
+    SCHEDULER,
+    VALUES,
+    Content,
+    within,
+)
+from accel_checkpoint.writing import Portrait, Work, file_name, index_of
+from accel_core.api.checkpoint import WHOLE
+from accel_core.api.layouts import Alias, Elementwise, State
+
+Say = Callable[[str], None]
+Part = Mapping[str, State]
+"""State by unit, "model.0" and "optimizer.0", that is written into one file."""
+
+
+@dataclass(frozen=True)
+class ForeignOptimizer:
+    """An optimizer, but for its tensors.
+
+    Args:
+        kind: its class, "module:QualName".
+        groups: the options of each group, and "names": "0.<name>" for the parameters of model 0.
+        values: by such a name, the values of its state that are no tensors.
+    """
+
+    kind: str
+    groups: Sequence[Mapping[str, Any]]
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """A checkpoint of another library.
+
+    Args:
+        origin: what wrote it, in a few words, for messages: "DeepSpeed 0.19.8".
+        facts: about it, for the user, by name.
+        parts: each is called once, and what it returned is written before the next one is called.
+            Together the boxes of each tensor cover it exactly once.
+        models: their number.
+        optimizers, schedulers: in the order in which a run prepares them; of a scheduler its
+            `state_dict()`.
+        backwards: how many the run had done.
+    """
+
+    origin: str
+    facts: Mapping[str, str]
+    parts: Sequence[Callable[[], Part]]
+    models: int = 1
+    optimizers: Sequence[ForeignOptimizer] = ()
+    schedulers: Sequence[Mapping[str, Any]] = ()
+    backwards: int = 0
+
+    @property
+    def absent(self) -> list[str]:
+        """The kinds of units that a run has, and this checkpoint not: a load leaves them as they are."""
+        return [LOADER, OBJECT, *COMPONENTS, RANDOM, *([] if self.schedulers else [SCHEDULER])]
+
+
+class Importer(Protocol):
+    """The function that an entry point of the group `accel.importers` names."""
+
+    def __call__(self, folder: Path, optimizer: str | None) -> ForeignCheckpoint | None:
+        """The checkpoint in a folder; None if it is not of this library.
+
+        Raises:
+            CheckpointError: for one that is, and cannot be imported.
+        """
+
+
+def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
+    """Writes a neutral checkpoint into a folder, part by part, and publishes it when all is there.
+
+    Raises:
+        CheckpointError: if the folder is taken; for a value that no checkpoint can hold.
+        OSError: naming the folder.
+    """
+    draft = Draft.begin(folder)
+    try:
+        portraits, works = [], []
+        for number, part in enumerate(foreign.parts):
+            say(f"file {number + 1} of {len(foreign.parts)}")
+            portrait, work = _work(file_name(number), part())
+            if number == 0:
+                _add_objects(work, foreign)
+            work.write(draft.data)
+            portraits.append(portrait)
+            works.append(work.written)
+        index = index_of(portraits, works)
+        sizes = {name: stored.nbytes for name, stored in index.files.items()}
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        draft.publish(Manifest(draft.id, created, index.write(draft.data), sizes, _record(foreign)))
+        draft.sweep()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _work(file: str, part: Part) -> tuple[Portrait, Work]:
+    state = {name: entry for unit, entries in part.items() for name, entry in within(unit, entries).items()}
+    aliases = {name: entry.of for name, entry in state.items() if isinstance(entry, Alias)}
+    content = Content({name: entry for name, entry in state.items() if not isinstance(entry, Alias)})
+    work, claims = Work(file), {}
+    for name, entry in content.state.items():
+        assert not isinstance(entry, Alias)
+        claims[name] = Claim.of(entry)
+        boxes = [piece.box for piece in entry.pieces] if isinstance(entry, Elementwise) else [None]
+        for box in boxes:
+            work.add_task(Task(name, box, WHOLE), content)
+        work.written.tensors.setdefault(name, [])  # of an empty tensor nothing is written
+    return Portrait(claims, aliases, {}), work
+
+
+def _add_objects(work: Work, foreign: ForeignCheckpoint) -> None:
+    objects: dict[str, Any] = {}
+    for number, optimizer in enumerate(foreign.optimizers):
+        unit = f"{OPTIMIZER}.{number}"
+        objects[unit] = {"kind": optimizer.kind, "groups": [dict(each) for each in optimizer.groups], "whole": None}
+        objects[f"{unit}.{VALUES}"] = {name: dict(values) for name, values in optimizer.values.items()}
+    for number, scheduler in enumerate(foreign.schedulers):
+        objects[f"{SCHEDULER}.{number}"] = dict(scheduler)
+    objects[ACCUMULATION] = {
+        "steps": 1, "open": False, "position": 0, "size": 1, "backwards": 0, "total_backwards": foreign.backwards,
+    }  # fmt: skip
+    for unit, value in objects.items():
+        work.add_object(unit, "all", encode(value, f"the state of {unit}"))
+
+
+def _record(foreign: ForeignCheckpoint) -> dict[str, Any]:
+    return {
+        "accel-core": version("accel-core"),
+        "torch": torch.__version__,
+        "world": {"size": 1, "source": "import", "device": "cpu"},
+        "components": [],
+        "options": [],
+        "backwards": foreign.backwards,
+        "window": {"open": False, "position": 0, "steps": 1},
+        "positions": [],
+        "iteration": None,
+        "tracking": [],
+        "models": foreign.models,
+        "left_to_hooks": [],
+        IMPORTED: {"origin": foreign.origin, "facts": dict(foreign.facts), "absent": foreign.absent},
+    }
