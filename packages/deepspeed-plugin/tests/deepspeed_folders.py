@@ -26,17 +26,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16-zero2": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
     "bf16-zero3": {"zero_optimization": {"stage": 3, "sub_group_size": 20}, "bf16": {"enabled": True}},
 }
+COMPILED: dict[str, dict[str, Any]] = {
+    "fused": {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+}
+"""Runs with an optimizer of DeepSpeed's own, for which the operator `fused_adam` is needed."""
+
 MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
 
 
 class Net(nn.Module):
-    """Odd sizes, a tied weight, a frozen layer, a buffer that changes."""
+    """Odd sizes, one smaller than the world, a tied weight, a frozen layer, a buffer that changes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 5)
         self.hidden = nn.Linear(5, 5)
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.scale = nn.Parameter(torch.full((1,), 0.5))  # DeepSpeed takes none without dims
         self.register_buffer("seen", torch.zeros(3))
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -44,7 +50,7 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         hidden = torch.tanh(self.hidden(self.embedding(tokens)))
-        return self.head(hidden + self.frozen(hidden))
+        return self.head(hidden * self.scale + self.frozen(hidden))
 
 
 def make(seed: int = 0) -> tuple[Net, list[dict[str, Any]]]:
@@ -53,7 +59,7 @@ def make(seed: int = 0) -> tuple[Net, list[dict[str, Any]]]:
     model = Net()
     groups = [
         {"params": [model.embedding.weight, model.hidden.weight], "lr": 1e-2, "weight_decay": 0.1},
-        {"params": [model.hidden.bias], "lr": 2e-2, "weight_decay": 0.0},
+        {"params": [model.hidden.bias, model.scale], "lr": 2e-2, "weight_decay": 0.0},
     ]
     return model, groups
 
@@ -74,6 +80,13 @@ def tokens_of(step: int, rank: int, world: int) -> torch.Tensor:
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The loss of one batch."""
     return nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def compile_operator(name: str) -> None:
+    """Compiles an operator, in a process of its own."""
+    from accel_deepspeed.operators import build
+
+    build(name, print)
 
 
 def train_with_deepspeed(folder: Path, names: list[str], universal: list[str]) -> None:
@@ -114,11 +127,15 @@ def _train(folder: Path, name: str) -> None:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
-        **RUNS[name],
+        **{**RUNS, **COMPILED}[name],
     }
-    optimizer = optimizer_of(name, groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=None if name in COMPILED else optimizer_of(name, groups),
+        model_parameters=groups if name in COMPILED else None,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        config=config,
+    )
     trained = {key: each for key, each in model.named_parameters() if each.requires_grad}
 
     def step(number: int) -> None:

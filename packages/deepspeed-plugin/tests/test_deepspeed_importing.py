@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_folders import RUNS, STEPS, go_on, make, train_with_deepspeed
+from deepspeed_folders import COMPILED, RUNS, STEPS, compile_operator, go_on, make, train_with_deepspeed
 
 from accel_testing import run_ranks
 
@@ -79,6 +79,20 @@ def test_the_next_step_under_ddp_is_that_of_deepspeed(source, targets):
         assert max(difference(expected(source, name)["next"], rank[name].after) for name in names) <= 1e-6
 
 
+@pytest.mark.full
+@pytest.mark.timeout(500)
+def test_an_optimizer_of_deepspeeds_goes_on_as_that_of_torch(tmp_path):
+    env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path / "operators")}
+    run_ranks(compile_operator, 1, "fused_adam", timeout=350, env=env)
+    run_ranks(train_with_deepspeed, 2, tmp_path, list(COMPILED), [], timeout=90, env=env)
+    for name in COMPILED:
+        assert main(["import", str(tmp_path / name), str(tmp_path / "new")]) == 0
+        assert (
+            difference(expected(tmp_path, name)["next"], run_ranks(go_on, 1, {name: tmp_path / "new"})[0][name].after)
+            <= 1e-6
+        )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_buffers_frozen_parameters_ties_and_rates_come_along(alone, name):
     found, frozen = alone[name], make()[0].frozen.weight.detach()
@@ -107,8 +121,8 @@ def test_a_dry_run_says_what_is_there_and_writes_nothing(source, tmp_path, capsy
     said = capsys.readouterr().out
     for text in (
         "DeepSpeed 0.19",
-        "stage 2, 2 ranks",
-        "3 trained tensors, 65 elements",
+        "stage 2, a world of 2",
+        "4 trained tensors, 66 elements",
         "torch.optim.AdamW, 2 groups",
         "epoch",
     ):
@@ -211,6 +225,12 @@ def test_shards_of_an_unknown_kind_are_refused(copy, capsys):
         lambda content: content.update(optimizer_state_dict={"a": 1}),
     )
     assert "it has the shards of no known kind: ['a']" in refusal(folder, capsys)
+    folder = copy("zero2") / TAG
+    spoil(
+        folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        lambda content: content["optimizer_state_dict"].pop("param_slice_mappings"),
+    )
+    assert "of no known kind" in refusal(folder, capsys)
 
 
 def test_a_run_without_zero_is_refused(copy, capsys):

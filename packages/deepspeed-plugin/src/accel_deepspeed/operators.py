@@ -57,15 +57,19 @@ class Operator(NamedTuple):
 
 @contextlib.contextmanager
 def chosen_accelerator() -> Iterator[None]:
-    """Lets DeepSpeed, if it is first imported inside, take the CPU where torch has no accelerator. The environment is put back."""
-    if _ACCELERATOR in os.environ or torch.accelerator.is_available():
-        yield
-        return
-    os.environ[_ACCELERATOR] = "cpu"
+    """Lets DeepSpeed, if it is first imported inside, take the CPU where torch has no accelerator.
+
+    The environment is put back, also as to what DeepSpeed's modules set when they are imported.
+    """
+    before = dict(os.environ)
+    if _ACCELERATOR not in before and not torch.accelerator.is_available():
+        os.environ[_ACCELERATOR] = "cpu"
     try:
         yield
     finally:
-        del os.environ[_ACCELERATOR]
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def operator_names() -> list[str]:
@@ -75,6 +79,7 @@ def operator_names() -> list[str]:
 
 def default_names() -> list[str]:
     """The operators that a configuration with Adam needs here, with or without offload."""
+    _builders()
     from deepspeed.accelerator import get_accelerator
 
     wanted = ["fused_adam", "cpu_adam"]
@@ -183,7 +188,8 @@ def without_shared_memory() -> Iterator[None]:
     group's all_reduce where the operator is not there. What asks for it is DeepSpeed's own table of
     operators that this machine can have, as on a system other than Linux.
     """
-    import deepspeed.ops
+    with chosen_accelerator():
+        import deepspeed.ops
 
     table: dict[str, bool] = deepspeed.ops.__compatible_ops__
     before = dict(table)
@@ -206,7 +212,7 @@ def _builders() -> Mapping[str, Any]:
 def _builder(name: str) -> Any:
     builders = _builders()
     if name not in builders:
-        meant = nearest(name, builders)
+        meant = nearest(name, list(builders))
         hint = f" Was {meant!r} meant?" if meant else ""
         raise OperatorError(
             f"DeepSpeed has no operator {name!r} for this machine. It has: {', '.join(sorted(builders))}.{hint}"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from accel_checkpoint.importing.foreign import write_foreign
 from accel_core import CheckpointError
-from accel_core.api.launcher import KNOWN_PROVIDERS, find, how_to_get, list_offers
+from accel_core.api.launcher import KNOWN_PROVIDERS, Group, find, how_to_get, list_offers
 
 if TYPE_CHECKING:
     from accel_checkpoint.importing.foreign import ForeignCheckpoint, Importer
 
-GROUP = "accel.importers"
+GROUP: Group = "accel.importers"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from accel_core import CheckpointError
 
 _LATEST = ("latest", "latest_universal")
-_STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt")
+_STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank[_](\d+)_)?mp_rank[_](\d+)(?:_\d+)?_(model|optim)_states\.pt")
 _REFUSED = {
     r".*expert_.*|expp_rank_.*": "a mixture of experts",
     r"layer_.*": "pipeline stages",

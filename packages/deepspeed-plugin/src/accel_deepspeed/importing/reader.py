@@ -111,13 +111,13 @@ def _model_of(files: RankFiles) -> _Model:
 def _sharded(files: RankFiles, model: _Model, asked: str | None) -> ForeignCheckpoint:
     states = [read_members(path, "optimizer_state_dict")["optimizer_state_dict"] for path in files.optimizers]
     masters = next((key for key in _MASTERS if key in states[0]), None)
-    if masters is None or "ds_zero_partition_groups" in states[0]:
+    third = masters == _MASTERS[1]
+    if masters is None or "ds_zero_partition_groups" in states[0] or not (third or "param_slice_mappings" in states[0]):
         raise CheckpointError(
-            f"{files.optimizers[0]} was to be imported, but it has the shards of no known kind: {sorted(states[0])}. Make a universal "
-            f"checkpoint of it: python -m deepspeed.checkpoint.ds_to_universal."
+            f"{files.optimizers[0]} was to be imported, but it has the shards of no known kind: {sorted(states[0])}. Load it in "
+            f"DeepSpeed 0.19, without expert parallelism, and save it again."
         )
     _check_partitions(files, states)
-    third = masters == _MASTERS[1]
     inner = [state["optimizer_state_dict" if third else "base_optimizer_state"] for state in states]
     if not all(isinstance(each, dict) for each in inner):
         raise CheckpointError(
@@ -139,7 +139,7 @@ def _sharded(files: RankFiles, model: _Model, asked: str | None) -> ForeignCheck
 
     parts = [partial(_part, model, shards[rank], partial(flat, rank), [rank]) for rank in range(len(states))]
     stage = "3" if third else str(_stage(states[0].get("zero_stage")))
-    return _foreign(files, model, options, inner[0], parts, f"stage {stage}, {len(states)} ranks")
+    return _foreign(files, model, options, inner[0], parts, f"stage {stage}, a world of {len(states)}")
 
 
 def _universal(files: RankFiles, folder: Path, model: _Model, asked: str | None) -> ForeignCheckpoint:
@@ -160,7 +160,8 @@ def _universal(files: RankFiles, folder: Path, model: _Model, asked: str | None)
             key: value.flatten() if torch.is_tensor(value) and key != "step" else value for key, value in found.items()
         }
         own = {**({} if step is None else {"step": step}), **tensors}
-        return {**own, **_step_of(own, steps[shard.group], options)}
+        moments = {key: value for key, value in own.items() if key != "fp32"}
+        return {**own, **_step_of(moments, steps[shard.group], options)}
 
     parts = [partial(_part, model, list(whole_shards(model.groups)), flat, range(model.ranks))]
     return _foreign(files, model, options, inner, parts, "universal")
@@ -176,7 +177,7 @@ def _foreign(
 ) -> ForeignCheckpoint:
     first = model.states[0]
     schedule = first.get("lr_scheduler")
-    takes = isinstance(schedule, dict) and "last_epoch" in schedule  # that of one of torch's
+    schedulers = [schedule] if isinstance(schedule, dict) and "last_epoch" in schedule else []  # of one of torch's
     names = _names_of_groups(model.groups, inner["param_groups"])
     groups = [
         {**group, "names": [f"0.{name}" for name in own]} for group, own in zip(options.groups, names, strict=True)
@@ -186,14 +187,14 @@ def _foreign(
         first.keys() & {"data_sampler", "random_ltd"} - {key for key, value in first.items() if value is None}
     )
     user = sorted(first.keys() - _ENGINE_KEYS)
-    left = [*kept, *([] if schedule is None or takes else ["lr_scheduler (DeepSpeed's own)"]), *user]
+    left = [*kept, *([] if schedule is None or schedulers else ["lr_scheduler (DeepSpeed's own)"]), *user]
     facts = {
         "tag": files.folder.name,
         "form": form,
         "steps": str(first.get("global_steps", "not said")),
         "model": f"{len(model.shapes)} trained tensors, {elements} elements, fp32 masters",
         "optimizer": f"{options.kind.replace(':', '.')}, {len(groups)} groups",
-        "scheduler": "that of one of torch's" if takes else "none that could be taken",
+        "scheduler": "that of one of torch's" if schedulers else "none that could be taken",
         **({"left out": ", ".join(left)} if left else {}),
     }
     return ForeignCheckpoint(
@@ -201,7 +202,7 @@ def _foreign(
         facts=facts,
         parts=parts,
         optimizers=[ForeignOptimizer(options.kind, groups)],
-        schedulers=[schedule] if takes else [],
+        schedulers=schedulers,
         backwards=int(first.get("global_steps") or 0),
     )
 
@@ -277,9 +278,9 @@ def _steps(inner: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def _step_of(own: Mapping[str, Any], counted: Any, options: Options) -> dict[str, torch.Tensor]:
-    """The number of steps as torch's optimizers keep it; of momenta that count none, nothing."""
-    step = own.get("step", counted)
+def _step_of(own: Mapping[str, Any], counted: Any, options: Options) -> dict[str, Any]:
+    """The number of steps as torch's optimizers keep it; nothing where no step was taken, or none is counted."""
+    step = own.get("step", counted) if own else None
     if step is None:
         return {}
     return (
