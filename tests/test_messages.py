@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import accel_core
 import accel_data
+import accel_deepspeed
 import accel_fsdp
 import accel_launch
 import accel_precision
@@ -34,11 +35,13 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
 DOTTED = re.compile(
-    r"(?<![\w./])(?:torch|accel_(?:core|data|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
+    r"(?<![\w./])(?:torch|accel_(?:core|data|deepspeed|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
 )
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
-OURS = (accel_core, accel_data, accel_fsdp, accel_launch, accel_precision, accel_testing, accel_trackers)
+OURS = (
+    *(accel_core, accel_data, accel_deepspeed, accel_fsdp, accel_launch, accel_precision, accel_testing, accel_trackers),
+)
 TRACKERS = [offer.load() for offer in list_offers("accel.trackers") if offer.distribution == "accel-trackers"]
 ROOTS = {
     "itertools": itertools,

@@ -33,6 +33,7 @@ def test_what_the_core_does_deepspeed_is_told_not_to():
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
     }
     assert resolved(with_stage(zero_force_ds_cpu_optimizer=True))["zero_force_ds_cpu_optimizer"] is True
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from accel_deepspeed.operators import chosen_accelerator, without_shared_memory
+
 if TYPE_CHECKING:
     from accel_core import World
 
 _RANK = "LOCAL_RANK"
-_SHARED_MEMORY = "deepspeed_shm_comm"
 _started_for: list[weakref.ref[dist.ProcessGroup]] = []
 
 
@@ -32,7 +33,7 @@ def start(world: World) -> None:
     group = world.subgroup(range(world.size))  # a world of one has no group before
     if _started_for and _started_for[0]() is group:
         return
-    with environment_of(world):
+    with environment_of(world), chosen_accelerator():
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -43,26 +44,9 @@ def start(world: World) -> None:
             f"variable DS_ACCELERATOR={world.device.type} before the script starts, or leave cpu= out."
         )
     forget()
-    with environment_of(world), _without_shared_memory():
+    with environment_of(world), without_shared_memory():
         deepspeed.init_distributed(dist_backend=dist.get_backend(group), auto_mpi_discovery=False, verbose=False)
     _started_for[:] = [weakref.ref(group)]
-
-
-@contextmanager
-def _without_shared_memory() -> Iterator[None]:
-    """Has DeepSpeed leave out an operator that it compiles, for a minute, on machines without accelerator.
-
-    It adds up tensors of ranks of one machine in inference, which is not what runs here.
-    """
-    import deepspeed
-
-    compatible = deepspeed.ops.__compatible_ops__
-    before = compatible.pop(_SHARED_MEMORY, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            compatible[_SHARED_MEMORY] = before
 
 
 def forget() -> None:

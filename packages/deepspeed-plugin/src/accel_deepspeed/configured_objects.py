@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_deepspeed.configuration import Configuration
 
 _CONFIGURED = "_accel_deepspeed_configured"
+_ON_CPUS = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adagrad", "lion": "cpu_lion"}
 _FORMS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -40,6 +41,18 @@ def realise(optimizer: optim.Optimizer, configuration: Configuration, device_typ
             f"{type(optimizer).__name__}. Take the section out; or write DummyOptim(model.parameters()) in the script."
         )
     begin_schedules(optimizer, lambda scheduler: _schedule(scheduler, configuration))
+
+
+def compiled_for(optimizer: optim.Optimizer, configuration: Configuration) -> list[str]:
+    """The operators of DeepSpeed that `realise`, or an engine, would compile if they are not."""
+    names = []
+    if isinstance(optimizer, DummyOptim) and configuration.offload_optimizer != "none" and configuration.optimizer:
+        section = configuration.optimizer
+        if not section.get("params", {}).get("torch_adam"):
+            names.append(_ON_CPUS.get(section["type"].lower(), ""))
+    if "nvme" in (configuration.offload_optimizer, configuration.offload_param):
+        names.append("async_io")
+    return [name for name in names if name]
 
 
 def check_schedule(optimizer: optim.Optimizer, configuration: Configuration) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,11 +35,12 @@ from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls
 from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.configuration import Configuration, hidden_size_of
-from accel_deepspeed.configured_objects import check_schedule, realise
-from accel_deepspeed.engine_internals import set_leaf_modules
+from accel_deepspeed.configured_objects import check_schedule, compiled_for, realise
+from accel_deepspeed.engine_internals import is_shared_out, set_leaf_modules
 from accel_deepspeed.export import SavesWhole, StatesParts
 from accel_deepspeed.model_engine import ModelEngine, engine_that_steps, live_engines
 from accel_deepspeed.older_names import OlderAttributes
+from accel_deepspeed.operators import prepare_operators
 from accel_deepspeed.prepared_model import NoSync, PreparedModel, engine_of, set_engine
 from accel_deepspeed.sharding import ZeroSharding
 from accel_deepspeed.zero_init import build, cast, is_built
@@ -162,6 +164,7 @@ class DeepSpeed(OlderAttributes, Strategy):
             _prepare_built(model, request)
         else:
             place_model(model, request)
+        _check_dims(model)
         prepared = PreparedModel(model, stage == 3)
         self._prepared[prepared] = request
         if optimizers:
@@ -336,6 +339,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         model, request, configuration = prepared.module, self._prepared[prepared], self.current_configuration()
         optimizer = only_optimizer(optimizers, model)
         communication.start(self._world)
+        prepare_operators(compiled_for(optimizer, configuration), self._world, _say)
         realise(optimizer, configuration, self._world.device.type)
         if configuration.stage:
             optimizer_double.check(optimizer)
@@ -398,6 +402,17 @@ def only_optimizer(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimiz
     return optimizer
 
 
+def _check_dims(model: nn.Module) -> None:
+    numbers = [
+        name for name, parameter in model.named_parameters() if not parameter.dim() and not is_shared_out(parameter)
+    ]
+    if numbers:
+        raise ValueError(
+            f"{type(model).__name__} was prepared under DeepSpeed, which cannot send parameters without dims: {', '.join(numbers)}. Give each "
+            f"of them one: nn.Parameter(torch.ones(1)); or use strategy='ddp' or 'fsdp'."
+        )
+
+
 def _prepare_built(model: nn.Module, request: PrepareRequest) -> None:
     """What `place_model` does, for a model that is shared out already."""
     if request.policy.param is not None:
@@ -405,6 +420,10 @@ def _prepare_built(model: nn.Module, request: PrepareRequest) -> None:
     override_calls(model, request.policy, request.device_type, request.autocast)
     if request.compile_options is not None:
         compile_calls(model, request.compile_options)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  (nobody has to configure logging to be told why a run stands still)
 
 
 def _run_backward(loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
