@@ -94,6 +94,11 @@ ALLOWED = {
     "replicate",  # a factor in a formula, as in "replicate(2) * context_parallel(1)"
     "shard",  # another one
     "tensor_parallel",  # another one
+    "train_micro_batch_size_per_gpu",  # another one
+    "gradient_accumulation_steps",  # another one
+    "processes",  # another one
+    "make_scheduler",  # of the user, in an example
+    "nn.Parameter",  # torch's
     "timedelta",  # datetime's
     "x",  # in the pattern of Slurm's "2(x3)"
 }
