@@ -7,13 +7,16 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_POSITIVE = 2**62 - 1
 
 
 class Fragment(NamedTuple):
@@ -35,12 +38,48 @@ class Fragment(NamedTuple):
 class Partitions:
     """The flat partitions of a ZeRO optimizer of stage 1 or 2.
 
+    Gradients are sent in one order on all ranks, as DDP does: that of the parameters, backwards. One
+    that is ready early waits; one that a rank did not use is sent as zeros. DeepSpeed would send what
+    is ready, and add up gradients of different parameters where ranks use different ones.
+
     Args:
         optimizer: that of an engine.
+        parameters: of its model.
+
+    Attributes:
+        on_ready: is called when a gradient is complete, before anything is done with it.
+        used: stands for the parameters that backwards have met since the last step, in their order;
+            0 where ranks may use different ones.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
         self.zero = optimizer
+        self.used = 0
+        self.on_ready: Callable[[], None] = _nothing
+        self._ready: set[int] = set()
+        self._sent = 0
+        self._order: list[tuple[nn.Parameter, int]] = []
+        self._process: Callable[..., None]
+        self._prepare(list(parameters))
+
+    def _prepare(self, parameters: list[nn.Parameter]) -> None:
+        groups = {id(each): number for number, group in enumerate(self.zero.bit16_groups) for each in group}
+        self._order = [(each, groups[id(each)]) for each in reversed(parameters) if id(each) in groups]
+        self._process = self.zero.process_gradients
+        self.zero.process_gradients = self._on_ready
+
+    def _on_ready(self, parameter: nn.Parameter, group: int) -> None:  # noqa: ARG002
+        """In the place of DeepSpeed's own, which its hooks call when a gradient is complete."""
+        self.on_ready()
+        if not self.zero._coalesce_grad_reduction:
+            self._ready.add(id(parameter))
+            while self._sent < len(self._order) and id(self._order[self._sent][0]) in self._ready:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        parameter, group = self._order[self._sent]
+        self._sent += 1
+        self._process(parameter, group)
 
     @property
     def offloads(self) -> bool:
@@ -101,8 +140,17 @@ class Partitions:
             gradients: what `gradients()` gave, if there are some already.
         """
         earlier = [each.clone() for each in gradients] if self.offloads else gradients
+        self._forget_interrupted()
         self.drop()
         return earlier
+
+    def _forget_interrupted(self) -> None:
+        """Drops what a backward that raised has left in buckets."""
+        self._ready.clear()
+        self._sent = 0
+        for bucket in self.zero.ipg_buckets.values():
+            bucket.clear()
+        self.zero.params_already_reduced[:] = [False] * len(self.zero.params_already_reduced)
 
     def drop(self) -> None:
         """Forgets what was averaged."""
@@ -115,19 +163,13 @@ class Partitions:
             self.zero.averaged_gradients[group] = None
             self.zero.all_grad_tensors[group] = None
 
-    def reduce_left_over(self) -> None:
-        """Sends gradients that earlier backwards have held back and that this one has not touched."""
-        zero = self.zero
-        if not (zero.partition_gradients or zero.overlap_comm):
-            return  # nothing is sent before the end of a backward, and then everything
-        waiting = {identifier for bucket in zero.ipg_buckets.values() for _, _, identifier in bucket.params}
-        for group, parameters in enumerate(zero.bit16_groups):
-            for parameter in parameters:
-                identifier = zero.get_param_id(parameter)
-                sent = identifier in waiting or zero.params_already_reduced[identifier]
-                if parameter.grad is not None and not sent:
-                    zero.setup_buckets()
-                    zero.reduce_ready_partitions_and_remove_grads(parameter, group)
+    def send_rest(self) -> None:
+        """Sends what this backward has not: gradients that earlier ones have held back, and zeros of unused parameters."""
+        while self._sent < len(self._order):
+            parameter, _ = self._order[self._sent]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._send_next()
 
     def publish(self) -> None:
         """Gives the parameters of the model the values of the masters. A collective."""
@@ -135,7 +177,20 @@ class Partitions:
 
 
 class ShardedPartitions(Partitions):
-    """The flat partitions of a ZeRO optimizer of stage 3, which shares out the parameters too."""
+    """The flat partitions of a ZeRO optimizer of stage 3, which shares out the parameters too.
+
+    Its forwards gather parameters, so all ranks have to use the same ones in the same order.
+    """
+
+    def _prepare(self, parameters: list[nn.Parameter]) -> None:
+        self._numbers = {id(each): number for number, each in enumerate(parameters)}
+        self._process = self.zero.reduce_ready_partitions_and_remove_grads
+        self.zero.reduce_ready_partitions_and_remove_grads = self._on_ready
+
+    def _on_ready(self, parameter: nn.Parameter) -> None:  # type: ignore[override]
+        self.on_ready()
+        self.used = hash((self.used, self._numbers[id(parameter)])) & _POSITIVE
+        self._process(parameter)
 
     @property
     def offloads(self) -> bool:
@@ -166,6 +221,9 @@ class ShardedPartitions(Partitions):
 
     def begin(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """See `Partitions`. Without offloading gradients are added to what is there, if the optimizer is told that this is no first backward."""
+        for bucket in self.zero.ipg_buckets.values():  # which a backward that raised has left
+            bucket.params.clear()
+            bucket.elements = 0
         if self.offloads:
             earlier = [each.clone() for each in gradients]
             self.drop()
@@ -181,14 +239,14 @@ class ShardedPartitions(Partitions):
         for gradient in self.gradients():
             gradient.zero_()
 
-    def reduce_left_over(self) -> None:
-        """See `Partitions`."""
+    def send_rest(self) -> None:
+        """Sends gradients that earlier backwards have held back and that this one has not touched."""
         zero = self.zero
         waiting = {id(parameter) for bucket in zero.ipg_buckets.values() for parameter in bucket.params}
         for parameters in zero.fp16_groups:
             for parameter in parameters:
                 if parameter.grad is not None and id(parameter) not in waiting:
-                    zero.reduce_ready_partitions_and_remove_grads(parameter)
+                    self._process(parameter)
 
     def publish(self) -> None:
         """See `Partitions`."""
@@ -199,6 +257,10 @@ class ShardedPartitions(Partitions):
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 def is_shared_out(parameter: torch.Tensor) -> bool:
@@ -246,11 +308,8 @@ def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
 
 def partitions_of(engine: Any) -> Partitions:
     """The partitions of an engine of stage 1, 2 or 3."""
-    return (
-        ShardedPartitions(engine.optimizer)
-        if engine.zero_optimization_partition_weights()
-        else Partitions(engine.optimizer)
-    )
+    kind = ShardedPartitions if engine.zero_optimization_partition_weights() else Partitions
+    return kind(engine.optimizer, engine.module.parameters())
 
 
 def begin_backward(engine: Any, synchronises: bool) -> None:

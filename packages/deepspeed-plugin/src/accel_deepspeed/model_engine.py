@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accel_core.api.component import flatten
@@ -78,15 +79,21 @@ class ModelEngine:
         self._prologue = self.engine._backward_prologue
         self.engine._backward_prologue = _nothing
         self.engine._backward_prologue_per_tensor = self._reached
+        self._world = world
         self._shown_rank = shown_rank(world)
         self._partitions: Partitions | None = None
         self.fragments: dict[int, Fragment] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         if steps:
             self._partitions = partitions_of(self.engine)
+            self._partitions.on_ready = self._begin
             for parameter, fragment in self._partitions.fragments():
                 self.fragments[id(parameter)] = fragment
                 self._parameters[id(parameter)] = parameter
+        self._frozen = [
+            each for each in model.parameters() if id(each) not in self.fragments and not each.requires_grad
+        ]
+        self._held = _count(optimizer)
         self._memory: dict[tuple[int, str], torch.Tensor] = {}
         self._earlier: Sequence[torch.Tensor] = ()
         self._took_part = self._linked = False
@@ -119,18 +126,23 @@ class ModelEngine:
 
     def _reached(self, gradient: Any) -> Any:
         """The backward has come to an output of this model. Gives the gradient as it is: there is nothing to divide it by."""
+        self._begin()
+        return gradient
+
+    def _begin(self) -> None:
+        """The model takes part in the backward: an output says so, or the first gradient, where outputs are hidden in objects."""
         if not self._took_part:
             self._took_part = True
             if self.synchronises and self._partitions is not None:
                 self._earlier = self._partitions.begin(self.gradients())
             self._prologue()
-        return gradient
 
     def end_backward(self, failed: bool) -> None:
         """The backward is over: what it has computed is sent, unless it is held back. A collective, if the model took part in it."""
-        if self._took_part and not failed:
-            if self.synchronises and self.holds_back and self._partitions is not None:
-                self._partitions.reduce_left_over()
+        hidden = self._partitions is None and any(each.grad is not None for each in self.model.parameters())
+        if (self._took_part or hidden) and not failed:
+            if self.synchronises and self._partitions is not None:
+                self._partitions.send_rest()
             self.engine._backward_epilogue()
             if self.synchronises:
                 self.has_gradients, self.holds_back = True, False
@@ -177,6 +189,7 @@ class ModelEngine:
             parameter.grad = None
         if self._partitions is not None:
             self._partitions.drop()
+            self._partitions.used = 0
         self.has_gradients = self.holds_back = False
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -198,15 +211,52 @@ class ModelEngine:
 
     def step(self) -> bool:
         """Steps by the gradients that were synchronised; nothing, if there are none. A collective. False if DeepSpeed left the step out."""
+        self._check_unchanged()
         if not self.has_gradients:
             return True
         assert self._partitions is not None, "in stage 0 the user's optimizer steps"
+        self._check_used(self._partitions)
         optimizer_double.copy_options(self._sources, self._partitions.inner)
         self.engine.step()
         self.has_gradients = False
         if not self._linked:
             self.link_state()
         return bool(self.engine.was_step_applied())
+
+    def _check_unchanged(self) -> None:
+        """Raises if other parameters are to be trained than when the engine was made: it would leave them out, or decay them."""
+        added = _count(self.optimizer) - self._held
+        thawed = sum(each.requires_grad for each in self._frozen)
+        frozen = sum(not each.requires_grad for each in self._parameters.values())
+        if added or thawed or frozen:
+            found = [
+                f"{number} of its parameters {what}"
+                for number, what in (
+                    (added, "were added to the optimizer"),
+                    (thawed, "were unfrozen"),
+                    (frozen, "were frozen"),
+                )
+                if number
+            ]
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() was called for {type(self.model).__name__}, but {' and '.join(found)} after prepare(). "
+                f"DeepSpeed lays the trained parameters out when it starts, and would go on with those. Choose them before prepare(); or "
+                f"call accelerator.free_memory(), and prepare the model and its optimizer again."
+            )
+
+    def _check_used(self, partitions: Partitions) -> None:
+        """Raises on all ranks, if they have used different parameters where that mixes them up. A collective in stage 3."""
+        if partitions.used and self._world.size > 1:
+            used, partitions.used = partitions.used, 0
+            extremes = torch.tensor([used, -used], device=self._world.device)
+            group = self._world.subgroup(range(self._world.size))
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+            if extremes.sum():
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__}.step() was called for {type(self.model).__name__}, but the ranks have used different "
+                    f"parameters of it, or the same ones in another order. Under zero_stage=3 they gather parameters together, so what "
+                    f"they computed with is mixed up. Use zero_stage=2; or have all ranks run the same modules."
+                )
 
     def link_state(self) -> None:
         """Shows the state of the partitions in the user's optimizer: by parameter, as views."""
@@ -239,7 +289,7 @@ class ModelEngine:
         for key, fragment in self.fragments.items():
             state = self.optimizer.state.get(self._parameters[key])
             if state:
-                by_group.setdefault(fragment.group, dict(state))
+                self._check_shared(by_group.setdefault(fragment.group, dict(state)), state)
         for group, flat in enumerate(masters):
             inner.state.pop(flat, None)
             if group in by_group:
@@ -249,6 +299,18 @@ class ModelEngine:
         self._memory.clear()
         self._linked = False
         self.link_state()
+
+    def _check_shared(self, first: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Raises if a value that is one for a whole partition differs between its parameters."""
+        for name, value in first.items():
+            other = state.get(name)
+            is_one = not (isinstance(value, torch.Tensor) and value.dim())
+            if is_one and other is not value and (other is None or bool(other != value)):
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} has {name}={_shown(value)} for one parameter of {type(self.model).__name__}, and "
+                    f"{_shown(other)} for another one of the same group: it has left some out of steps. DeepSpeed keeps one value for all "
+                    f"parameters of a group. Put those that are stepped together into groups of their own; or use strategy='ddp'."
+                )
 
     def _adopt_state(self) -> None:
         """Takes over what the user's optimizer has learnt before its model was prepared."""
@@ -276,6 +338,14 @@ def _initialized(model: nn.Module, optimizer: Optimizer | None, config: dict[str
     with environment_of(world):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
+
+
+def _shown(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _count(optimizer: Optimizer | None) -> int:
+    return 0 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _nothing() -> None:

@@ -333,10 +333,11 @@ class DeepSpeed(OlderAttributes, Strategy):
             if engine is not None:
                 yield engine
 
-    def _make_engine(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> None:
+    def _make_engine(self, prepared: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         from accel_deepspeed import communication
 
-        model, request, configuration = prepared.module, self._prepared[prepared], self.current_configuration()
+        request, configuration = self._prepared[prepared], self.current_configuration()
+        model: nn.Module = prepared.module
         optimizer = only_optimizer(optimizers, model)
         communication.start(self._world)
         prepare_operators(compiled_for(optimizer, configuration), self._world, _say)
