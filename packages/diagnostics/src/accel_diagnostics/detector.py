@@ -94,8 +94,8 @@ class NonFiniteDetector:
         self._backward: Callable[[torch.Tensor, float, bool, dict[str, Any]], None] = relay.backward
         self._optimizer_step: Callable[[Optimizer, Callable[[], Any]], Any] = relay.optimizer_step
         self._forward_backward: Callable[..., torch.Tensor] = relay.forward_backward
-        relay.scale_loss, relay.backward, relay.optimizer_step = self.scale_loss, self.backward, self.optimizer_step
-        relay.forward_backward = self.forward_backward
+        for hook in ("scale_loss", "backward", "optimizer_step", "forward_backward"):
+            setattr(relay, hook, getattr(self, hook))
         override_class(self._feed, CountingFeed)
 
     def watch(self, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ import pluggy
 from accel_core.base.errors import PluginError
 from accel_core.base.suggestions import nearest
 from accel_core.contract.hook_specs import PROJECT, HookSpecs, Kind
-from accel_core.plugins.relay import Listener, Listeners, Relay, bind
+from accel_core.plugins.relay import HOOKS, Listener, Listeners, Relay, bind
 from accel_core.plugins.selection import Selected
 
 MARK = "Mark a hook with @accel_core.hookimpl"
@@ -56,8 +56,7 @@ def hook_specs() -> dict[str, Spec]:
     """Every hook by name, in the order of `HookSpecs`."""
     return {
         name: Spec(name, function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
-        for name, function in vars(HookSpecs).items()
-        if hasattr(function, "accel_kind")
+        for name, function in ((name, vars(HookSpecs)[name]) for name in HOOKS)
     }
 
 
