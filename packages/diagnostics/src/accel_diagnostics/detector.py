@@ -23,6 +23,7 @@ from accel_core import Finding, NonFiniteError
 from accel_core.api.component import gather_objects, override_class
 from accel_core.api.diagnostics import reduce_tree
 from accel_diagnostics.batch_tracking import CountingFeed, Window
+from accel_diagnostics.messages import describe_findings
 from accel_diagnostics.recording import Forward, Watcher
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class NonFiniteDetector:
 
     def _raise_found(self, findings: list[Finding | None]) -> NoReturn:
         self._forget()
-        raise NonFiniteError(findings)
+        raise NonFiniteError(findings, describe_findings(findings))
 
     def _search(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> Replay:
         """The search in this rank's own micro-batches, with these gradients as they are."""
