@@ -56,13 +56,11 @@ def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Cal
 
 
 def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
-    """Whether `index`, as a decorator has it, means this process; negative ones count from the end.
-
-    In a world of one every index does: the one process stands for all.
+    """Whether `index`, as a decorator has it, means this process; in a world of one every index does.
 
     Args:
         call, argument: what the user wrote, for messages.
-        index: the argument.
+        index: the argument; negative ones count from the end.
         own: the index of this process.
         world: the processes.
         local: whether the index is one within the machine.
@@ -91,16 +89,13 @@ def is_process(call: str, argument: str, index: object, own: int, world: World, 
 def leader_first(world: World, local: bool) -> Iterator[None]:
     """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
 
-    A collective in a world larger than one, and exactly one: the leaders take part after their
-    block, the others before theirs. They wait for as long as that block takes, unless it fails or
-    its process is gone; without a Watch (see `World.watch`) for the world's timeout. Machines wait
-    for each other, too. What is already in order stays: a block inside of one of the same kind, or
-    of any kind where all processes run on one machine, waits for nobody.
+    Exactly one collective in a larger world: the leaders take part after their block, the others
+    before theirs, and wait as long as that takes; without a Watch, for the world's timeout. A block
+    inside of one of the same kind, or of any kind on one machine, waits for nobody.
 
     Raises:
-        RuntimeError: on every rank but a failing leader's, which raises its own error, if a leader
-            fails in its block: with its rank, the type and the message. On a rank that is inside of
-            a block of the other kind, if there are several machines.
+        RuntimeError: on the other ranks, if a leader fails in its block: with its rank and its
+            error. On several machines, on a rank inside of a block of the other kind.
         CollectiveMismatchError: on every rank, if a leader's block calls another collective.
     """
     call = "local_main_process_first()" if local else "main_process_first()"
