@@ -198,10 +198,8 @@ class _Tpu:
 class DistributedType(Word):
     """The kind of distributed training, in one word: the value of `accelerator.distributed_type`.
 
-    A strategy declares its word (`Strategy.distributed_type`); one that declares none is called by
-    its own name. So any text is a value, and equal to that text:
-    `DistributedType("mine") == "mine"`. Values outside of the list are not iterated over; compare
-    them with `==`, for there is no single object of each.
+    A strategy declares its word, or is called by its own name. So any text is a value, and equal to
+    that text; compare with `==`, for there is no single object of those outside of the list.
     """
 
     NO = "NO"

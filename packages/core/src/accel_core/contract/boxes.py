@@ -67,12 +67,15 @@ class Box:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
-    """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies in a parameter.
+    """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies.
 
-    Of a parameter that is a box itself, as tensor-parallel ranks have one, `shape` is that of the
-    box, and `offsets` are where it begins in the whole tensor; None: it is the whole tensor. There
-    are at most 2 * ndim - 1 of them (for a 0-d tensor one), in order. Each one is contiguous in the
-    flat memory of the whole tensor; an empty range has none.
+    At most 2 * ndim - 1 boxes, in order, each contiguous in the flat memory; an empty range has
+    none.
+
+    Args:
+        shape: of the tensor, or of the box of it that a tensor-parallel rank has.
+        start, stop: counted from the first element of that.
+        offsets: where that box begins in the whole tensor; None: it is the whole tensor.
 
     Raises:
         ValueError: for a range that is not within the tensor.

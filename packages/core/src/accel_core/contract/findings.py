@@ -19,21 +19,20 @@ class Finding:
 
     Args:
         rank: whose micro-batch it is.
-        kind: "input": in what the model was called with; "parameter": in a parameter or buffer;
-            "output": a module made it; "loss": what is computed from the model's outputs made it;
-            "gradient": it appears in the backward; "not reproduced": the loss or gradient was not
-            finite, and repeating the micro-batches gave no such value.
-        module: the path of the module in the user's model: for an input, of the first module whose
-            output is not finite. "" is the model itself. None where no module is to blame.
+        kind: "input" of the model; "parameter" or buffer; "output" of a module; "loss", computed
+            from the model's outputs; "gradient"; "not reproduced": repeating the micro-batches gave
+            no such value.
+        module: its path in the user's model: for an input, of the first module whose output is not
+            finite. "" is the model itself, None where no module is to blame.
         module_class: the name of its class.
         name: which input, parameter, output or gradient.
         step: how many steps the optimizer had taken in this process.
         micro_batch: which one of the window, from 0.
         nan, inf, values: how many of the values are NaN, how many infinite, and how many there are.
-        low, high: the smallest and the largest finite value among the module's inputs; None if
-            there is none.
-        samples: of the micro-batch, one entry per loader that was being iterated; an entry is None
-            if its loader does not know them.
+        low, high: the smallest and largest finite value among the module's inputs; None: there is
+            none.
+        samples: of the micro-batch, one entry per loader in iteration; None if it does not know
+            them.
         rows: the rows with such values, where the batch has rows.
         note: what else there is to say.
     """

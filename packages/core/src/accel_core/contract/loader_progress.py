@@ -1,26 +1,16 @@
 """Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
 One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared
-loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch that it
-yields, and *leaves* at its end or death:
+loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch, and
+*leaves* at its end or death:
 
     passage = feed.enter()
-    try:
-        for remaining, rows, drawn, batch in …:
-            passage.advance(remaining, rows, drawn)
-            yield batch
-    finally:
-        passage.leave()
+    try: for remaining, rows, drawn, batch in …: passage.advance(remaining, rows, drawn) yield batch
+    finally: passage.leave()
 
-Rules, each of which some loop in the wild depends on:
-
-- Advancing a passage forgets those entered after it: an evaluation loop that was broken out of, but
-  whose iterator is still referenced, no longer counts once training goes on.
-- A window of accumulation closes when an iterator that has advanced since the last `accumulate`
-  stands at its end, so an idle iterator at its end closes nothing.
-- Metrics refer to the innermost live passage, else to the batch yielded last: in
-  `gather_for_metrics(next(iter(loader)))` the iterator is dead by the time that the metrics are
-  gathered.
+- Advancing a passage forgets those entered after it, such as an evaluation that was broken out of.
+- A window closes when an iterator that has advanced since the last `accumulate` is at its end.
+- Metrics refer to the innermost live passage, else to the batch yielded last.
 """
 
 from __future__ import annotations
@@ -37,8 +27,8 @@ if TYPE_CHECKING:
 class Rows(NamedTuple):
     """The number of rows of a batch on this rank, and of real ones among them; padding is at the end.
 
-    `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot
-    count; `real` is then 0.
+    `rows` is None for a batch that only fills up and whose rows cannot be counted; `real` is then
+    0.
     """
 
     rows: int | None
@@ -50,8 +40,8 @@ class RunningLoader(NamedTuple):
 
     Args:
         loader: the prepared one; None if its component does not say.
-        remaining: how many batches follow the present one on this rank, or at least as many as were
-            looked ahead; None: unknown.
+        remaining: how many batches follow on this rank, or at least as many as were looked ahead;
+            None: unknown.
         rows: of the present batch on this rank; None if they cannot be counted.
     """
 
@@ -82,13 +72,13 @@ class Passage:
         """Reports the batch that is about to be yielded.
 
         Args:
-            remaining: how many batches this iterator will still yield on this rank after this one.
-                A loader that does not know its length looks `Feed.lookahead` batches ahead and
-                reports at least that; None means unknown.
-            rows: the rows of the batch on this rank (make one `Rows` for all full batches: this
-                runs once per batch); None if the batch has no countable rows.
-            drawn: which samples they are: the index batch as the sampler gave it, or
-                `accel_core.api.loader.Positions`; None if that is not known.
+            remaining: how many batches this iterator will still yield on this rank. A loader
+                without a length looks `Feed.lookahead` batches ahead and reports at least that;
+                None: unknown.
+            rows: of the batch on this rank (make one `Rows` for all full batches: this runs once
+                per batch); None if it has no countable rows.
+            drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`;
+                None if that is not known.
         """
         feed = self._feed
         self.remaining = remaining
@@ -107,17 +97,14 @@ class Feed:
     """The live passages of one Accelerator's loaders, outermost first.
 
     Args:
-        lookahead: how many batches a loader without a length must look ahead, so that the last,
-            shorter window of accumulation is known when it begins (the number of accumulation
-            steps).
+        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
 
     Attributes:
-        even_batches: whether ranks are to get equally many batches, instead of what the loader was
-            told; None: as it was told. Loaders read it, and `joining`, when an iteration begins.
-        joining: whether ranks may end at different batches, because the strategy takes part in the
-            name of those that have ended.
-        latest: rows of the batch that was yielded last.
-        latest_drawn: which samples it was made of.
+        even_batches: whether ranks are to get equally many batches; None: as the loader was told.
+            Loaders read it, and `joining`, when an iteration begins.
+        joining: whether ranks may end at different batches, because the strategy takes part for
+            those that have ended.
+        latest, latest_drawn: rows of the batch that was yielded last, and which samples they are.
         newest: what refers to the innermost passage.
     """
 
@@ -160,11 +147,10 @@ class Feed:
         self.newest = live[-1] if live else _nobody
 
     def begin_step(self) -> int | None:
-        """Called once per `accumulate`: batches that remain after this one, over the iterators that advanced for it.
+        """Called once per `accumulate`: the batches that remain after this one, over the iterators that advanced for it.
 
-        Returns None when no prepared loader advanced since the last call, or none of them knows;
-        and while ranks may end at different batches, for a window that closes on one rank closes on
-        all.
+        None when no prepared loader advanced since the last call, or none of them knows; and while
+        ranks may end at different batches, for a window that closes on one rank closes on all.
         """
         fewest: int | None = None
         for ref in self._live:
@@ -185,10 +171,7 @@ class Feed:
         return self.latest
 
     def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
-        """The samples of the batches that a step may be using: one entry per live iteration, outermost first.
-
-        Without a live one, the batch that was yielded last. `sample_ids` makes ids of them.
-        """
+        """The samples of the batches that a step may be using: one entry per live iteration, else the last batch's."""
         passages = [passage for passage in (ref() for ref in self._live) if passage is not None]
         return [(passage.drawn, passage.rows) for passage in passages] or [(self.latest_drawn, self.latest)]
 

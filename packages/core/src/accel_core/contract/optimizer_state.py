@@ -18,12 +18,12 @@ class OptimizerState:
 
     Args:
         kind: the class of the optimizer: "module:QualName".
-        groups: its `param_groups`, the same on all ranks: without "params", and with "names" of all
-            parameters, in order. Of an optimizer that is captured whole, the names alone.
+        groups: its `param_groups`, the same on all ranks, with "names" of all parameters instead of
+            "params". Of an optimizer that is captured whole, the names alone.
         values: by the name of a parameter, the values of its state that hold no tensors.
         entries: "<parameter>/<key>" for tensors; "<parameter>" alone where its whole state is
-            opaque. The value of an `Opaque` entry is a dict: "state" with values by key, and
-            "laid_out" with the keys of those laid out like the parameter.
+            opaque: a dict of "state", values by key, and "laid_out", the keys of those laid out
+            like it.
         whole: its `state_dict()`, for an optimizer that defines that itself; None otherwise.
     """
 

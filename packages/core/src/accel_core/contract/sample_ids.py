@@ -1,8 +1,4 @@
-"""Sample ids of a batch: made on demand from the note that its loader took when it yielded it.
-
-A loader notes with every batch what it *drew*: the index batch, or the `Positions` of a stream.
-Noting costs one reference; only who asks has it turned into ids.
-"""
+"""Sample ids of a batch: made on demand from what its loader noted when it yielded it."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ class SampleIds:
     Args:
         ids: what the sampler drew for each row; or the numbers of the samples in the epoch, None
             for rows that fill up.
-        kind: "index": ids are indices (or keys) of the dataset; "position": they are numbers in the
-            order of a stream.
+        kind: "index": indices (or keys) of the dataset; "position": numbers in the order of a
+            stream.
         real: how many of them are real, the first ones; those behind only fill up the batch.
     """
 
@@ -55,12 +51,7 @@ class SampleIds:
 
 
 def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
-    """The ids of the samples in a batch; None if the loader does not know them.
-
-    Args:
-        drawn: what the loader noted.
-        rows: the rows of the batch, if they are countable.
-    """
+    """The ids of the samples in a batch, from what the loader noted and its rows; None if the loader does not know them."""
     if drawn is None:
         return None
     if isinstance(drawn, Positions):

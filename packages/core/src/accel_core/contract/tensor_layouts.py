@@ -37,12 +37,11 @@ class Elementwise:
     """A tensor of which this rank has some boxes, or none.
 
     Args:
-        shape: of the whole tensor.
-        dtype: of the whole tensor.
+        shape, dtype: of the whole tensor.
         pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several
             ranks, boxes that are not equal do not overlap.
-        versioned: whether whoever changes `data` in place raises its `_version`. What a wrapper
-            changes inside itself often does not; such tensors are never copied lazily.
+        versioned: whether changes of `data` in place raise its `_version`. What a wrapper changes
+            inside itself often does not; such tensors are never copied lazily.
     """
 
     shape: tuple[int, ...]
@@ -77,10 +76,8 @@ class Opaque:
 
     Args:
         value: whatever the codec takes, tensor subclasses included.
-        signature: what has to be equal for it to be loaded: class, shapes and dtypes of its
-            components, say.
-        part: which part of the whole this rank has, in words; ranks with the same word have the
-            same.
+        signature: what has to be equal for it to be loaded: class, shapes and dtypes, say.
+        part: which part of the whole this rank has; ranks with the same word have the same.
         assign: puts a value that was loaded into the place of `value`.
     """
 
@@ -134,8 +131,8 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 class Sharding(Protocol):
     """A strategy's layout of parameters, and of what optimizers keep for each element of a parameter.
 
-    The local tensor of a parameter holds its boxes one after another: it is flat, each box in
-    row-major order, and empty without any; of one box it may have the shape `box.sizes` instead.
+    The local tensor of a parameter holds its boxes one after another: flat, each box in row-major
+    order; of one box it may have the shape `box.sizes` instead.
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
@@ -148,10 +145,7 @@ class Sharding(Protocol):
         """A tensor laid out like `parameter`, with the local tensor `local`, as an optimizer keeps it."""
 
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor laid out like `parameter`, of any values, for its state `key`.
-
-        Its `local` tensor is read into. Who keeps state in memory of its own gives a view of that.
-        """
+        """A tensor laid out like `parameter`, of any values, for its state `key`: its `local` tensor is read into."""
 
     def versioned(self, value: torch.Tensor) -> bool:
         """Whether in-place changes of the local tensor of `value` raise its `_version`."""

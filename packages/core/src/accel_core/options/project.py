@@ -21,8 +21,7 @@ class ProjectConfiguration:
             `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many of those are kept, at least 1; None: all. Takes automatic names.
         iteration: the number of the next checkpoint, from 0.
-        save_on_each_node: whether files are written on every machine, by its local main process,
-            instead of once.
+        save_on_each_node: whether files are written on every machine, instead of once.
 
     Raises:
         TypeError: if a value is of the wrong type.
@@ -54,10 +53,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Location = None) -> None:
-        """Sets the folder of the project, and that of the logs where none was given.
-
-        Args:
-            project_dir: a path; it is made when something is written.
+        """Sets the folder of the project, which is made when something is written, and that of the logs where none was given.
 
         Raises:
             TypeError: if it is no path.
@@ -79,8 +75,8 @@ def resolve_project(project_dir: object, project_config: object, source: str = "
 
     Raises:
         TypeError: if one of them is of another type.
-        ValueError: if they name two folders, or checkpoints are to get automatic names in no
-            folder.
+        ValueError: if they name two folders, or automatic names were asked for and no folder is
+            known.
     """
     _check_location("Accelerator(project_dir=...)", project_dir)
     assert project_dir is None or isinstance(project_dir, (str, os.PathLike))

@@ -119,8 +119,7 @@ def explain(
 
     Args:
         activation: what `activate` has returned.
-        selections: (role, component, source) of every part, where the source says who chose it:
-            "argument", the name of an environment variable, or "default".
+        selections: (role, component, source) of every part; the source says who chose it.
         options: further options by name, with their sources.
         further: details beside those that components give.
     """

@@ -1,9 +1,7 @@
 """The bound hooks: what the core calls where a hook runs.
 
-A relay has one slot per hook. The slot of an owner hook holds the bound method of its one owner, so
-that calling it costs what calling that method costs; dispatching by name would cost several
-microseconds per call and take `None` for "not handled". Hooks are called with positional arguments
-in the order of their spec: `relay.backward(loss, weight, closes, options)`.
+The slot of an owner hook holds the bound method of its one owner, which costs what calling that
+method costs. Hooks are called with positional arguments in the order of their spec.
 """
 
 from __future__ import annotations

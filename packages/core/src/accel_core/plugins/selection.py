@@ -44,11 +44,7 @@ class Selected:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def provider(self) -> tuple[str, str] | None:
-        """The distribution and version that the component comes from; None for the user's own code.
-
-        For messages and `explain()`: it may read the file list of everything that is installed (70
-        ms).
-        """
+        """The distribution and version of the component; None for the user's own code. May take 70 ms: for messages."""
         if self.offer is not None:
             return self.offer.distribution, self.offer.version
         return _provider_of(self.where.partition(".")[0])

@@ -1,8 +1,4 @@
-"""Shows a mistake that all ranks of a machine make once. The ranks that come later say in a line that they failed there too.
-
-This holds for ranks that one agent has started, and that write their errors to one terminal or
-file.
-"""
+"""Shows a mistake that all ranks of one agent on one terminal make once; ranks that come later say so in a line."""
 
 from __future__ import annotations
 
@@ -20,18 +16,13 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def show_once() -> None:
-    """Has this process print an exception that nobody caught in one line, if another rank has printed its lines. Is called again in vain."""
+    """Has this process print an exception that nobody caught in one line, if another rank has printed its lines."""
     if VARIABLE in os.environ and not isinstance(sys.excepthook, ShowOnce):
         sys.excepthook = ShowOnce(sys.excepthook)
 
 
 class ShowOnce:
-    """A `sys.excepthook`: the function that is called for an exception that nobody caught.
-
-    Args:
-        before: what was called until now, and is called still by the first rank with this
-            traceback.
-    """
+    """A `sys.excepthook`, in front of the one `before`, which the first rank with a traceback still calls."""
 
     def __init__(self, before: Hook) -> None:
         self._before = before

@@ -1,8 +1,6 @@
-"""The file in which a process tells the agent that started it what it failed with, in the form of torch's agents.
+"""The file in which a process tells torch's agent that started it what it failed with.
 
-`torch.distributed.elastic.multiprocessing.errors.record` writes the same for a script's main
-function. It is written when a process of a larger world ends by an exception that nobody caught, so
-that whoever started it can name the error, and tell it from those that only follow from it.
+`torch.distributed.elastic.multiprocessing.errors.record` writes the same for a main function.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
     Args:
         error: what ends this process.
         follows: whether it only follows from another rank's failure.
-        why: what the Watch has found out, which says more than the words of a backend whose
-            connection broke.
+        why: what the Watch has found out.
     """
     name = os.environ.get(VARIABLE)
     if not name or Path(name).exists():

@@ -26,14 +26,13 @@ class Launcher(NamedTuple):
     Args:
         source: what `World.source` says.
         marks: it is taken to have started this process when all of these are set.
-        alone: variables, and values of theirs that say that it has started this process alone,
-            whatever the others say.
+        alone: variables and values that say that it has started this process alone.
         rank, local_rank: the variable that holds it.
         size, local_size: the variables that may hold it, best first. A local size may be a list of
             tasks per node in Slurm's notation, "2(x3),1".
         node: the index of this node in such a list.
-        job: identities that all ranks of a job share, from which a port can be derived; all that
-            are set count.
+        job: identities that all ranks of a job share, from which a port is derived; all that are
+            set.
         nodes: lists of the nodes in Slurm's notation, best first; the first node hosts the store.
     """
 
@@ -142,8 +141,7 @@ class Place:
         rank, size, local_rank, local_size: checked to fit together.
         address, port: of the store at which the ranks meet, or what is to be set to tell it.
         agent: whether the launcher itself hosts that store.
-        attempt: how often the launcher has restarted the job; told only if all ranks are local,
-            because each node counts for itself.
+        attempt: how often the launcher has restarted the job, if all ranks are local.
         job: what the launcher calls the job; empty if it does not say.
     """
 
@@ -174,10 +172,8 @@ class Place:
 def read_place(environ: Mapping[str, str]) -> Place:
     """Reads the place of this process from its environment; alone if no launcher has left its variables.
 
-    torchrun's variables win where torchrun itself has set them, and where they make a world larger
-    than the one around it: there, each process of the outer one has started several. Otherwise
-    somebody else has set them, and they have to say the same as the launcher's, which then says the
-    rest.
+    torchrun's variables win where torchrun has set them, or where they make a larger world than the
+    launcher around them. Otherwise they have to say the same as that one.
 
     Raises:
         WorldError: if the variables contradict each other or are incomplete.

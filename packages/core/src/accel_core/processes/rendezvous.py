@@ -1,9 +1,7 @@
 """The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each.
 
-Every rank hands in a *card* with its rank and its device. Rank 0 reads the cards as they come, and
-gives a *verdict*: that all have come, or what is wrong. So every rank that has come raises the same
-error, and nobody waits for a world that cannot start. It costs each rank a few messages to the
-store, once, when its world starts.
+Every rank hands in a *card* with its rank and its device. Rank 0 reads them as they come, and gives
+a *verdict*: that all have come, or what is wrong, which all ranks that have come raise.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ FAREWELL = timedelta(seconds=3)
 def open_store(url: str, place: Place, timeout: timedelta) -> Store:
     """The store at `url`; rank 0 makes it, unless the launcher did. Does not wait for the others.
 
-    torch's own rendezvous makes rank 0 wait for as many connections as there are ranks, and leaves
-    no store to ask who is missing when they do not come. So at a plain `tcp://host:port` it is not
-    used.
+    torch's own rendezvous, which does, is used for other URLs than a plain `tcp://host:port`.
 
     Raises:
         torch.distributed.DistError: if the port is taken, or nobody listens there within `timeout`.
@@ -61,11 +57,9 @@ def open_store(url: str, place: Place, timeout: timedelta) -> Store:
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:
-    """A socket for a store at `host`, bound to the loopback, where other machines cannot reach it; None if `host` is not there.
+    """A socket for a store at `host`, bound to the loopback; None if `host` is not there, or the port is taken.
 
-    torch by itself listens at all addresses of the machine, and its store lets everybody in. None
-    too if the port is taken: torch says so better, or shares a store that this process has there
-    already.
+    torch by itself listens at all addresses of the machine, and its store lets everybody in.
     """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -78,8 +72,7 @@ def claim(store: Store, url: str, place: Place) -> None:
     """Takes the rank of `place` in the job that meets at `url`. No collective.
 
     Raises:
-        WorldError: at once, if another process has this rank, or if it is another job that meets
-            there.
+        WorldError: at once, if another process has this rank, or another job meets there.
     """
     job = f"{place.size} ranks, {place.source}" + (f" {place.job}" if place.job else "")
     found = store.compare_set("accel/job", "", job).decode()
@@ -140,9 +133,7 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
 def identity(device: torch.device) -> str:
     """The identity of `device` on its machine; empty for the CPU, and where torch gives none.
 
-    The name of the host is part of it, because not every vendor's identifiers differ between
-    machines. So two ranks in containers with different host names that share a device are not told
-    apart; the backend of the device may refuse them.
+    The name of the host is part of it: not every vendor's identifiers differ between machines.
     """
     if device.type == "cpu":
         return ""
@@ -156,9 +147,7 @@ def identity(device: torch.device) -> str:
 
 
 def claim_device(store: Store | None, place: Place, device: torch.device) -> None:
-    """Takes `device`, in a world whose group somebody else has started. No collective.
-
-    Without a store, where the ranks have met by means of their own, devices are not compared.
+    """Takes `device`, in a world whose group somebody else has started. No collective; needs a store.
 
     Raises:
         WorldError: if another rank has it.

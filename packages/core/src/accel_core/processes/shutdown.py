@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Farewell:
-    """The parting of one rank: through the store, because a collective could fail when somebody has gone already.
+    """The parting of one rank, through the store: a collective could fail when somebody has gone already.
 
-    First everyone waits until nobody works in the group any more. Then rank 0, which may host the
-    store, waits until the others need the store no more.
+    First everyone waits until nobody works in the group. Then rank 0, which may host the store,
+    waits until the others need it no more.
 
     Args:
         store: at which the ranks have met.

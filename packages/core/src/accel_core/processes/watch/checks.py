@@ -1,9 +1,8 @@
 """Comparing every collective across the ranks before it runs, on request: ACCELERATE_DEBUG_MODE=1.
 
-Each rank puts what it is about to call into the store (the collective, structure, dtypes, shapes,
-and the user's line), waits until all have done so, and compares. That costs some messages to the
-store for each collective, so it is off by default; what accel-core itself sends in one message is
-compared always, and the lines are asked for when something does not fit.
+Each rank puts what it is about to call into the store, with the user's line, waits for the others,
+and compares. That takes some messages to the store per collective, so it is off by default; what
+accel-core itself sends is compared always.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Checks:
     """The checks of one rank.
 
     Args:
-        store: a connection that nobody else waits on, with nothing on it from an earlier world of
-            these ranks.
+        store: a connection that nobody else waits on, without messages of an earlier world.
         rank, size: of this process in the world.
         verdict: why the ranks will not come together; empty as long as they may.
     """

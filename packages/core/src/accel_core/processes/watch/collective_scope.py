@@ -1,11 +1,8 @@
-"""Marking the collectives that this process is in, and explaining the errors of those that fail.
+"""Marks of the collectives that this process is in, by which the Watch explains those that fail or wait.
 
-    with collective("gather()"):
-        dist.all_gather(...)
+    with collective("gather()"): dist.all_gather(...)
 
-The mark is what the Watch shows to the user when the other ranks never come. It costs about half a
-microsecond, and nothing but a lookup where no Watch is on duty: in a world of one, or without a
-process group.
+A mark costs about half a microsecond, and a lookup where no Watch is on duty.
 """
 
 from __future__ import annotations
@@ -56,10 +53,9 @@ def collective(name: str, *, whole: bool = False) -> AbstractContextManager[obje
 
 
 def explain(error: BaseException) -> None:
-    """Adds to the error of a broken connection why it broke; other errors stay as they are.
+    """Adds to the error of a broken connection why it broke; other errors stay as they are. No collective.
 
-    Call it in an `except` block around what communicates, then `raise`: the exception is the same,
-    its message longer. It may take a few seconds to find out which rank has gone. No collective.
+    Call it in an `except` block around what communicates, then `raise`. It may take a few seconds.
     """
     if not is_broken_connection(error) or hasattr(error, _EXPLAINED):
         return
@@ -90,9 +86,8 @@ class Entry(NamedTuple):
     Args:
         name: what the user called: "backward()".
         members: the ranks that take part; None: all.
-        inner: the innermost collective inside of it, which is the one that ranks have in common;
-            empty if there is none.
-        whole: collectives inside of it do not count, because ranks may meet from different ones.
+        inner: the innermost collective inside of it, in which ranks meet; empty if there is none.
+        whole: collectives inside of it do not count: ranks may meet from different ones.
     """
 
     name: str
@@ -102,10 +97,7 @@ class Entry(NamedTuple):
 
 
 class Collective:
-    """A block in which a thread takes part in a collective.
-
-    Inside of another one, both names are known: people read the outer one, and ranks meet in the
-    inner one.
+    """A block in which a thread takes part in a collective. People read the outermost name, ranks meet in the innermost.
 
     Args:
         watch: is told.

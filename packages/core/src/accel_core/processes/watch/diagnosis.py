@@ -1,11 +1,8 @@
 """Diagnosis of ranks that wait for each other: their reports, and the conclusions from all of them.
 
-A rank that computes may take as long as it likes: reading a large file while the others wait is no
-failure. So nothing here follows from time alone. Ranks will never come together if one of them has
-ended, is gone or was stopped, or if all wait, in different collectives. As long as one rank
-computes nothing follows from what the others are in: in a broadcast, say, some leave early and some
-wait for a rank in the middle of the tree, which may be that one. That is judged; for the rest, a
-line says now and then who waits for whom.
+Nothing follows from time alone: a rank may compute for as long as it likes. Ranks will never come
+together if one of them has ended, is gone or was stopped, or if all wait, in different collectives.
+For the rest, a line says now and then who waits for whom.
 """
 
 from __future__ import annotations
@@ -93,8 +90,7 @@ class Report:
     """The report of one rank about itself.
 
     Args:
-        rank: which one.
-        number: counts its reports.
+        rank, number: which one, and how many reports it has made.
         line: where its main thread stands.
         calls: the collectives that its threads are in.
         left: how it has left: "ended its training" or "failed"; empty while it takes part.

@@ -1,15 +1,9 @@
 """Notices of failed ranks and their errors, for the ranks that only see a connection break.
 
-A rank that raises where the others do not leaves them in a collective. When its process ends, the
-backend tells them that a connection was closed, not by whom or why. So the failing rank puts a
-*notice* into the store at which the ranks have met, before it leaves the group; and a rank whose
-collective fails with a broken connection looks there, and only then. Nothing happens while all goes
-well.
-
-There are two kinds of notices. One is posted at exit, when an exception that nobody caught ends the
-process: that rank is gone for certain. `announce` posts the other as soon as an error is seen,
-because a script may log the error and leave in a way of its own. It may also handle the error and
-go on, so such a notice counts only while it is fresh, and only if no rank is gone for certain.
+A failing rank puts a *notice* into the store at which the ranks have met, before it leaves; a rank
+whose collective fails with a broken connection looks there, and only then. A notice at exit is
+certain. `announce` posts another as soon as an error is seen, which a script may still handle: it
+counts while it is fresh, and only if no rank is gone for certain.
 """
 
 from __future__ import annotations
@@ -41,8 +35,7 @@ LONGEST = 4000
 def announce(error: BaseException) -> None:
     """Tells the other ranks of an error of this one, in case it ends here: call it in an `except` block, then `raise`.
 
-    Loaders do around what the user's dataset, sampler and collate function do. One message to the
-    store; does nothing without a process group. No collective.
+    One message to the store; does nothing without a process group. No collective.
     """
     notices = Notices.running()
     if notices is not None:
@@ -65,9 +58,7 @@ def broken_connection_in(error: BaseException) -> BaseException | None:
 
 
 class Notices:
-    """The notices of the ranks of one process group.
-
-    A store that has gone is no error here: what is being reported is why.
+    """The notices of the ranks of one process group. A store that has gone is no error here.
 
     Args:
         store: at which the ranks of the group have met.

@@ -1,8 +1,7 @@
 """The thread of the Watch: it looks, asks, answers, and judges.
 
-It wakes once a second and sends one message to the store, unless somebody waits. What it may not do
-is wait itself: the process that hosts the store may be the one that was stopped, so that is looked
-for before anything is sent.
+It wakes once a second and sends one message to the store, unless somebody waits. It may not wait
+itself: the process that hosts the store, which may have been stopped, is looked for first.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class Patrol:
         notices: of ranks that have failed.
         presence: what this rank is in the middle of.
         rank, size: of this process in the world.
-        host: the process of rank 0, if it hosts the store; None if the launcher does, or if that is
-            not known.
+        host: the process of rank 0, if it hosts the store; None: the launcher does, or it is not
+            known.
         over: whether the process group is there no more; then there is nothing to look at.
         conclude: is called once, with the verdict, when the ranks will not come together.
     """
@@ -139,15 +138,11 @@ class Patrol:
         self._answered.set()
 
     def ask(self, broken: Broken, patience: float) -> str:
-        """Finds out why the connections of this rank broke. Called by the thread that wants to know.
+        """Why the connections of this rank broke, as a paragraph for the user; empty if nothing could be found out.
 
         Args:
             broken: what failed, for the answer.
-            patience: after how many seconds it gives up.
-
-        Returns:
-            A paragraph for the user: who has gone, and where all ranks stand; empty if nothing
-                could be found out.
+            patience: seconds after which the calling thread gives up.
         """
         if self._stop.is_set():
             return self._answer
@@ -292,10 +287,10 @@ class Patrol:
             self._reply(broken_text(broken, report, others, silent | gone))
 
     def _without_store(self, state: State) -> None:
-        """Judges alone, as far as that goes: a message to a process that was stopped would not come back.
+        """Judges alone: a message to a process that was stopped would not come back.
 
-        A store that is lost says nothing of rank 0, unless its process is seen to be gone: the
-        launcher may have hosted it.
+        A lost store says nothing of rank 0, unless its process is gone: the launcher may have
+        hosted it.
         """
         report = self._presence.report()
         self._stopped_since = self._stopped_since or self._presence.seconds

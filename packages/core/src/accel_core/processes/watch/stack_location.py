@@ -1,7 +1,6 @@
 """The location of a process: its machine, whether it still runs, and the user's line that it is at.
 
-Everything here reads; nothing is slowed down, and no other process is touched. Where there is no
-`/proc`, the state of other processes is unknown.
+Everything here only reads. Where there is no `/proc`, the state of other processes is unknown.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Process:
     Args:
         host: the name of its machine, for people.
         machine: the same wherever `pid` means the same process.
-        pid: its number there.
-        started: when it began, because a number may be given again.
+        pid, started: its number there, and when it began: a number may be given again.
     """
 
     host: str
@@ -111,8 +109,7 @@ class Stand:
 
     Args:
         line: the innermost line that is the user's, as "file, line 3, in f: code".
-        meeting: the function of torch.distributed that it is in, if the whole world meets there;
-            else empty.
+        meeting: the function of torch.distributed that it is in, if the whole world meets there.
         differentiates: whether it is in a backward that torch runs.
         communicates: whether it is in a function of ours or of torch's that may wait for other
             ranks.

@@ -44,11 +44,10 @@ GRACE = 5.0
 
 
 class Watch:
-    """The watch of one rank over its world.
+    """The watch of one rank over its world: a thread that sleeps, with a connection of its own to the store.
 
-    It has a thread of its own, which sleeps, and a connection of its own to the store. A rank that
-    is in no collective is never ended from here, for it may be writing what must not be lost: its
-    next collective raises.
+    A rank that is in no collective is never ended from here, for it may be writing what must not be
+    lost: its next collective raises.
 
     Attributes:
         verdict: why the ranks will not come together; empty as long as they may.
@@ -100,14 +99,7 @@ class Watch:
     def collective(
         self, name: str, members: tuple[int, ...] | None = None, details: Description | None = None
     ) -> Collective:
-        """A block in which this thread takes part in a collective; broken connections in it are explained.
-
-        Args:
-            name: what the user called, as in messages: "gather()".
-            members: the ranks that take part; None: all.
-            details: what has to agree between them beside the name; compared only where that was
-                asked for.
-        """
+        """A block in which this thread takes part in a collective: see `Collective`."""
         return Collective(self, name, members, details)
 
     def explain(self, error: BaseException) -> None:
