@@ -29,10 +29,8 @@ _FOREVER = timedelta(days=365)
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the same name and signature that does something only where `applies()` is true when it is called.
 
-    Elsewhere it returns None; that of a coroutine function returns a coroutine that gives None.
-
-    Raises:
-        TypeError: if `function` cannot be called.
+    Elsewhere it returns None; that of a coroutine function a coroutine that gives None. Raises
+    `TypeError` if `function` cannot be called.
     """
     if not callable(function):
         raise TypeError(
@@ -175,17 +173,16 @@ def _without_timeout(world: World) -> Iterator[None]:
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
     """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
 
-    No collective, so every process has to be given the same; with fewer elements than processes,
-    parts are empty. `inputs` is never changed, and in a world of one it comes back as it is.
+    No collective: every process is given the same. With fewer elements than processes, parts are
+    empty.
 
     Args:
-        inputs: a list or another sequence, whose parts are lists; a tuple, named or not, whose
-            parts are plain tuples; a tensor or an array, which are split along dim 0; a dataset
-            with `select(indices)`, or one of torch's with a length, whose parts are
-            `torch.utils.data.Subset`; or a mapping whose values are such, all of one length.
-        world: the processes.
-        apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have
-            one length.
+        inputs: a sequence, whose parts are lists; a tuple, whose parts are plain tuples; a tensor
+            or an array, split along dim 0; a dataset with `select(indices)`, or one of torch's with
+            a length, whose parts are `torch.utils.data.Subset`; or a mapping of such, all of one
+            length.
+        world: the processes; in a world of one `inputs` comes back as it is.
+        apply_padding: whether shorter parts repeat the last element of `inputs`.
 
     Raises:
         TypeError: for anything else, such as a string or a tensor without dimensions.

@@ -107,15 +107,9 @@ class Letter:
 class Channel:
     """The exchange of messages between the ranks of one group. Every method is a collective of that group.
 
-    Attributes:
-        letters: where callers keep the letters that they will send again, under keys of their own.
-
-    Args:
-        connect: gives the process group in which messages travel; called for the first one.
-        rank, size: this process's rank in the group, and how many it has.
-        device: where the group's collectives work, with its index.
-        watch: is told which exchange this rank is in.
-        members: the ranks of the group in the world; None: all.
+    `connect` gives the process group for messages, when the first one is sent. `members` are its
+    ranks in the world; None: all. `letters` is where callers keep the letters that they will send
+    again.
     """
 
     def __init__(

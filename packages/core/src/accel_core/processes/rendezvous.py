@@ -1,16 +1,14 @@
 """The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each.
 
-Every rank hands in a *card* with its rank and its device. Rank 0 reads them as they come, and gives
-a *verdict*: that all have come, or what is wrong, which all ranks that have come raise.
+Every rank hands in a *card* with its device. Who comes last, or has waited for too long, gives the
+*verdict*, which holds for all: that all have come, or what is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import socket
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -27,6 +25,9 @@ if TYPE_CHECKING:
 
 FAREWELL = timedelta(seconds=3)
 """The time for which rank 0 keeps the store for ranks that have not read a bad verdict yet."""
+
+MET = "met"
+"""The verdict on a world that has come together."""
 
 
 def open_store(url: str, place: Place, timeout: timedelta) -> Store:
@@ -82,7 +83,7 @@ def claim(store: Store, url: str, place: Place) -> None:
             f"Give every job a port of its own: set MASTER_PORT, the same on all ranks of the job, to one that is free."
         )
     if store.add(f"accel/rank/{place.rank}", 1) > 1:
-        _hand_in(dist.PrefixStore(_prefix(place, 0), store), place, "")
+        _judge(dist.PrefixStore(_prefix(place, 0), store), f"rank {place.rank} was claimed by two processes")
         raise WorldError(
             f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
             f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
@@ -106,18 +107,32 @@ def assemble(store: Store, url: str, place: Place, device: torch.device, timeout
             `timeout`, which rank came twice, who shares a device.
         torch.distributed.DistError: if the store is lost meanwhile.
     """
-    _hand_in(store, place, identity(device))
+    everyone = range(place.size)
+    store.set(f"card/{place.rank}", identity(device))
+    if store.add("cards", 1) == place.size:
+        _judge(store, _sharing([store.get(f"card/{rank}").decode() for rank in everyone]) or MET)
+    try:
+        store.wait(["verdict"], timeout)
+    except dist.DistStoreError:
+        missing = [str(rank) for rank in everyone if not store.check([f"card/{rank}"])]
+        _judge(
+            store,
+            f"{place.size - len(missing)} of {place.size} came within {timeout}, and these ranks are missing: "
+            f"{', '.join(missing)}",
+        )
+    verdict = store.get("verdict").decode()
+    if verdict == MET:
+        return
+    store.set(f"told/{place.rank}", "")
     if place.rank == 0:
-        verdict, readers = _verdict(store, place.size, timeout)
-        store.set("verdict", verdict)
-        if verdict:
-            _stay(store, [f"told/{rank}" for rank in readers if rank != 0])
-    else:
-        store.wait(["verdict"], timeout + FAREWELL)  # rank 0 may have come later, and waits as long
-        verdict = store.get("verdict").decode()
-        store.set(f"told/{place.rank}", "")
-    if verdict:
-        raise not_met(url, place, verdict)
+        with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
+            store.wait([f"told/{rank}" for rank in everyone], FAREWELL)
+    raise not_met(url, place, verdict)
+
+
+def _judge(store: Store, verdict: str) -> None:
+    """Says whether the world has come together, unless another rank has said so already."""
+    store.compare_set("verdict", "", verdict)
 
 
 def not_met(url: str, place: Place, reason: object) -> WorldError:
@@ -161,29 +176,13 @@ def claim_device(store: Store | None, place: Place, device: torch.device) -> Non
             )
 
 
-def _hand_in(store: Store, place: Place, device: str) -> None:
-    store.set(f"card/{store.add('cards', 1)}", json.dumps([place.rank, device]))
-
-
-def _verdict(store: Store, size: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """Reads the cards of `size` ranks; says what is wrong, or nothing, and who has come or may still come to read it."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    everyone, came = list(range(size)), dict[int, str]()
-    for number in range(1, size + 1):
-        try:
-            store.wait([f"card/{number}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except dist.DistStoreError:
-            missing = ", ".join(str(rank) for rank in everyone if rank not in came)
-            return f"{len(came)} of {size} came within {timeout}, and these ranks are missing: {missing}", list(came)
-        rank, device = json.loads(store.get(f"card/{number}"))
-        if rank in came:
-            return f"rank {rank} was claimed by two processes", everyone
-        came[rank] = device
-    for device in filter(None, came.values()):
-        sharing = [rank for rank in everyone if came[rank] == device]
-        if len(sharing) > 1:
-            return _shared(device, sharing), everyone
-    return "", everyone
+def _sharing(devices: list[str]) -> str:
+    """The complaint about ranks that have one device between them; empty if there are none. Devices by rank."""
+    for device in filter(None, devices):
+        ranks = [rank for rank, other in enumerate(devices) if other == device]
+        if len(ranks) > 1:
+            return _shared(device, ranks)
+    return ""
 
 
 def _shared(device: str, ranks: list[int]) -> str:
@@ -191,8 +190,3 @@ def _shared(device: str, ranks: list[int]) -> str:
         f"ranks {', '.join(map(str, ranks))} have one device between them ({device}). Start one process for each device, let "
         f"every process see all devices of its machine or bind another one to each, or compute with Accelerator(cpu=True)"
     )
-
-
-def _stay(store: Store, keys: list[str]) -> None:
-    with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
-        store.wait(keys, FAREWELL)

@@ -22,12 +22,7 @@ class Farewell:
     """The parting of one rank, through the store: a collective could fail when somebody has gone already.
 
     First everyone waits until nobody works in the group. Then rank 0, which may host the store,
-    waits until the others need it no more.
-
-    Args:
-        store: at which the ranks have met.
-        rank, size: of this process in its world.
-        patience: how long it waits in all; with none it neither waits nor says anything.
+    waits until the others need it no more. With no patience it neither waits nor says anything.
     """
 
     def __init__(self, store: Store, rank: int, size: int, patience: timedelta) -> None:

@@ -25,13 +25,7 @@ _COMPARED = ("call", "structure", "leaves")
 
 
 class Checks:
-    """The checks of one rank.
-
-    Args:
-        store: a connection that nobody else waits on, without messages of an earlier world.
-        rank, size: of this process in the world.
-        verdict: why the ranks will not come together; empty as long as they may.
-    """
+    """The checks of one rank, over a connection to the store of their own. `verdict` says why the ranks will not come together."""
 
     def __init__(self, store: Store, rank: int, size: int, verdict: Callable[[], str]) -> None:
         self._store, self._verdict = store, verdict
@@ -40,12 +34,9 @@ class Checks:
         self._warned: set[tuple[str, ...]] = set()
 
     def compare(self, name: str, members: tuple[int, ...] | None, details: Description | None) -> None:
-        """Waits for the other members and raises where they call anything else. A collective.
+        """Waits for the other members (None: all) and raises where they call anything else. A collective.
 
-        Args:
-            name: what the user called.
-            members: the ranks that take part; None: all.
-            details: what has to agree, if there is more than the name.
+        `details` is what has to agree, if there is more than the name.
 
         Raises:
             CollectiveMismatchError: on every rank, with a table by rank.

@@ -42,11 +42,9 @@ def running() -> Watch | None:
 
 
 def collective(name: str, *, whole: bool = False) -> AbstractContextManager[object]:
-    """A block in which all ranks of the default group take part, marked under the name by which the user knows it.
+    """A block in which all ranks of the default group take part, marked by the name that users know: "gather()".
 
-    Args:
-        name: as in messages: "gather()".
-        whole: whether ranks may meet in it from different collectives inside.
+    `whole` says that ranks may meet in it from different collectives inside.
     """
     watch = running()
     return contextlib.nullcontext() if watch is None else Collective(watch, name, whole=whole)
@@ -97,14 +95,10 @@ class Entry(NamedTuple):
 
 
 class Collective:
-    """A block in which a thread takes part in a collective. People read the outermost name, ranks meet in the innermost.
+    """A block in which a thread takes part in a collective, told to the Watch as an `Entry`.
 
-    Args:
-        watch: is told.
-        name: what the user called, as in messages: "gather()".
-        members: the ranks that take part; None: all.
-        details: what has to agree between them beside the name, for the checks.
-        whole: whether collectives inside of it do not count.
+    People read the outermost name, ranks meet in the innermost. `details` is for the checks: what
+    has to agree beside the name.
     """
 
     __slots__ = ("_details", "_entry", "_outer", "_watch")

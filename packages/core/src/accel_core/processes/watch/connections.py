@@ -20,11 +20,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """The connections that were opened while process groups were made; empty where there is no `/proc`.
-
-    Args:
-        store: at which the ranks have met. Connections to it are not of a group.
-    """
+    """The connections that were opened while process groups were made, but for those to `store`; none where there is no `/proc`."""
 
     def __init__(self, store: Store) -> None:
         self._known: set[str] = set()

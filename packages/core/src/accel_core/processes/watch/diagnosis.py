@@ -157,10 +157,7 @@ class Broken(NamedTuple):
 
 
 def judged(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Absent]) -> tuple[Report, list[Missing]]:
-    """A rank that waits in vain, and those it waits for; this rank, and none, as long as all may come together.
-
-    Args: as of `missing`.
-    """
+    """A rank that waits in vain, and those it waits for; this rank, and none, as long as all may come together."""
     everyone = {mine.rank: mine, **others}
     looked_at = set()
     for report in everyone.values():
@@ -176,10 +173,8 @@ def judged(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abse
 def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Absent]) -> list[Missing]:
     """The ranks for which this one waits in vain; empty if it does not wait, or if all may still come.
 
-    Args:
-        mine: this rank's own report.
-        others: the fresh ones of the others, and the last ones of those that have left.
-        absent: the ranks that do not report.
+    `others` are the fresh reports, and the last ones of those that have left; `absent` do not
+    report.
     """
     calls, moving = mine.waiting, _moving({**others, mine.rank: mine}, absent)
     found = [_gone(rank, each) for rank, each in absent.items() if any(call.involves(rank) for call in calls)]

@@ -58,12 +58,7 @@ def broken_connection_in(error: BaseException) -> BaseException | None:
 
 
 class Notices:
-    """The notices of the ranks of one process group. A store that has gone is no error here.
-
-    Args:
-        store: at which the ranks of the group have met.
-        rank, size: of this process in the group.
-    """
+    """The notices of the ranks of one process group, in the store at which they have met. One that has gone is no error here."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = dist.PrefixStore("accel/failures", store), rank, size

@@ -70,15 +70,9 @@ logger = logging.getLogger("accel_core.processes.watch")
 class Patrol:
     """The work of the Watch's thread on one rank.
 
-    Args:
-        board: where the ranks report.
-        notices: of ranks that have failed.
-        presence: what this rank is in the middle of.
-        rank, size: of this process in the world.
-        host: the process of rank 0, if it hosts the store; None: the launcher does, or it is not
-            known.
-        over: whether the process group is there no more; then there is nothing to look at.
-        conclude: is called once, with the verdict, when the ranks will not come together.
+    `host` is the process of rank 0, if it hosts the store; `over` says whether the process group is
+    there no more; `conclude` is called once, with the verdict, when the ranks will not come
+    together.
     """
 
     def __init__(
@@ -138,12 +132,7 @@ class Patrol:
         self._answered.set()
 
     def ask(self, broken: Broken, patience: float) -> str:
-        """Why the connections of this rank broke, as a paragraph for the user; empty if nothing could be found out.
-
-        Args:
-            broken: what failed, for the answer.
-            patience: seconds after which the calling thread gives up.
-        """
+        """Why the connections of this rank broke, for the user; empty if nothing is found out in `patience` seconds."""
         if self._stop.is_set():
             return self._answer
         self._answered.clear()

@@ -19,10 +19,6 @@ IDLE = 0.02
 class Presence:
     """The presence of one rank. `inside` is written by whoever enters a collective, everything else by one observer.
 
-    Args:
-        rank: of this process.
-        spins: whether a thread that waits for its device uses a core meanwhile.
-
     Attributes:
         inside: by thread that has taken part in collectives, the one that it is in, or None: a new
             object each time, so that two are told apart.

@@ -19,12 +19,7 @@ _JUDGED = 1 << 40  # added to the counter of questions once there is a verdict: 
 
 
 class Board:
-    """One rank's access to the board. Methods are one or a few messages, and raise `DistError` if the store has gone.
-
-    Args:
-        store: a connection that nobody else waits on, without messages of an earlier world.
-        rank: of this process.
-    """
+    """One rank's access to the board, over a connection of its own. Methods raise `DistError` if the store has gone."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
