@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +32,6 @@ def pad_across_processes(
     leaves, shape = flatten_with_shape(tree)
     try:
         check_tensors("pad_across_processes", tree, leaves)
-        _check_options(dim, pad_index)
         for dtype in dict.fromkeys([leaf.dtype for leaf in leaves if _reaches(dim, leaf)]):
             _check_value(pad_index, dtype)
     except (TypeError, ValueError) as error:
@@ -118,19 +116,6 @@ def _padded(leaf: torch.Tensor, largest: int, dim: int, pad_index: complex, pad_
     padded = leaf.new_full(shape, pad_index)
     padded.narrow(dim, largest - size if pad_first else 0, size).copy_(leaf)
     return padded
-
-
-def _check_options(dim: int, pad_index: complex) -> None:
-    if not isinstance(dim, int):
-        raise TypeError(
-            f"pad_across_processes(dim={dim!r}): expected the number of a dimension, but got a {type(dim).__name__}. Pass an "
-            f"integer, such as dim=1; several dimensions take one call each."
-        )
-    if not isinstance(pad_index, numbers.Number):
-        raise TypeError(
-            f"pad_across_processes(pad_index={pad_index!r}): expected a number, but got a {type(pad_index).__name__}. Pass "
-            f"the value to pad with, such as pad_index=-100."
-        )
 
 
 def _check_value(value: complex, dtype: torch.dtype) -> None:

@@ -171,23 +171,17 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
     Args:
         call: what needs it, as in messages: "save_state()".
     """
-    try:
-        return find(group, name, offers)
-    except NotInstalledError:
+    installed = list_offers(group) if offers is None else offers
+    found = [offer for offer in installed if (offer.group, offer.name) == (group, name)]
+    if not found:
         provider = KNOWN_PROVIDERS[group][name]
-        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}") from None
-    except PluginError:
-        found = [
-            each
-            for each in (list_offers(group) if offers is None else offers)
-            if (each.group, each.name) == (group, name)
-        ]
-        if len(found) < 2:
-            raise
+        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}")
+    if len(found) > 1:
         raise PluginError(
             f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}: "
             f"{', '.join(each.provider for each in found)}. Uninstall all but one."
-        ) from None
+        )
+    return found[0]
 
 
 def how_to_get(provider: str | None) -> str:
