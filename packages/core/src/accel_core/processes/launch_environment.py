@@ -62,15 +62,23 @@ _TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK
 # What jobs are called by batch systems that may have an mpirun inside. Not the steps of Slurm: an mpirun there starts its
 # daemons on other nodes as a step, and the ranks on the first node without one.
 _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_PMI = Launcher(
-    "mpi",
-    ("PMI_RANK",),
-    "PMI_RANK",
-    ("PMI_SIZE",),
-    "MPI_LOCALRANKID",
-    ("MPI_LOCALNRANKS",),
-    job=_BATCH,
+_MPI = Launcher(
+    source="mpi",  # Open MPI
+    marks=("OMPI_COMM_WORLD_RANK",),
+    rank="OMPI_COMM_WORLD_RANK",
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
     nodes=("SLURM_JOB_NODELIST",),
+)
+_PMI = _MPI._replace(
+    marks=("PMI_RANK",),
+    rank="PMI_RANK",
+    size=("PMI_SIZE",),
+    local_rank="MPI_LOCALRANKID",
+    local_size=("MPI_LOCALNRANKS",),
+    job=_BATCH,
 )
 
 TORCHRUN = (
@@ -82,25 +90,14 @@ TORCHRUN = (
 
 LAUNCHERS = (
     # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
-    Launcher(
-        source="mpi",  # Open MPI
-        marks=("OMPI_COMM_WORLD_RANK",),
-        rank="OMPI_COMM_WORLD_RANK",
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
-        nodes=("SLURM_JOB_NODELIST",),
-    ),
-    Launcher(
-        source="mpi",  # MVAPICH2
+    _MPI,
+    _MPI._replace(  # MVAPICH2
         marks=("MV2_COMM_WORLD_RANK",),
         rank="MV2_COMM_WORLD_RANK",
         size=("MV2_COMM_WORLD_SIZE",),
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
         job=_BATCH,
-        nodes=("SLURM_JOB_NODELIST",),
     ),
     _PMI._replace(marks=("PMI_RANK", "MPI_LOCALRANKID")),  # MPICH and Intel MPI
     _PMI._replace(marks=("PMI_RANK", "PMI_LOCAL_RANK"), local_rank="PMI_LOCAL_RANK", local_size=("PMI_LOCAL_SIZE",)),
@@ -120,14 +117,7 @@ LAUNCHERS = (
     ),
     _PMI,  # after Slurm, whose steps may offer PMI as well
     # PMIx alone gives a rank, but no size: an error that says so, and not a world of one.
-    Launcher(
-        source="mpi",
-        marks=("PMIX_RANK",),
-        rank="PMIX_RANK",
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
+    _MPI._replace(marks=("PMIX_RANK",), rank="PMIX_RANK"),
 )
 """The other launchers, in the order in which they are asked."""
 
