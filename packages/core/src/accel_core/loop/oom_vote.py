@@ -25,7 +25,6 @@ from torch.distributed import distributed_c10d
 
 from accel_core.base.errors import CollectiveMismatchError
 from accel_core.processes.watch.collective_scope import collective
-from accel_core.processes.watch.failure_notices import announce
 from accel_core.processes.world import groups_beside
 
 _DONE, _NO_ROOM = "done", "ran out of memory"
@@ -111,14 +110,12 @@ def all_done(function: str, size: int, problem: str | None, patience: timedelta)
     except dist.DistStoreError as timeout:
         outcome = "gave up waiting for the other ranks"
         ballot.cast(function, size, outcome if problem is None else f"{_NO_ROOM}, and {outcome}")
-        error = RuntimeError(
+        raise RuntimeError(
             f"`{function}` was tried with a batch size of {size}, and {problem or 'there was room on this rank'}; but ranks "
             f"{ballot.missing()} have not ended the attempt. A rank that runs out of memory alone leaves the others in a "
             f"collective, which cannot be taken back. Start again with a smaller starting_batch_size; if the attempt just "
             f"takes long on the others, give a larger patience."
-        )
-        announce(error)  # to those whose collective breaks when this process ends
-        raise error from timeout
+        ) from timeout
     _check(votes)
     return all(vote.outcome == _DONE for vote in votes)
 

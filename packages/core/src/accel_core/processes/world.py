@@ -496,7 +496,7 @@ def _tell_why(error: BaseException) -> None:
     error_file.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
     notices = Notices.running()
     if lost is None and notices is not None:
-        notices.post(error, certain=True)
+        notices.post(error)
     elif lost is not None:
         explain(lost)
         if str(lost) != found:

@@ -301,7 +301,7 @@ class Patrol:
         """The main thread has ended, but other threads of the user's keep the process: the exit is not heard of yet."""
         error = getattr(sys, "last_value", None)
         if error is not None and broken_connection_in(error) is None:
-            self._notices.post(error, certain=True)
+            self._notices.post(error)
         self._presence.left = ENDED if error is None else FAILED
         self._board.post(replace(report, left=self._presence.left))
 
