@@ -133,12 +133,11 @@ class Report:
 
 
 class Absent(NamedTuple):
-    """A rank that has not reported: for how many seconds, what is known of its process, how to name that, and what ended it."""
+    """A rank that has not reported: for how many seconds, what is known of its process, and how to name that."""
 
     seconds: float
     state: State
     process: str
-    signal: str = ""
 
 
 class Missing(NamedTuple):
@@ -188,18 +187,16 @@ def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abs
 def lost(absent: Absent) -> str:
     """The reason why a silent rank will never answer, as far as it is known; else empty."""
     if absent.state == "gone":
-        return ended(absent.process, absent.signal)
+        return ended(absent.process)
     return stopped(absent.process) if absent.state == "stopped" else ""
 
 
-def ended(process: str, signal: str = "") -> str:
-    """The message about a process that has ended, and the signal that ended it, if that is known."""
-    why = {
-        "": "killed from outside (out of memory?), os._exit(), or a crash",
-        "SIGABRT": "a crash; gloo crashes so where the ranks are in different collectives, and its output says where it stood",
-        "SIGKILL": "killed from outside (out of memory?)",
-    }.get(signal, "a crash, or a signal from outside")
-    return f"{process} ended without a word{f', by {signal}' if signal else ''}: {why}"
+def ended(process: str) -> str:
+    """The message about a process that has ended."""
+    return (
+        f"{process} ended without a word: killed from outside (out of memory?), os._exit(), or a crash; gloo crashes where the "
+        f"ranks are in different collectives, and its output says where the rank stood"
+    )
 
 
 def stopped(process: str) -> str:

@@ -95,7 +95,6 @@ class Patrol:
         ] = {}  # by rank: the number of its last report, and since when it is that
         self._fresh: set[int] = set()  # the ranks that have reported since this one began to wait
         self._processes: dict[int, Process] = {}
-        self._signals: dict[int, str] = {}  # by rank that has gone: what ended it, if that was to be seen
         self._suspicion: tuple[object, list[int], int] = None, [], 0  # what, in which reports, and how often seen
         self._waited, self._answering = 0.0, False  # at the last look
         self._looks = 0  # since this rank began to wait
@@ -205,9 +204,7 @@ class Patrol:
                 process = self._process(rank)
                 # One that has not introduced itself makes its Accelerator later, or none: nothing is known of it.
                 state = process.state() if process else "running"
-                if process and state == "gone":
-                    self._signals.setdefault(rank, process.signal())  # the system forgets it soon
-                absent[rank] = Absent(silence, state, str(process or "its process"), self._signals.get(rank, ""))
+                absent[rank] = Absent(silence, state, str(process or "its process"))
         seen = {rank: state for report in reports.values() for rank, state in report.neighbours.items()}
         return reports, {
             rank: each._replace(state=seen.get(rank, "unknown")) if each.state == "unknown" else each
@@ -286,9 +283,7 @@ class Patrol:
         if state == "stopped" and self._presence.seconds - self._stopped_since < SILENT:
             return
         name = str(self._host or "the process that hosts the store at which the ranks have met")
-        if self._host is not None and state == "gone":
-            self._signals.setdefault(0, self._host.signal())
-        reason = stopped(name) if state == "stopped" else ended(name, self._signals.get(0, ""))
+        reason = stopped(name) if state == "stopped" else ended(name)
         calls = [call for call in report.waiting if call.involves(0) and not (state == "gone" and call.name in ROOTED)]
         if state in ("gone", "stopped") and calls:
             self._end(verdict(report, {}, [Missing(0, reason, True)]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -80,20 +79,12 @@ class Process:
         """Whether it runs, was stopped by a signal, or has ended. Only a process of this machine can be looked at."""
         if self.machine != _machine() or not self.started:
             return "unknown"
-        letter, started, _ = _status(self.pid)
+        letter, started = _status(self.pid)
         if letter == _UNREADABLE:
             return "unknown"
         if started != self.started or letter in ("Z", "X"):
             return "gone"
         return "stopped" if letter in ("T", "t") else "running"
-
-    def signal(self) -> str:
-        """The name of the signal that ended it; empty if none did, or once its parent has been told, which is soon after the end."""
-        if self.machine != _machine():
-            return ""
-        letter, started, status = _status(self.pid)
-        number = status & 0x7F if letter == "Z" and started == self.started else 0
-        return signal.Signals(number).name if number in set(signal.Signals) else ""
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments of `Process(**...)`."""
@@ -200,13 +191,13 @@ def _machine() -> str:
         return ""
 
 
-def _status(pid: int) -> tuple[str, str, int]:
-    """The letter of a process's state, when it started, and as what it has ended; empty if there is none."""
+def _status(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, and when it started; empty if there is none."""
     try:
         # The name of the program stands in parentheses and may hold anything.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "", "", 0
+        return "", ""
     except OSError:
-        return _UNREADABLE, "", 0
-    return fields[0], fields[19], int(fields[49])
+        return _UNREADABLE, ""
+    return fields[0], fields[19]
