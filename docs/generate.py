@@ -24,7 +24,7 @@ import accel_core
 from accel_core import accelerator, api
 from accel_core.contract import hook_specs
 from accel_core.facade import older_arguments
-from accel_core.options.option_fields import expected, to_data
+from accel_core.options.conversion import expected, to_data
 from accel_core.plugins import list_offers
 from accel_launch.settings import catalog
 

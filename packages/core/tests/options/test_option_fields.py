@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.options.option_fields import choices, expected, fields_of, from_data, from_text, is_optional, to_data
+from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, to_data
+from accel_core.options.option_fields import fields_of
 
 if TYPE_CHECKING:
     from somewhere import Unknown

@@ -21,28 +21,7 @@ from typing import Any
 
 import torch
 
-from accel_core.options.conversion import (
-    choices,
-    expected,
-    from_data,
-    from_text,
-    is_expressible,
-    is_optional,
-    members,
-    to_data,
-)
-
-__all__ = [
-    "Field",
-    "choices",
-    "expected",
-    "fields_of",
-    "from_data",
-    "from_text",
-    "is_optional",
-    "members",
-    "to_data",
-]
+from accel_core.options.conversion import is_expressible
 
 _USUAL = {
     **vars(typing),
