@@ -1,6 +1,6 @@
 """Activation: which component owns which hook, who listens, and that nobody is overridden in silence.
 
-pluggy marks hooks, and neither keeps components nor calls them (docs/decisions/0004-*.md).
+pluggy marks hooks, and neither keeps components nor calls them (docs/decisions/0004-pluggy-marks-and-does-not-dispatch.md).
 """
 
 from __future__ import annotations
