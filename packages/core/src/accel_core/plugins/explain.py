@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.base.errors import PluginError
 from accel_core.base.masking import masked
-from accel_core.contract import checkpoint_component, detector, recorder
+from accel_core.contract.default_components import CHECKPOINTS, DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
@@ -155,8 +155,8 @@ def explain(
 
 def _state(offer: Offer, offers: Iterable[Offer]) -> str:
     state = offer_state(offer, offers)
-    defaults = {(each.GROUP, each.NAME) for each in (checkpoint_component, detector, recorder)}
-    return f"{state}: used where it is asked for" if state == "ok" and (offer.group, offer.name) in defaults else state
+    is_default = (offer.group, offer.name) in (CHECKPOINTS, DETECTOR, RECORDER)
+    return f"{state}: used where it is asked for" if state == "ok" and is_default else state
 
 
 def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
@@ -208,7 +208,7 @@ def _owner(selected: Selected | None, hook: str = "") -> str:
     if selected is not None:
         return f"{selected.noun} {selected.name!r}"
     if hook in CHECKPOINT_HOOKS:
-        return f"{CORE_DEFAULT}, by what {checkpoint_component.GROUP} offers as {checkpoint_component.NAME!r}"
+        return f"{CORE_DEFAULT}, by what {CHECKPOINTS[0]} offers as {CHECKPOINTS[1]!r}"
     return CORE_DEFAULT
 
 
