@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
     from accel_core.contract.strategy import Strategy
-    from accel_core.contract.tensor_layouts import State
+    from accel_core.contract.tensor_layouts import OptimizerState, SavedOptimizer, State
     from accel_core.loop.preparation import Prepared
     from accel_core.loop.run import Asynchronous, Run
     from accel_core.options.handlers import TrackingKwargs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from accel_core.contract.sample_ids import SampleIds
+    from accel_core.contract.loader_progress import SampleIds
 
 Kind = Literal["input", "parameter", "output", "loss", "gradient", "not reproduced"]
 """The place of the first value that is not finite; see `Finding.kind`."""

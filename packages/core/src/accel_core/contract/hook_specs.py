@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.layout import Layout, Shard
     from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
-    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.contract.tensor_layouts import GradientState, OptimizerState, SavedOptimizer, State
     from accel_core.loop.preparation import PrepareRequest
     from accel_core.loop.run import Asynchronous, Run
     from accel_core.processes.world import World
