@@ -26,7 +26,7 @@ from accel_core.base.errors import WorldError
 from accel_core.options.component_options import read_section
 from accel_core.options.handlers import InitProcessGroupKwargs
 from accel_core.options.resolution import Option, flag
-from accel_core.processes import equal_tracebacks, error_file
+from accel_core.processes import failure_output
 from accel_core.processes.launch_environment import Place, read_place
 from accel_core.processes.rendezvous import assemble, claim, claim_device, identity, not_met, open_store, round_of
 from accel_core.processes.shutdown import PATIENCE, Farewell
@@ -201,7 +201,7 @@ class World:
             ):  # stderr has no descriptor, in a notebook say
                 faulthandler.enable()  # a rank that a backend aborts shows where it stood
                 self._shows_crashes = True
-        equal_tracebacks.show_once()
+        failure_output.show_once()
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
@@ -493,7 +493,7 @@ def _tell_why(error: BaseException) -> None:
     found = str(lost)
     if lost is not None and watch is not None and watch.verdict:
         explain(lost)  # which takes no time then: agents read the file as soon as it is there
-    error_file.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
+    failure_output.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
     notices = Notices.running()
     if lost is None and notices is not None:
         notices.post(error)
