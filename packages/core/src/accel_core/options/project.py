@@ -39,10 +39,11 @@ class ProjectConfiguration:
         for name in ("project_dir", "logging_dir"):
             _check_location(f"ProjectConfiguration({name}=...)", getattr(self, name))
         for name in ("automatic_checkpoint_naming", "save_on_each_node"):
-            _check_flag(name, getattr(self, name))
-        if self.total_limit is not None:
-            _check_number("total_limit", self.total_limit, 1)
-        _check_number("iteration", self.iteration, 0)
+            _check(name, getattr(self, name), bool, "True or False")
+        for name, least in (("total_limit", 1), ("iteration", 0)):
+            value = getattr(self, name)
+            if name == "iteration" or value is not None:
+                _check(name, value, int, f"an integer of at least {least}", least)
         if self.total_limit is not None and not self.automatic_checkpoint_naming:
             raise ValueError(
                 f"ProjectConfiguration(total_limit={self.total_limit}) limits checkpoints with automatic names, and "
@@ -111,18 +112,10 @@ def _check_location(asked: str, value: object) -> None:
         )
 
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
+def _check(name: str, value: object, kind: type, words: str, least: int = 0) -> None:
+    if type(value) is not kind:
         raise TypeError(
-            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected True or False."
+            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected {words}."
         )
-
-
-def _check_number(name: str, value: object, least: int) -> None:
-    if type(value) is not int:
-        raise TypeError(
-            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected an integer of at least "
-            f"{least}."
-        )
-    if value < least:
-        raise ValueError(f"ProjectConfiguration({name}={value}): expected an integer of at least {least}.")
+    if value < least:  # type: ignore[operator]
+        raise ValueError(f"ProjectConfiguration({name}={value}): expected {words}.")

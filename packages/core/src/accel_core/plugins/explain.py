@@ -84,13 +84,11 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and strings, under the names of the fields."""
+        rows = {name: getattr(self, name) for name in ("parts", "details", "settings", "inactive")}
         return {
-            "parts": [part._asdict() for part in self.parts],
-            "details": [detail._asdict() for detail in self.details],
-            "settings": [setting._asdict() for setting in self.settings],
+            **{name: [row._asdict() for row in found] for name, found in rows.items()},
             "owners": dict(self.owners),
             "listeners": {hook: list(names) for hook, names in self.listeners.items()},
-            "inactive": [offer._asdict() for offer in self.inactive],
         }
 
     def __str__(self) -> str:
