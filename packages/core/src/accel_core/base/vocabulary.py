@@ -17,18 +17,29 @@ if TYPE_CHECKING:
     from accel_core.contract.strategy import Strategy
     from accel_core.options.handlers import KwargsHandler
 
-_TRACKERS = (
-    "aim",
-    "clearml",
-    "comet_ml",
-    "dvclive",
-    "jsonl",
-    "mlflow",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-)
+
+class Word(str, Enum):
+    """A word of a closed list: a text, also where it is printed or formatted, whatever the version of Python."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class LoggerType(Word):
+    """The usual names for `Accelerator(log_with=...)`; `ALL` stands for every tracker that is installed."""
+
+    ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    DVCLIVE = "dvclive"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
+
 
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
@@ -41,7 +52,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
             ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8"), "accel-precision"
         ),
         "accel.loaders": {"sharded": "accel-data"},
-        "accel.trackers": dict.fromkeys(_TRACKERS, "accel-trackers"),
+        "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
         "accel.recorders": {"background": "accel-trackers"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
@@ -102,13 +113,6 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
 
-class Word(str, Enum):
-    """A word of a closed list: a text, also where it is printed or formatted, whatever the version of Python."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
 class RNGType(Word):
     """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
 
@@ -136,22 +140,6 @@ class PrecisionType(Word):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
-
-
-class LoggerType(Word):
-    """The usual names for `Accelerator(log_with=...)`; `ALL` stands for every tracker that is installed."""
-
-    ALL = "all"
-    AIM = "aim"
-    CLEARML = "clearml"
-    COMETML = "comet_ml"
-    DVCLIVE = "dvclive"
-    JSONL = "jsonl"
-    MLFLOW = "mlflow"
-    SWANLAB = "swanlab"
-    TENSORBOARD = "tensorboard"
-    TRACKIO = "trackio"
-    WANDB = "wandb"
 
 
 class DynamoBackend(Word):

@@ -114,8 +114,6 @@ def _check_location(asked: str, value: object) -> None:
 
 def _check(name: str, value: object, kind: type, words: str, least: int = 0) -> None:
     if type(value) is not kind:
-        raise TypeError(
-            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected {words}."
-        )
+        raise TypeError(f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected {words}.")
     if value < least:  # type: ignore[operator]
         raise ValueError(f"ProjectConfiguration({name}={value}): expected {words}.")
