@@ -104,10 +104,10 @@ def all_done(function: str, size: int, problem: str | None, patience: timedelta)
     if ballot is None:
         return problem is None
     ballot.cast(function, size, _DONE if problem is None else _NO_ROOM)
-    try:
-        with collective("find_executable_batch_size()"):
-            votes = ballot.read(None if problem is None else patience)
-    except dist.DistStoreError as timeout:
+    votes: list[Vote] | None = None
+    with contextlib.suppress(dist.DistStoreError), collective("find_executable_batch_size()"):
+        votes = ballot.read(None if problem is None else patience)
+    if votes is None:  # outside of the handler: behind an error of a store, this one would pass for another rank's
         outcome = "gave up waiting for the other ranks"
         ballot.cast(function, size, outcome if problem is None else f"{_NO_ROOM}, and {outcome}")
         raise RuntimeError(
@@ -115,7 +115,7 @@ def all_done(function: str, size: int, problem: str | None, patience: timedelta)
             f"{ballot.missing()} have not ended the attempt. A rank that runs out of memory alone leaves the others in a "
             f"collective, which cannot be taken back. Start again with a smaller starting_batch_size; if the attempt just "
             f"takes long on the others, give a larger patience."
-        ) from timeout
+        )
     _check(votes)
     return all(vote.outcome == _DONE for vote in votes)
 
