@@ -96,7 +96,7 @@ class Detector(Protocol):
 
 
 class DetectorFactory(Protocol):
-    """What is found under the name."""
+    """The factory of detectors that is found under the default name."""
 
     def __call__(
         self,
@@ -183,7 +183,7 @@ class Recorder(Protocol):
 
 
 class RecorderFactory(Protocol):
-    """What is found under the name."""
+    """The factory of recorders that is found under the default name."""
 
     def __call__(self, chosen: Chosen, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> Recorder:
         """Makes one for these trackers; `rules` say how failures are treated, `project` where local trackers write."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 Drawn = Any
-"""An index batch, one index where there are no batches, or `Positions`; None: not known. Loaders note it with every batch."""
+"""What a loader notes with every batch: its index batch, one index where there are no batches, or `Positions`. None if not known."""
 
 
 class Rows(NamedTuple):

@@ -317,12 +317,11 @@ class World:
 
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
-        if self.size > 1:
-            self.channel().arrive("wait_for_everyone()")
+        self.arrive("wait_for_everyone()")
 
-    def collective(self, name: str, members: tuple[int, ...] | None = None) -> AbstractContextManager[object]:
+    def collective(self, name: str) -> AbstractContextManager[object]:
         """A block in which the ranks communicate: the Watch knows it by `name` ("gather()"), and explains what breaks in it."""
-        return contextlib.nullcontext() if self.watch is None else self.watch.collective(name, members)
+        return contextlib.nullcontext() if self.watch is None else self.watch.collective(name)
 
     def arrive(self, name: str) -> None:
         """Returns once every rank has called what is called `name`; a collective, which compares what they called.
