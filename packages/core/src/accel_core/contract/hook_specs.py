@@ -94,7 +94,7 @@ class HookSpecs:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
 
     Each docstring says when the hook runs, who usually owns it, what it is given and returns, and
-    what the core does where nobody owns it.
+    what the core does where nobody owns it: nothing, if it names no default.
     """
 
     @listener
@@ -141,7 +141,6 @@ class HookSpecs:
         When: once per model in `prepare`, before `prepare_model`. Usual owner: the precision.
         Arguments: the user's model; whether it is only evaluated. The model and the names of its
             parameters and state stay. Optimizers get the new parameter of the same name.
-        Default: nothing happens.
         """
 
     @owner
@@ -149,7 +148,7 @@ class HookSpecs:
         """Undoes `convert_model`, in place: the model computes as its user built it.
 
         When: in `free_memory`, for every prepared model. Usual owner: that of `convert_model`.
-        Arguments: the user's model. Default: nothing happens.
+        Arguments: the user's model.
         """
 
     @owner
@@ -160,7 +159,6 @@ class HookSpecs:
             `revert_model` and before the process group ends. Usual owner: the strategy. No
             collective.
         Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
-        Default: nothing happens.
         """
 
     @owner
@@ -223,7 +221,7 @@ class HookSpecs:
         When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
             Hot.
         Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        Arguments: a prepared model. Returns: a context manager.
         """
 
     @owner
@@ -231,7 +229,7 @@ class HookSpecs:
         """The next backward of `model` synchronises, although its forward ran inside `no_sync`.
 
         When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        Arguments: a prepared model. Returns: a context manager.
         """
 
     @owner
@@ -241,7 +239,6 @@ class HookSpecs:
         When: after each `accelerator.backward` that closes a window, in a world larger than one,
             and at the end of the default `forward_backward`. Usual owner: the strategy. Hot.
         May be a collective where all ranks find the same; without such gradients it is none.
-        Default: nothing happens.
         """
 
     @owner
@@ -251,7 +248,6 @@ class HookSpecs:
         When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No
             collective. Hot.
         Arguments: an optimizer, with parameters of several prepared models, or of none.
-        Default: nothing happens.
         """
 
     @owner
@@ -281,7 +277,6 @@ class HookSpecs:
         Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
             not restored at the end.
         Returns: a context manager; entering is a collective over the peers, if there are any.
-        Default: nothing happens.
         """
 
     @owner
@@ -310,7 +305,7 @@ class HookSpecs:
         """Divides the gradients of an optimizer by what `scale_loss` multiplied.
 
         When: at most once between two steps: before clipping, or when the user asks for it.
-        Usual owner: the precision's scaler, or the strategy's engine. Default: nothing happens.
+        Usual owner: the precision's scaler, or the strategy's engine.
         """
 
     @owner
@@ -426,7 +421,7 @@ class HookSpecs:
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that
             are not persistent, and to drop gradients that it holds back.
-        Arguments: as for `model_state`. Default: nothing happens.
+        Arguments: as for `model_state`.
         """
 
     @owner
