@@ -139,6 +139,7 @@ def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
         (list, '["7", 7]', ["7", 7]),
         (tuple[int, str], "1,a", (1, "a")),
         (Literal["none"] | str | None, "none", "none"),
+        (Literal[1, True], "true", True),
         (Annotated[int, "a remark"], "5", 5),
     ],
 )

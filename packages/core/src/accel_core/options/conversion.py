@@ -157,12 +157,12 @@ def _is_enum(kind: Any) -> bool:
 
 
 def _among(kind: Any, value: Any, _: bool) -> Any:
-    plain = {each: each.value if isinstance(each, Enum) else each for each in _listed(kind)}
-    for each, own in plain.items():
+    plain = [(each, each.value if isinstance(each, Enum) else each) for each in _listed(kind)]
+    for each, own in plain:
         if type(own) is type(value) and own == value:
             return each
     if isinstance(value, str):
-        for each, own in plain.items():
+        for each, own in plain:
             if str(own).casefold() == value.strip().casefold():
                 return each
     raise ValueError(value)
