@@ -264,7 +264,7 @@ class Patrol:
         if question is None:
             return  # who asked has lost patience meanwhile
         broken, since = question
-        told = self._notices.read()
+        told = self._board.verdict() or self._notices.read()  # a verdict may have come since this look began
         gone = {rank: reason for rank, each in absent.items() if (reason := lost(each))}
         if told or all(rank in others or rank in gone for rank in self._others):
             self._reply(told or broken_text(broken, report, others, gone))
