@@ -24,7 +24,7 @@ import accel_core
 from accel_core import accelerator, api
 from accel_core.contract import hook_specs
 from accel_core.facade import older_arguments
-from accel_core.options.option_fields import expected, to_data
+from accel_core.options.conversion import expected, to_data
 from accel_core.plugins import list_offers
 from accel_launch.settings import catalog
 
@@ -41,7 +41,8 @@ HOOKS_HEAD = """\
 
 A plugin takes over a hook by a method of the same name, marked with `accel_core.hookimpl`, that takes the arguments it
 needs by name and leaves out the others. A hook has **one owner** (exactly one implementation is used: the active
-component's, else the core's default) or **many listeners** (everyone who implements it is called).
+component's, else the core's default) or **many listeners** (everyone who implements it is called). Where no default is named,
+nothing happens without an owner.
 """
 
 ACCELERATOR_HEAD = """\

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from accel_core.base.vocabulary import DistributedType, OlderArguments
     from accel_core.build import Assembly
     from accel_core.collectives.stop_signals import Preemption
-    from accel_core.contract.detector import Detector
+    from accel_core.contract.default_components import Detector
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
     from accel_core.contract.strategy import Strategy

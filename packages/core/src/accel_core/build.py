@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_core.base.errors import PluginError
-from accel_core.contract import detector, recorder
+from accel_core.contract.default_components import DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
@@ -42,9 +42,8 @@ from accel_core.plugins.offers import find_default
 from accel_core.processes.world import World
 
 if TYPE_CHECKING:
-    from accel_core.contract.detector import DetectorFactory
+    from accel_core.contract.default_components import DetectorFactory, RecorderFactory
     from accel_core.contract.layout import Layout
-    from accel_core.contract.recorder import RecorderFactory
     from accel_core.tracking.selection import Chosen
 
 
@@ -113,9 +112,7 @@ def assemble(given: Arguments) -> Assembly:
         given.dynamo_backend, given.dynamo_plugin, lambda: sections.share("dynamo")
     )
     offers = list_offers()
-    detects = (
-        find_default(detector.GROUP, detector.NAME, "detect_nonfinite=True", offers).load() if nonfinite.value else None
-    )
+    detects = find_default(*DETECTOR, "detect_nonfinite=True", offers).load() if nonfinite.value else None
     precision = _precision(given.mixed_precision, handlers, offers, sections)
     loader, loader_options = _loader(given, offers, sections)
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
@@ -231,7 +228,7 @@ def _trackers(
     chosen = choose(argument, offers, sections)
     if not chosen.selected and not chosen.left_out:  # an empty list, or "all" of nothing
         return None, None, rules or TrackingKwargs(**sections.share("tracking"))
-    factory = find_default(recorder.GROUP, recorder.NAME, "log_with", offers).load()
+    factory = find_default(*RECORDER, "log_with", offers).load()
     return chosen, factory, rules or TrackingKwargs(**sections.share("tracking"))
 
 

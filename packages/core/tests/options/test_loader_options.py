@@ -190,10 +190,10 @@ def test_an_object_of_options_is_of_the_loader_s_class():
 
 @pytest.mark.usefixtures("installed")
 def test_an_option_that_the_loader_does_not_have_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"option 'split_batches' was given to the loader .*, which does not have it"):
+    with pytest.raises(TypeError, match="The loader 'plain' .* could not be made with split_batches: "):
         Accelerator(loader="plain", dataloader_config=Options(split_batches=True))
     monkeypatch.setenv("ACCELERATE_NON_BLOCKING", "yes")
-    with pytest.raises(ValueError, match=r"option 'non_blocking' was given to the loader .*, which does not have it"):
+    with pytest.raises(TypeError, match="The loader 'plain' .* could not be made with non_blocking: "):
         Accelerator(loader="plain")
 
 

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.options.option_fields import choices, expected, fields_of, from_data, from_text, is_optional, to_data
+from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, to_data
+from accel_core.options.option_fields import fields_of
 
 if TYPE_CHECKING:
     from somewhere import Unknown
@@ -138,6 +139,7 @@ def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
         (list, '["7", 7]', ["7", 7]),
         (tuple[int, str], "1,a", (1, "a")),
         (Literal["none"] | str | None, "none", "none"),
+        (Literal[1, True], "true", True),
         (Annotated[int, "a remark"], "5", 5),
     ],
 )

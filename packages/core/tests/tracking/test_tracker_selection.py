@@ -19,7 +19,7 @@ from accel_core import (
     TrackingKwargs,
     World,
 )
-from accel_core.contract.recorder import GROUP, NAME
+from accel_core.contract.default_components import RECORDER
 from accel_core.options.component_options import Sections
 from accel_core.plugins import Offer
 from accel_core.plugins.offers import find_default
@@ -114,7 +114,7 @@ def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:
 
 
 def test_what_all_leaves_out_is_listed_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    trackers = find_default(GROUP, NAME, "log_with").load()(
+    trackers = find_default(*RECORDER, "log_with").load()(
         chosen("all"), TrackingKwargs(), World.current(cpu=True), ProjectConfiguration()
     )
     lines = caplog.text.splitlines()

@@ -23,6 +23,7 @@ from accel_core import Finding, NonFiniteError
 from accel_core.api.component import gather_objects, override_class
 from accel_core.api.diagnostics import reduce_tree
 from accel_diagnostics.batch_tracking import CountingFeed, Window
+from accel_diagnostics.messages import describe_findings
 from accel_diagnostics.recording import Forward, Watcher
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class NonFiniteDetector:
         self._backward: Callable[[torch.Tensor, float, bool, dict[str, Any]], None] = relay.backward
         self._optimizer_step: Callable[[Optimizer, Callable[[], Any]], Any] = relay.optimizer_step
         self._forward_backward: Callable[..., torch.Tensor] = relay.forward_backward
-        relay.scale_loss, relay.backward, relay.optimizer_step = self.scale_loss, self.backward, self.optimizer_step
-        relay.forward_backward = self.forward_backward
+        for hook in ("scale_loss", "backward", "optimizer_step", "forward_backward"):
+            setattr(relay, hook, getattr(self, hook))
         override_class(self._feed, CountingFeed)
 
     def watch(self, model: nn.Module) -> None:
@@ -204,7 +205,7 @@ class NonFiniteDetector:
 
     def _raise_found(self, findings: list[Finding | None]) -> NoReturn:
         self._forget()
-        raise NonFiniteError(findings)
+        raise NonFiniteError(findings, describe_findings(findings))
 
     def _search(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> Replay:
         """The search in this rank's own micro-batches, with these gradients as they are."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from accel_core.collectives.collective_steps import everywhere, exchange, located, on_each_rank, on_main_rank, portable
 from accel_core.contract.boxes import uncovered, uncovered_part
-from accel_core.contract.checkpoint_component import CheckpointComponent
+from accel_core.contract.default_components import CheckpointComponent
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
-from accel_core.contract.optimizer_state import OptimizerState, SavedEntry, SavedOptimizer
-from accel_core.contract.tensor_layouts import WHOLE, memory_of
+from accel_core.contract.tensor_layouts import WHOLE, OptimizerState, SavedEntry, SavedOptimizer, memory_of
 from accel_core.loop.accumulation import Accumulation, is_state
 from accel_core.loop.preparation import Prepared, PreparedModel, held_by
 from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook, has_state, names_of

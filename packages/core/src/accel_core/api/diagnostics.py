@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from accel_core.base.nested import map_leaves
 from accel_core.collectives.reduce_gather import reduce_tree
-from accel_core.contract.detector import Detector, DetectorFactory
+from accel_core.contract.default_components import Detector, DetectorFactory
 from accel_core.contract.findings import Kind
-from accel_core.contract.sample_ids import Drawn
+from accel_core.contract.loader_progress import Drawn
 from accel_core.loop.preparation import Prepared
 from accel_core.plugins.relay import Relay
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_core.contract.sample_ids import Positions, SampleIds, sample_ids
+from accel_core.contract.loader_progress import Positions, SampleIds, sample_ids
 from accel_core.loading.batch_stream import as_data_loader
 from accel_core.loading.index_source import (
     IndexRead,

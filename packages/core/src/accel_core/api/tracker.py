@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_core.base.deprecation import level_of_the_user
-from accel_core.contract.recorder import Recorder, RecorderFactory
+from accel_core.contract.default_components import Recorder, RecorderFactory
 from accel_core.processes.world import end_worlds, fatal_error
 from accel_core.tracking.selection import Chosen, known_names, name_of
 

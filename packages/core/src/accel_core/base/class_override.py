@@ -1,11 +1,9 @@
-"""Dressing: giving one object a subclass of its own class, in place.
+"""Giving one object a subclass of its own class, in place.
 
-A method that has to be wrapped on a user's object could be replaced on the instance. That breaks in
-places that matter: a replaced `forward` is bypassed by compilation and scripting, a closure makes a
-deep copy run the original's weights, and instance attributes appear in the `state_dict` of LR
-schedulers. A subclass has none of these faults. It keeps the name, qualified name and module of the
-original, is found again through the original (so compiled code is shared, and nothing is kept alive
-by a table of ours), and copies and pickles are dressed again when they are rebuilt.
+A method that is replaced on an instance is bypassed by compilation and scripting, makes a deep copy
+run the original's weights, and appears in `state_dict`s. A subclass does not; copies and pickles
+get it again when they are rebuilt. It keeps the name and module of the original, and is found again
+through it.
 """
 
 from __future__ import annotations
@@ -16,14 +14,10 @@ T = TypeVar("T")
 
 
 class ClassOverride:
-    """Base of the overrides: a mixin that stands before the original class.
-
-    Neither it nor its subclasses declare `__slots__`: the layout of an ordinary object, with a
-    `__dict__`, is what lets Python change the class of one.
-    """
+    """Base of the overrides: a mixin before the original class. No subclass declares `__slots__`, which would bar the change."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """One that is not dressed: `type(obj)(...)`, as in `sequential[:2]`, is nobody's prepared object."""
+        """One that is not overridden: `type(obj)(...)`, as in `sequential[:2]`, is nobody's prepared object."""
         return cls.__bases__[1](*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -36,17 +30,17 @@ class ClassOverride:
 
 
 def override_class(obj: T, overrides: type[ClassOverride]) -> T:
-    """Puts `overrides` before the class of `obj`, in place; an object that wears them already is left alone."""
+    """Puts `overrides` before the class of `obj`, in place; an object that has them already is left alone."""
     if not isinstance(obj, overrides):
         obj.__class__ = overridden_class(type(obj), overrides)
     return obj
 
 
 def restore_class(obj: T, overrides: type[ClassOverride]) -> T:
-    """Takes `overrides` away from `obj`, in place; other dresses stay on.
+    """Takes `overrides` away from `obj`, in place; others stay.
 
     Raises:
-        TypeError: if somebody has put a class of their own around the dress.
+        TypeError: if somebody has put a class of their own around them.
     """
     if isinstance(obj, overrides):
         obj.__class__ = _without(type(obj), overrides)

@@ -1,8 +1,7 @@
 """Older spellings of names: they work, with one warning, until the version that no longer has them.
 
-A spelling is declared as a constant, `OLD = Deprecation("old", "new", removed_in="1.0")`, beside
-the code that takes it. A test reads all of them from the source and fails in the version in which
-one is due.
+A spelling is a constant, `OLD = Deprecation("old", "new", removed_in="1.0")`. A test reads all of
+them from the source and fails in the version in which one is due.
 """
 
 from __future__ import annotations
@@ -16,24 +15,14 @@ _NOT_THE_USERS = ("accel_", "contextlib.", "enum.", "functools.")
 
 
 class Deprecation(NamedTuple):
-    """An older spelling.
-
-    Args:
-        old: how it was written.
-        new: how it is written now.
-        removed_in: the first version of its package without the older one.
-    """
+    """An older spelling: how it was written, how it is written now, and the first version without it."""
 
     old: str
     new: str
     removed_in: str
 
     def warn(self) -> None:
-        """Warns at the line of the caller outside of the library; Python shows that once per line.
-
-        A `FutureWarning`, because a `DeprecationWarning` is hidden in every module but the script
-        itself.
-        """
+        """Warns at the line of the caller outside of the library: a `FutureWarning`, which Python shows in every module."""
         warnings.warn(
             f"{self.old} is an older spelling, which version {self.removed_in} no longer takes. Write {self.new}.",
             FutureWarning,

@@ -1,9 +1,7 @@
-"""Secrets in what is printed or recorded: hidden by the names under which they stand, in one way everywhere.
+"""Secrets in what is printed or recorded: hidden by the names under which they stand.
 
-A name says so if it speaks of a key, a token, a secret, a password or the like: `SERVICE_API_KEY`,
-`hub_token`, `auth.password`, `apiKey`. Numbers are hidden only where a name ends so
-(`password: 1234`), and truth values never: `max_tokens` and `per_token_loss` are options of their
-own.
+A name says so if it speaks of a key, a token, a secret, a password or the like. Numbers are hidden
+only where a name ends so, and truth values never: `max_tokens` and `per_token_loss` are options.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Nested structures: what a batch, a model's output or a bundle of metrics is made of.
 
-A *tree* is built from lists, tuples (named ones too), dicts and other mappings; whatever is none of
-these is a *leaf*. Rebuilding keeps the types: a `defaultdict` stays one, and so does a model output
-that is dataclass and dict at once. A tuple with a `to` method of its own, such as `PackedSequence`,
-is one value and therefore a leaf.
-
-Batches are mostly one tensor, or one flat tuple, list or dict of tensors: these take short ways.
+A *tree* is built from lists, tuples (named ones too), dicts and other mappings; the rest is a
+*leaf*, also a tuple with a `to` method of its own, such as `PackedSequence`. Rebuilding keeps the
+types. One tensor, and one flat tuple, list or dict of tensors, take short ways.
 """
 
 from __future__ import annotations
@@ -105,10 +102,8 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
     """Puts every tensor of a tree on a device; the same object comes back if all of them are there already.
 
     Args:
-        tree: leaves that are not tensors, but have a `to` method, are moved by it; others are
-            passed on.
-        device: the target. Give its index too (`cuda:0`, not `cuda`): only then is "there already"
-            cheap to see.
+        tree: leaves that are not tensors, but have a `to` method, are moved by it; others stay.
+        device: the target, with its index (`cuda:0`): only then is "there already" cheap to see.
         non_blocking: do not wait for copies out of pinned memory.
     """
     kind = type(tree)
@@ -189,10 +184,9 @@ def _replace(node: Any, leaves: Iterator[Any]) -> Any:
 def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the same type, with the same attributes where the type allows to find that out.
 
-    A dataclass is made anew, since its attributes mirror its items. Dicts and `UserDict`s are
-    copied and filled, which keeps attributes such as the factory of a `defaultdict`; that would be
-    wrong for other mappings, whose shallow copy may share its storage with the original, so these
-    are constructed from a dict.
+    A dataclass is made anew, for its attributes mirror its items. Dicts and `UserDict`s are copied
+    and filled, which keeps the factory of a `defaultdict`; other mappings, whose copies may share
+    their storage, are constructed from a dict.
     """
     kind = type(node)
     if kind is dict:

@@ -17,18 +17,29 @@ if TYPE_CHECKING:
     from accel_core.contract.strategy import Strategy
     from accel_core.options.handlers import KwargsHandler
 
-_TRACKERS = (
-    "aim",
-    "clearml",
-    "comet_ml",
-    "dvclive",
-    "jsonl",
-    "mlflow",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-)
+
+class Word(str, Enum):
+    """A word of a closed list: a text, also where it is printed or formatted, whatever the version of Python."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class LoggerType(Word):
+    """The usual names for `Accelerator(log_with=...)`; `ALL` stands for every tracker that is installed."""
+
+    ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    DVCLIVE = "dvclive"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
+
 
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
@@ -41,7 +52,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
             ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8"), "accel-precision"
         ),
         "accel.loaders": {"sharded": "accel-data"},
-        "accel.trackers": dict.fromkeys(_TRACKERS, "accel-trackers"),
+        "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
         "accel.importers": {"deepspeed": "accel-deepspeed"},
         "accel.recorders": {"background": "accel-trackers"},
@@ -103,13 +114,6 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
 
-class Word(str, Enum):
-    """A word of a closed list: a text, also where it is printed or formatted, whatever the version of Python."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
 class RNGType(Word):
     """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
 
@@ -137,22 +141,6 @@ class PrecisionType(Word):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
-
-
-class LoggerType(Word):
-    """The usual names for `Accelerator(log_with=...)`; `ALL` stands for every tracker that is installed."""
-
-    ALL = "all"
-    AIM = "aim"
-    CLEARML = "clearml"
-    COMETML = "comet_ml"
-    DVCLIVE = "dvclive"
-    JSONL = "jsonl"
-    MLFLOW = "mlflow"
-    SWANLAB = "swanlab"
-    TENSORBOARD = "tensorboard"
-    TRACKIO = "trackio"
-    WANDB = "wandb"
 
 
 class DynamoBackend(Word):
@@ -199,10 +187,8 @@ class _Tpu:
 class DistributedType(Word):
     """The kind of distributed training, in one word: the value of `accelerator.distributed_type`.
 
-    A strategy declares its word (`Strategy.distributed_type`); one that declares none is called by
-    its own name. So any text is a value, and equal to that text:
-    `DistributedType("mine") == "mine"`. Values outside of the list are not iterated over; compare
-    them with `==`, for there is no single object of each.
+    A strategy declares its word, or is called by its own name. So any text is a value, and equal to
+    that text; compare with `==`, for there is no single object of those outside of the list.
     """
 
     NO = "NO"

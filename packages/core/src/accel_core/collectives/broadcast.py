@@ -33,28 +33,13 @@ PARCEL = 4 << 20
 
 
 def broadcast(tree: T, world: World, source: int = 0, group: ProcessGroup | None = None) -> T:
-    """Gives every rank the tensors of one rank. A collective.
-
-    All ranks pass tensors of the same shapes and dtypes, as they would to
-    torch.distributed.broadcast; those of the other ranks are only looked at, and may be on the meta
-    device. Where shapes are not known, use `broadcast_object_list`.
+    """Gives every rank the tensors of one rank: `accel_core.broadcast`. A collective.
 
     Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings; any strided dtype and
-            shape.
+        tree: where shapes are not known on every rank, use `broadcast_object_list`.
         world: the processes.
         source: whose tensors; its rank within the group.
         group: the ranks that take part; None: all.
-
-    Returns:
-        The same structure of new tensors, on every rank, without a gradient history: each on the
-            device of the
-        corresponding argument, for a meta tensor on the world's. In a world of one `tree` itself.
-
-    Raises:
-        TypeError: on every rank, if a leaf is no tensor.
-        ValueError: on every rank, if there is no such source.
-        CollectiveMismatchError: on every rank, if structures, dtypes, shapes or sources differ.
     """
     channel = channel_of(world, group)
     call = f"broadcast(from_process={source!r})"

@@ -23,7 +23,7 @@ def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
     Args:
         world: the processes.
         step: what it is, in words that go on after "rank 1 waits".
-        work: is called here, and what it returns is pickled for the others.
+        work: is called here; what it returns is pickled for the others.
 
     Raises:
         Exception: on every rank, if `work` raised on one: the error of the lowest such rank, which

@@ -1,9 +1,7 @@
 """Gathering for metrics: every sample of the data counted exactly once.
 
-Loaders pad, so that every rank has as many rows as the others; the padding stands at the end of a
-batch, and the feed knows how many rows are real. Padding is cut off before anything is sent, and
-one gather of ragged tensors does the rest. So the result is exact for any batch, at any time, in
-any loop, and needs no knowledge about "the last batch".
+Loaders pad at the end of a batch, and the feed knows how many rows are real. Padding is cut off
+before anything is sent, and one gather of ragged tensors does the rest.
 """
 
 from __future__ import annotations
@@ -29,22 +27,19 @@ def gather_for_metrics(
     group: ProcessGroup | None = None,
     use_gather_object: bool = False,
 ) -> Tree:
-    """Gathers predictions, labels or objects of one batch from all ranks, without the padding. A collective, exactly
-    one.
+    """Gathers the results for one batch from all ranks, without the padding. A collective, exactly one.
 
     Args:
-        data: tensors in nested tuples, lists and dicts, one row per sample of this rank's batch;
-            tensors without dimensions give one element per rank. Or a list or tuple of objects, one
-            per sample, of which at least one is no tensor.
+        data: nested tensors, one row per sample of this rank's batch; tensors without dimensions
+            give one element per rank. Or a list or tuple of objects, of which at least one is no
+            tensor.
         rows: rows of the batch on this rank, from `Feed.current_rows()`; None gathers everything.
         world: the processes.
         group: the ranks over which the global batch is spread; None: all.
-        use_gather_object: `data` is a list or tuple of objects, one per sample, even if all are
-            tensors.
+        use_gather_object: `data` holds one object per sample, even if all are tensors.
 
     Returns:
-        The same structure, with the samples of rank 0 first; for objects, a list. In a group of
-        one, `data` itself without padding (tensors without dimensions have one).
+        The same structure, with the samples of rank 0 first; for objects, a list.
 
     Raises:
         ValueError: on every rank, if a tensor or a list has not one row per sample of the batch.

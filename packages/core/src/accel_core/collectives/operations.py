@@ -1,11 +1,10 @@
 """Operations of all processes together, as functions: for code that has no `Accelerator`.
 
 Each works in the world of this process (`World.current()`), which its first call starts if nobody
-has: with a launcher, that is a collective too. In a world of one they cost next to nothing.
-
-A **collective** is called by every rank, in the same order. Where arguments do not fit together,
-all ranks raise `CollectiveMismatchError` with a table by rank. A *tree* is a tensor, or nested
-tuples, lists, dicts and other mappings of tensors.
+has. A **collective** is called by every rank, in the same order; where arguments do not fit
+together, all ranks raise `CollectiveMismatchError` with a table by rank. A *tree* is a tensor, or
+nested tuples, lists, dicts and other mappings of strided tensors of any dtype; a leaf that is no
+tensor is a `TypeError` on every rank. In a world of one they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -45,15 +44,14 @@ def gather(tensor: T) -> T:
     """Concatenates the tensors of all ranks along dim 0, in rank order. Collective.
 
     Args:
-        tensor: a tree of one structure on all ranks, of any strided dtype. Sizes may differ in dim
-            0 only. A tensor without dimensions gives one element per rank.
+        tensor: a tree of one structure on all ranks. Sizes may differ in dim 0 only. A tensor
+            without dimensions gives one element per rank.
 
     Returns:
         The same structure, detached, each tensor on its device; in a world of one the tensors
         themselves.
 
     Raises:
-        TypeError: on every rank, if a leaf is no tensor.
         CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
     """
     return reduce_gather.gather(tensor, World.current())
@@ -67,8 +65,7 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
             arrive on the CPU.
 
     Returns:
-        One list with the items of all ranks, on every rank: `gather_object([value])` has one item
-            per rank.
+        One list, the same on every rank: `gather_object([value])` has one item per rank.
 
     Raises:
         TypeError: on every rank, if it is no list or tuple.
@@ -82,8 +79,8 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
 def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
     """Combines tensors over the ranks: their sum, mean or maximum. Collective, except for "none".
 
-    The reduction has no default here: `Accelerator.reduce` sums unless it is told otherwise, while
-    functions of this name elsewhere average.
+    The reduction has no default: `Accelerator.reduce` sums, functions of this name elsewhere
+    average.
 
     Args:
         tensor: a tree of one structure, and of the same shapes, on all ranks.
@@ -97,7 +94,6 @@ def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
 
     Raises:
         ValueError: on every rank, if the reduction is unknown.
-        TypeError: on every rank, if a leaf is no tensor.
         CollectiveMismatchError: on every rank, if structures, dtypes, shapes or options differ.
     """
     return reduce_gather.reduce_tree(tensor, World.current(), reduction, scale)
@@ -107,9 +103,8 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     """Gives every rank the tensors of one rank. Collective.
 
     Args:
-        tensor: a tree of one structure, and of the same shapes and dtypes, on all ranks, any
-            strided dtype. The values count on the source only; elsewhere tensors on the meta device
-            will do.
+        tensor: a tree of one structure, and of the same shapes and dtypes, on all ranks. The values
+            count on the source only; elsewhere tensors on the meta device will do.
         from_process: the source.
 
     Returns:
@@ -117,7 +112,6 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         the world's for one on the meta device; in a world of one `tensor` itself.
 
     Raises:
-        TypeError: on every rank, if a leaf is no tensor.
         ValueError: on every rank, if there is no such process.
         CollectiveMismatchError: on every rank, if structures, dtypes, shapes or sources differ.
     """
@@ -125,15 +119,12 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replaces the items of every rank's list by those of one rank. Collective.
+    """Replaces the items of every rank's list, in place, by those of one rank, and returns it. Collective.
 
     Args:
         object_list: on the source, a list of objects that can be pickled; elsewhere one of the same
-            length, whose items are ignored. It is changed in place.
+            length, whose items are ignored.
         from_process: the source.
-
-    Returns:
-        `object_list`.
 
     Raises:
         TypeError: on every rank, if it is no list.
@@ -150,10 +141,8 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_fi
     Other dimensions may differ between the ranks. Gradients flow through the padding.
 
     Args:
-        tensor: a tree of one structure on all ranks, with the same numbers of dimensions, of any
-            strided dtype.
-        dim: the dimension; negative ones count from the last. A tensor that does not have it stays
-            as it is.
+        tensor: a tree of one structure on all ranks, with the same numbers of dimensions.
+        dim: the dimension; negative ones count from the last. A tensor without it stays as it is.
         pad_index: the value to pad with.
         pad_first: whether the padding stands before the values.
 
@@ -162,7 +151,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_fi
         a world of one `tensor` itself.
 
     Raises:
-        TypeError: on every rank, if a leaf is no tensor, `dim` no integer or `pad_index` no number.
+        TypeError: on every rank, if `dim` is no integer or `pad_index` no number.
         ValueError: on every rank, if a dtype cannot hold `pad_index`.
         CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or
             options differ.
@@ -176,15 +165,11 @@ def wait_for_everyone() -> None:
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
-    """Sets one random stream to the state that it has on rank 0. Collective, except in a world of one.
+    """Sets one random stream to the state that it has on rank 0: see `synchronize_rng_states`. Collective.
 
     Args:
-        rng_type: which one, as for `synchronize_rng_states`; None: "generator" if one is given,
-            else "torch".
+        rng_type: which one; None: "generator" if one is given, else "torch".
         generator: for "generator"; it is changed in place.
-
-    Raises:
-        As `synchronize_rng_states`.
     """
     default = "torch" if generator is None else "generator"
     synchronize_rng_states([default if rng_type is None else rng_type], generator)
@@ -193,19 +178,16 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
     """Sets random streams to the states that they have on rank 0. One collective; none in a world of one.
 
-    Python's and NumPy's streams are left alone: `set_seed` makes those equal.
-
     Args:
-        rng_types: which streams, names of `RNGType`: "torch" for torch's global one on the CPU, a
-            device type for that of the device, and "generator" for `generator`. A device type that
-            this run does not train on warns.
-        generator: for "generator"; it is changed in place. Without "generator" it has no effect,
-            and a warning says so.
+        rng_types: names of `RNGType`: "torch" for torch's global stream on the CPU, a device type
+            for that of the device (one that this run does not train on warns), "generator" for
+            `generator`.
+        generator: for "generator"; it is changed in place. Without that name a warning says that it
+            has no effect.
 
     Raises:
         TypeError: on every rank, if `rng_types` is no list of names.
-        ValueError: on every rank, if a name is unknown, or if there is no generator for
-            "generator".
+        ValueError: on every rank, if a name is unknown, or there is no generator for "generator".
         CollectiveMismatchError: on every rank, if they name other streams.
     """
     world = World.current()

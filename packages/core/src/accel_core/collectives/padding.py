@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,35 +27,11 @@ def pad_across_processes(
     pad_first: bool = False,
     group: ProcessGroup | None = None,
 ) -> T:
-    """Pads each tensor along one dimension to the largest size that it has on any rank. A collective, and exactly one.
-
-    Other dimensions may differ between the ranks. Gradients flow through the padding.
-
-    Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings, of any strided dtype, with
-            the same numbers of dimensions on every rank.
-        world: the processes.
-        dim: the dimension; negative ones count from the last. A tensor that does not have it stays
-            as it is.
-        pad_index: the value to pad with.
-        pad_first: whether the padding stands before the values.
-        group: the ranks that take part; None: all.
-
-    Returns:
-        The same structure and dtypes; each tensor is new, or itself if it has the largest size. In
-        a world of one `tree` itself.
-
-    Raises:
-        TypeError: on every rank, if a leaf is no tensor, `dim` no integer or `pad_index` no number.
-        ValueError: on every rank, if a dtype cannot hold `pad_index`.
-        CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or
-            options differ.
-    """
+    """Pads tensors to the largest size over the ranks: `accel_core.pad_across_processes`. A collective, exactly one."""
     channel = channel_of(world, group)
     leaves, shape = flatten_with_shape(tree)
     try:
         check_tensors("pad_across_processes", tree, leaves)
-        _check_options(dim, pad_index)
         for dtype in dict.fromkeys([leaf.dtype for leaf in leaves if _reaches(dim, leaf)]):
             _check_value(pad_index, dtype)
     except (TypeError, ValueError) as error:
@@ -79,15 +54,14 @@ def pad_input_tensors(tree: Tree, batch_size: int, num_processes: int, dim: int 
     """Repeats the last row of a batch until `num_processes` processes can share it evenly. Not a collective.
 
     Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings; other leaves stay as they
-            are.
+        tree: nested tensors; other leaves stay as they are.
         batch_size: how many rows the batch has. Tensors of another size in `dim` stay as they are.
         num_processes: among how many the batch is to be split.
         dim: the dimension that holds the rows; negative ones count from the last.
 
     Returns:
-        The same structure; sizes of `batch_size` become the next multiple of `num_processes`.
-        `tree` itself if `batch_size` is one already.
+        The same structure, with the next multiple of `num_processes` rows; `tree` itself if it has
+        such.
 
     Raises:
         ValueError: if there are no processes, or if no tensor has `batch_size` rows.
@@ -142,19 +116,6 @@ def _padded(leaf: torch.Tensor, largest: int, dim: int, pad_index: complex, pad_
     padded = leaf.new_full(shape, pad_index)
     padded.narrow(dim, largest - size if pad_first else 0, size).copy_(leaf)
     return padded
-
-
-def _check_options(dim: int, pad_index: complex) -> None:
-    if not isinstance(dim, int):
-        raise TypeError(
-            f"pad_across_processes(dim={dim!r}): expected the number of a dimension, but got a {type(dim).__name__}. Pass an "
-            f"integer, such as dim=1; several dimensions take one call each."
-        )
-    if not isinstance(pad_index, numbers.Number):
-        raise TypeError(
-            f"pad_across_processes(pad_index={pad_index!r}): expected a number, but got a {type(pad_index).__name__}. Pass "
-            f"the value to pad with, such as pad_index=-100."
-        )
 
 
 def _check_value(value: complex, dtype: torch.dtype) -> None:

@@ -18,21 +18,15 @@ States = dict[str, list[torch.Tensor]]
 
 
 def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
-    """Sets the streams of this process to the states that they have on rank 0.
+    """Sets the streams of this process to the states that they have on rank 0. One collective for all of them.
 
-    One collective of the world for all streams together, and none in a world of one or where there
-    is nothing to send. All ranks give the same `rng_types` and equally many generators.
+    None in a world of one, or where there is nothing to send. All ranks give the same `rng_types`
+    and equally many generators, or all raise `CollectiveMismatchError`.
 
     Args:
-        rng_types: which streams: "torch" for torch's global one on the CPU, a device type for that
-            of the device, and "generator" for `generators`. A device type that this run does not
-            train on warns, and has no effect.
+        rng_types: as for `accel_core.synchronize_rng_states`; "generator" stands for `generators`.
         generators: those that the user handed in; they are changed in place.
         world: the processes.
-
-    Raises:
-        CollectiveMismatchError: on every rank, if they name other streams or have another number of
-            generators.
     """
     channel = channel_of(world, None)
     if channel is None:

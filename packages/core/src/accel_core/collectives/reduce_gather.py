@@ -1,11 +1,8 @@
 """Collectives over nested structures of tensors, and over Python objects.
 
-Each function here is a **collective**: every rank of the group calls it, in the same order, with
-the same structure, dtypes and options. Where they do not, all ranks raise `CollectiveMismatchError`
-with a table by rank. In a group of one they cost next to nothing and copy nothing.
-
-Results are tensors without a gradient history, on the device of the corresponding argument;
-arguments are not changed.
+`accel_core.collectives.operations` says what arguments, results and errors are. Each function here
+takes a `world`, and the `group` of ranks in it that take part; None: all. In a group of one they
+cost next to nothing and copy nothing. Arguments are not changed.
 """
 
 from __future__ import annotations
@@ -50,24 +47,7 @@ T = TypeVar("T")
 
 
 def gather(tree: T, world: World, group: ProcessGroup | None = None) -> T:
-    """Concatenates the tensors of all ranks along their first dimension, in rank order. A collective, and exactly one.
-
-    Ranks may differ in the first dimension, and it may be zero. A tensor without dimensions gives
-    one element per rank, also in a world of one. Any strided dtype.
-
-    Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings.
-        world: the processes.
-        group: the ranks that take part; None: all.
-
-    Returns:
-        The same structure; each tensor has the shape (sum of first dimensions, *other dimensions).
-        In a world of one the tensors themselves, detached if they required a gradient.
-
-    Raises:
-        TypeError: on every rank, if a leaf is no tensor.
-        CollectiveMismatchError: on every rank, if structures, dtypes or other dimensions differ.
-    """
+    """Concatenates the tensors of all ranks along dim 0, in rank order: `accel_core.gather`. A collective, exactly one."""
     channel = channel_of(world, group)
     leaves, shape = flatten_with_shape(tree)
     if channel is None:
@@ -83,30 +63,11 @@ def reduce_tree(
     scale: float = 1.0,
     group: ProcessGroup | None = None,
 ) -> T:
-    """Combines each tensor with those of the other ranks, element by element. A collective, except for `"none"`.
+    """Combines tensors over the ranks, element by element: `accel_core.reduce`. A collective, except for `"none"`.
 
     The result is the same on every rank, bit by bit. Small tensors are summed on every rank in the
-    same way, and narrow floats are rounded once; large ones are summed in their own dtype by the
-    backend's all_reduce.
-
-    Args:
-        tree: tensors in nested tuples, lists, dicts and other mappings, with the same shapes on
-            every rank.
-        world: the processes.
-        reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which returns `tree`.
-        scale: a factor for the result.
-        group: the ranks that take part; None: all.
-
-    Returns:
-        The same structure, shapes and dtypes; but booleans are counted as int64 by `"sum"`, and the
-        mean of integers and booleans, or their product with a scale, has the default floating
-        dtype.
-
-    Raises:
-        ValueError: on every rank, if the reduction is unknown.
-        TypeError: on every rank, if a leaf is no tensor.
-        CollectiveMismatchError: on every rank, if structures, dtypes, shapes, reductions or scales
-            differ.
+    same way, and narrow floats are rounded once; large ones are summed in their own dtype by
+    all_reduce.
     """
     if reduction == "none":
         return tree
@@ -131,23 +92,10 @@ def reduce_tree(
 
 
 def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | None = None) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order. A collective, public as `gather_object`.
+    """Concatenates the lists of all ranks, in rank order: `accel_core.gather_object`. A collective.
 
-    Objects are pickled between the ranks' memories; tensors inside travel, and arrive, on the CPU
-    where the world has another device. Plain data, with tensors, takes one collective. Objects of
-    other classes take a second one, in which the ranks tell each other whether all could unpickle
-    them.
-
-    Args:
-        objects: a list or tuple, of any length, of objects that can be pickled.
-        world: the processes.
-        group: the ranks that take part; None: all.
-
-    Raises:
-        TypeError: on every rank, if `objects` is no list or tuple.
-        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an
-            object cannot be pickled, the other ranks raise `CollectiveMismatchError` with that
-            reason.
+    Plain data, with tensors, takes one exchange. Objects of other classes take a second one, in
+    which the ranks tell each other whether all could unpickle them.
     """
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
@@ -169,16 +117,9 @@ def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | N
 
 
 def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGroup | None = None) -> Any:
-    """Gives every rank the object of one rank. A collective; it travels as in `gather_objects`.
+    """Gives every rank the object of the rank `source` of the group. A collective; errors as in `gather_objects`.
 
-    Args:
-        obj: on the source, an object that can be pickled; elsewhere it is ignored.
-        world: the processes.
-        source: whose object; its rank within the group.
-        group: the ranks that take part; None: all.
-
-    Returns:
-        On the source `obj` itself, elsewhere a copy.
+    Returns `obj` itself on the source, and a copy elsewhere, where `obj` is ignored.
     """
     channel = channel_of(world, group)
     call = f"broadcast_object(source={source!r})"
@@ -189,24 +130,7 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGrou
 def broadcast_object_list(
     objects: MutableSequence[Any], world: World, source: int = 0, group: ProcessGroup | None = None
 ) -> list[Any]:
-    """Replaces the items of every rank's list by those of one rank. A collective; they travel as in `gather_objects`.
-
-    Args:
-        objects: on the source, a list of objects that can be pickled; elsewhere a list of the same
-            length, whose items are ignored. It is changed in place.
-        world: the processes.
-        source: whose items; its rank within the group.
-        group: the ranks that take part; None: all.
-
-    Returns:
-        `objects`.
-
-    Raises:
-        TypeError: on every rank, if `objects` is no list.
-        ValueError: on every rank, if there is no such source.
-        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in
-            `gather_objects`.
-    """
+    """Replaces the items of every rank's list by those of one rank: `accel_core.broadcast_object_list`. A collective."""
     channel = channel_of(world, group)
     call = f"broadcast_object_list(from_process={source!r})"
     check_source(channel, call, source)

@@ -1,9 +1,4 @@
-"""Seeds: one for the run, and others derived from it.
-
-`set_seed` seeds every generator that a training script draws from. `agree_seed` is how the rest of
-the library learns the seed of the run, also of one that set none; data orders and worker streams
-derive from it by `derive_seed`.
-"""
+"""The seed of the run: set by `set_seed`, agreed on by `agree_seed`."""
 
 from __future__ import annotations
 
@@ -28,18 +23,15 @@ _NUMPY_SEEDS = 2**32
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's `random`, torch on the CPU and on every accelerator of this process, and NumPy if it is installed.
+    """Seeds Python's `random`, torch on the CPU and on every accelerator, and NumPy if it is installed.
 
-    Not a collective; starts nothing, so it may stand before the Accelerator is made. Without
-    `device_specific`, all processes get the same streams.
+    No collective; may stand before the Accelerator is made.
 
     Args:
-        seed: from 0 to 2**64 - 1. NumPy takes 32 bits: up to 2**32 - 1 it is given the seed itself,
-            above that `derive_seed(seed) % 2**32`.
-        device_specific: adds the rank to the seed (modulo 2**64), so that dropout and augmentation
-            differ between processes. Rank 0's seed stays the seed of the run.
-        deterministic: also calls `torch.use_deterministic_algorithms(True)`: an operation that has
-            no deterministic version then raises. False leaves that switch as it is.
+        seed: from 0 to 2**64 - 1. NumPy gets it up to 2**32 - 1, else `derive_seed(seed) % 2**32`.
+        device_specific: adds the rank (modulo 2**64), so that dropout and augmentation differ
+            between processes. Rank 0's seed stays the seed of the run.
+        deterministic: also calls `torch.use_deterministic_algorithms(True)`.
 
     Raises:
         TypeError: if the seed is not an integer.
@@ -58,18 +50,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def agree_seed(world: World, given: int | None = None) -> int:
-    """The seed of the run, the same on every rank: what was given, else what `torch.initial_seed()` says on rank 0.
+    """The seed of the run, 0 to 2**64 - 1 and the same on every rank. A collective, except in a world of one.
 
-    The latter is the seed given to `set_seed` or `torch.manual_seed`, also a `device_specific` one;
-    a process that set none has a random one. Drawing numbers does not change it, and asking draws
-    none. Collective, except in a world of one.
+    It is `given`, else what `torch.initial_seed()` says on rank 0: the seed of `set_seed` or
+    `torch.manual_seed`, else a random one. Nothing is drawn.
 
     Args:
         world: the processes.
         given: a seed that takes the place of the process's; the same on all ranks, or None on all.
-
-    Returns:
-        0 to 2**64 - 1.
 
     Raises:
         ValueError: on every rank, if they were given different seeds.

@@ -29,10 +29,8 @@ _FOREVER = timedelta(days=365)
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the same name and signature that does something only where `applies()` is true when it is called.
 
-    Elsewhere it returns None; that of a coroutine function returns a coroutine that gives None.
-
-    Raises:
-        TypeError: if `function` cannot be called.
+    Elsewhere it returns None; that of a coroutine function a coroutine that gives None. Raises
+    `TypeError` if `function` cannot be called.
     """
     if not callable(function):
         raise TypeError(
@@ -56,13 +54,11 @@ def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Cal
 
 
 def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
-    """Whether `index`, as a decorator has it, means this process; negative ones count from the end.
-
-    In a world of one every index does: the one process stands for all.
+    """Whether `index`, as a decorator has it, means this process; in a world of one every index does.
 
     Args:
         call, argument: what the user wrote, for messages.
-        index: the argument.
+        index: the argument; negative ones count from the end.
         own: the index of this process.
         world: the processes.
         local: whether the index is one within the machine.
@@ -91,16 +87,13 @@ def is_process(call: str, argument: str, index: object, own: int, world: World, 
 def leader_first(world: World, local: bool) -> Iterator[None]:
     """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
 
-    A collective in a world larger than one, and exactly one: the leaders take part after their
-    block, the others before theirs. They wait for as long as that block takes, unless it fails or
-    its process is gone; without a Watch (see `World.watch`) for the world's timeout. Machines wait
-    for each other, too. What is already in order stays: a block inside of one of the same kind, or
-    of any kind where all processes run on one machine, waits for nobody.
+    Exactly one collective in a larger world: the leaders take part after their block, the others
+    before theirs, and wait as long as that takes; without a Watch, for the world's timeout. A block
+    inside of one of the same kind, or of any kind on one machine, waits for nobody.
 
     Raises:
-        RuntimeError: on every rank but a failing leader's, which raises its own error, if a leader
-            fails in its block: with its rank, the type and the message. On a rank that is inside of
-            a block of the other kind, if there are several machines.
+        RuntimeError: on the other ranks, if a leader fails in its block: with its rank and its
+            error. On several machines, on a rank inside of a block of the other kind.
         CollectiveMismatchError: on every rank, if a leader's block calls another collective.
     """
     call = "local_main_process_first()" if local else "main_process_first()"
@@ -180,17 +173,16 @@ def _without_timeout(world: World) -> Iterator[None]:
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
     """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
 
-    No collective, so every process has to be given the same; with fewer elements than processes,
-    parts are empty. `inputs` is never changed, and in a world of one it comes back as it is.
+    No collective: every process is given the same. With fewer elements than processes, parts are
+    empty.
 
     Args:
-        inputs: a list or another sequence, whose parts are lists; a tuple, named or not, whose
-            parts are plain tuples; a tensor or an array, which are split along dim 0; a dataset
-            with `select(indices)`, or one of torch's with a length, whose parts are
-            `torch.utils.data.Subset`; or a mapping whose values are such, all of one length.
-        world: the processes.
-        apply_padding: whether shorter parts repeat the last element of `inputs`, so that all have
-            one length.
+        inputs: a sequence, whose parts are lists; a tuple, whose parts are plain tuples; a tensor
+            or an array, split along dim 0; a dataset with `select(indices)`, or one of torch's with
+            a length, whose parts are `torch.utils.data.Subset`; or a mapping of such, all of one
+            length.
+        world: the processes; in a world of one `inputs` comes back as it is.
+        apply_padding: whether shorter parts repeat the last element of `inputs`.
 
     Raises:
         TypeError: for anything else, such as a string or a tensor without dimensions.

@@ -1,29 +1,11 @@
 """Being told to stop: by a scheduler that takes the machine away, or by a person at the terminal.
 
-    preemption = Preemption(world)
-    preemption.watch()  # SIGTERM
-    for batch in loader:
-        ...
-        if preemption.check():  # on all ranks at the same step
-            ...  # save and leave
+The first arrival of a signal is noted, and nothing else happens. Arrivals within `GRACE` after it
+count as the same one, for schedulers and launchers often tell a rank twice. A later one does what
+the signal did before `watch`.
 
-**The first arrival** of a signal is noted, and nothing else happens: what the signal did before is
-not done.
-
-**Arrivals within `GRACE`** after the first count as the same one. A rank is often told twice at
-once: Slurm's scancel and systemd signal every process of a job, the launcher among them, and
-torchrun passes on to its ranks what it is sent.
-
-**A later arrival** does what the signal did before `watch`; the handler stands aside from then on.
-So a SIGTERM that is sent again ends a process that runs on although it was told to stop.
-
-Python runs handlers between two of its instructions. While a process waits in a call outside of
-Python, in a collective for instance, it notes a signal only when that call returns, and a second
-one before that is not told from the first: the grace begins there. A process that is stuck is ended
-by SIGKILL, which schedulers and launchers send when their patience is over (torchrun after
-`--shutdown-timeout`, 30 seconds, which is also how long a checkpoint may take).
-
-torchrun passes on SIGTERM, SIGINT, SIGHUP and SIGQUIT, and others that `--signals-to-handle` names.
+Python runs handlers between two of its instructions: a process that waits in a collective notes a
+signal when that returns. One that is stuck is ended by SIGKILL, after the patience of its launcher.
 """
 
 from __future__ import annotations
@@ -68,11 +50,9 @@ class Preemption:
     def watch(self, *signals: signal.Signals | int | str) -> None:
         """From now on the first arrival of each of these signals on this rank is noted. No collective.
 
-        A signal that is watched already is left as it is. Ranks may watch different signals, or
-        none.
-
         Args:
-            signals: by number or name, such as "SIGUSR1"; SIGTERM if there are none.
+            signals: by number or name, such as "SIGUSR1"; SIGTERM if there are none. Ranks may
+                differ.
 
         Raises:
             ValueError: for a signal that this platform does not have or that cannot be caught, and
@@ -99,17 +79,16 @@ class Preemption:
         return self._known
 
     def close(self) -> None:
-        """Puts back the handlers that were there before, unless somebody else has replaced ours since. May be repeated.
+        """Puts back the earlier handlers, unless somebody has replaced ours since; happens with the last reference too.
 
-        Happens by itself when the last reference to this object goes. In another thread than the
-        main one it is put off: our handler then stays, and lets the next signal do what it did
-        before.
+        In another thread than the main one our handler stays, and lets the next signal do what it
+        did before.
         """
         _release(self._handlers)
 
 
 class _Handler:
-    """Notes the first arrival of a signal in this process, and stands aside at a later one. Holds on to nothing but that note.
+    """Notes the first arrival of a signal in this process, and stands aside at a later one.
 
     Args:
         number: the signal; its handler is this object from now on.

@@ -47,8 +47,7 @@ def anywhere(world: World, call: str, here: bool) -> bool:
 
     Args:
         world: the processes that are asked.
-        call: the method that asks, without parentheses; ranks that make different calls are told by
-            it.
+        call: the method that asks, without parentheses, by which ranks in different calls are told.
         here: the flag of this rank.
     """
     channel = channel_of(world, None)

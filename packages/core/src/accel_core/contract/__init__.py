@@ -2,7 +2,8 @@
 
 hook_specs         what a plugin can take over, in the order of the training loop
 strategy, precision_policy     bases of components
+default_components      components that are found under default names
 layout             which part of the data a process reads
 tensor_layouts, boxes          how the state of a model lies on the ranks
-loader_progress, sample_ids    what loaders tell of where they are
+loader_progress    what loaders tell of where they are
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -65,12 +67,15 @@ class Box:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
-    """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies in a parameter.
+    """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies.
 
-    Of a parameter that is a box itself, as tensor-parallel ranks have one, `shape` is that of the
-    box, and `offsets` are where it begins in the whole tensor; None: it is the whole tensor. There
-    are at most 2 * ndim - 1 of them (for a 0-d tensor one), in order. Each one is contiguous in the
-    flat memory of the whole tensor; an empty range has none.
+    At most 2 * ndim - 1 boxes, in order, each contiguous in the flat memory; an empty range has
+    none.
+
+    Args:
+        shape: of the tensor, or of the box of it that a tensor-parallel rank has.
+        start, stop: counted from the first element of that.
+        offsets: where that box begins in the whole tensor; None: it is the whole tensor.
 
     Raises:
         ValueError: for a range that is not within the tensor.
@@ -113,8 +118,7 @@ def _runs(
 def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """The reason why boxes do not cover a shape exactly once, with an example region; None if they do.
 
-    Empty boxes count for nothing. The time grows with the number of boxes n as n log n where they
-    are rows, columns or a grid, whatever the number of elements.
+    Empty boxes count for nothing. The time grows in proportion to the number of boxes.
     """
     whole, inside = Box.whole(shape), [box for box in boxes if not box.is_empty]
     for box in inside:
@@ -123,58 +127,21 @@ def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     return None if whole.is_empty else uncovered_part(whole, inside)
 
 
-def uncovered_part(part: Box, boxes: list[Box]) -> str | None:
+def uncovered_part(part: Box, boxes: Sequence[Box]) -> str | None:
     """Like `uncovered`, for a part of a shape that is not empty, and boxes inside it of which none is empty."""
-    if _in_a_row(part, boxes):
+    if [*boxes] == [part]:
         return None
-    regions = [(part, list(boxes))]  # is cut in two, and the boxes with it, until one box fills each region
-    while regions:
-        region, inside = regions.pop()
-        if not inside:
-            return f"{region} is missing"
-        if region not in inside:
-            regions += _halves(region, inside)
-        elif len(inside) > 1:
-            inside.remove(region)
-            return f"{inside[0]} is there more than once"
-    return None
-
-
-def _in_a_row(part: Box, boxes: list[Box]) -> bool:
-    """Whether the boxes follow each other along one dim, and are whole in the others: mostly they do, and this is fast."""
-    if not boxes or not part.sizes:
-        return False
-    dim = next((dim for dim, size in enumerate(part.sizes) if size != boxes[0].sizes[dim]), 0)
-    at = part.offsets[dim]
-    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        size = box.sizes[dim]
-        if box != _with_range(part, dim, at, size):
-            return False
-        at += size
-    return at == part.offsets[dim] + part.sizes[dim]
-
-
-def _halves(region: Box, boxes: list[Box]) -> list[tuple[Box, list[Box]]]:
-    """Two parts of a region that no box fills, cut at the edge of a box so that the larger one has as few boxes as may be."""
-    cuts = [_cut(region, boxes, dim) for dim in range(len(region.sizes))]
-    dim, at = min((most, dim, at) for dim, (most, at) in enumerate(cuts))[1:]
-    start, size = region.offsets[dim], region.sizes[dim]
-    parts = [_with_range(region, dim, start, at - start), _with_range(region, dim, at, start + size - at)]
-    return [(part, [shared for box in boxes if (shared := box.intersection(part))]) for part in parts]
-
-
-def _cut(region: Box, boxes: list[Box], dim: int) -> tuple[float, int]:
-    """The median edge along a dim: how many boxes the larger part would have (infinitely many if no edge is inside), and where."""
-    low, high = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
-    starts = [box.offsets[dim] for box in boxes]
-    stops = [box.offsets[dim] + box.sizes[dim] for box in boxes]
-    edges = sorted(edge for edge in (*starts, *stops) if low < edge < high)
-    if not edges:
-        return math.inf, low
-    at = edges[len(edges) // 2]
-    return max(sum(start < at for start in starts), sum(stop > at for stop in stops)), at
-
-
-def _with_range(box: Box, dim: int, start: int, size: int) -> Box:
-    """The box with another range in one dim."""
-    return Box((*box.offsets[:dim], start, *box.offsets[dim + 1 :]), (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+    # How often an element is covered is the sum of the signs of all corners that are not behind it in any dim. So the boxes
+    # cover the part exactly once if, and only if, their corners and those of the part cancel out.
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in [(part, -1), *((box, 1) for box in boxes)]:
+        edges = [((start, 1), (start + size, -1)) for start, size in zip(box.offsets, box.sizes, strict=True)]
+        for corner in itertools.product(*edges):
+            corners[tuple([at for at, _ in corner])] += weight * math.prod([sign for _, sign in corner])
+    left = [corner for corner, count in corners.items() if count]
+    if not left:
+        return None
+    first = min(left)
+    ends = [min(corner[dim] for corner in left if corner[dim] > at) for dim, at in enumerate(first)]
+    region = Box(first, tuple(end - at for at, end in zip(first, ends, strict=True)))
+    return f"{region} is {'missing' if corners[first] < 0 else 'there more than once'}"

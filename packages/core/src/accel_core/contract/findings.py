@@ -1,4 +1,4 @@
-"""Findings about losses and gradients that are not finite, as data and as text."""
+"""Findings about losses and gradients that are not finite, and the error that carries them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from accel_core.contract.sample_ids import SampleIds
+    from accel_core.contract.loader_progress import SampleIds
 
 Kind = Literal["input", "parameter", "output", "loss", "gradient", "not reproduced"]
 """The place of the first value that is not finite; see `Finding.kind`."""
@@ -19,21 +19,20 @@ class Finding:
 
     Args:
         rank: whose micro-batch it is.
-        kind: "input": in what the model was called with; "parameter": in a parameter or buffer;
-            "output": a module made it; "loss": what is computed from the model's outputs made it;
-            "gradient": it appears in the backward; "not reproduced": the loss or gradient was not
-            finite, and repeating the micro-batches gave no such value.
-        module: the path of the module in the user's model: for an input, of the first module whose
-            output is not finite. "" is the model itself. None where no module is to blame.
+        kind: "input" of the model; "parameter" or buffer; "output" of a module; "loss", computed
+            from the model's outputs; "gradient"; "not reproduced": repeating the micro-batches gave
+            no such value.
+        module: its path in the user's model: for an input, of the first module whose output is not
+            finite. "" is the model itself, None where no module is to blame.
         module_class: the name of its class.
         name: which input, parameter, output or gradient.
         step: how many steps the optimizer had taken in this process.
         micro_batch: which one of the window, from 0.
         nan, inf, values: how many of the values are NaN, how many infinite, and how many there are.
-        low, high: the smallest and the largest finite value among the module's inputs; None if
-            there is none.
-        samples: of the micro-batch, one entry per loader that was being iterated; an entry is None
-            if its loader does not know them.
+        low, high: the smallest and largest finite value among the module's inputs; None: there is
+            none.
+        samples: of the micro-batch, one entry per loader in iteration; None if it does not know
+            them.
         rows: the rows with such values, where the batch has rows.
         note: what else there is to say.
     """
@@ -61,103 +60,28 @@ class Finding:
             return None
         return tuple(self.samples[0].ids[row] for row in self.rows)
 
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """The key by which findings of all ranks are sorted: reproduced ones first, then by micro-batch, then by rank."""
+        return self.kind == "not reproduced", self.micro_batch, self.rank
+
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite; raised on every rank, with what each of them found.
 
     Args:
         findings: per rank, None for one whose own micro-batches are clean.
+        message: what they say, for people.
     """
 
-    def __init__(self, findings: Sequence[Finding | None]) -> None:
-        super().__init__(describe_findings(findings))
+    def __init__(self, findings: Sequence[Finding | None], message: str) -> None:
+        super().__init__(message)
         self.findings = tuple(findings)
 
     @property
     def first(self) -> Finding:
         """The earliest finding: of the first micro-batch, then of the lowest rank; one that was reproduced, if any was."""
-        found = [finding for finding in self.findings if finding is not None]
-        return min(found, key=lambda finding: (finding.kind == "not reproduced", finding.micro_batch, finding.rank))
+        return min((finding for finding in self.findings if finding is not None), key=lambda each: each.order)
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[tuple[Finding | None, ...]]]:
-        return type(self), (self.findings,)
-
-
-_ADVICE = {
-    "input": "Look at these samples in the dataset, and at what transforms them; leave out or repair what is not finite.",
-    "parameter": "An earlier step made it so, or it was loaded: look at the step before, its learning rate, and "
-    "accelerator.clip_grad_norm_().",
-    "output": "Look at what the module computes for these inputs: logarithms and divisions need a positive floor, exponentials a "
-    "ceiling, narrow dtypes smaller values.",
-    "loss": "Look at the loss function and the targets of these samples: means over nothing, logarithms of 0, labels out of "
-    "range.",
-    "gradient": "The forward is finite and its derivative is not: square roots and norms at 0, or a torch.where whose other "
-    "branch is not finite. Move the floor inside, as in (x + eps).sqrt().",
-    "not reproduced": "Something in the forward is not repeatable: a random stream of its own, a state that it keeps, a kernel "
-    "that is not deterministic. Try set_seed(seed, deterministic=True), and torch.autograd.set_detect_anomaly(True).",
-}
-
-
-def describe_findings(findings: Sequence[Finding | None]) -> str:
-    """The message of `NonFiniteError`: what was asked, what was found on each rank, the first one first, and what to try."""
-    found = [finding for finding in findings if finding is not None]
-    found.sort(key=lambda each: (each.kind == "not reproduced", each.micro_batch, each.rank))
-    first, others = found[0], found[1:]
-    lines = [
-        f"A loss or gradient is not finite after {first.step} optimizer steps. The window was repeated on every rank. First:",
-        f"  {describe(first)}",
-        *(f"  also {describe(each)}" for each in others[:8]),
-    ]
-    clean = len(findings) - len(found)
-    if clean:
-        lines.append(f"  The micro-batches of the other {clean} rank(s) are finite by themselves.")
-    return "\n".join([*lines, _ADVICE[first.kind]])
-
-
-def describe(finding: Finding) -> str:
-    """One finding, in one line."""
-    parts = [f"rank {finding.rank}, micro-batch {finding.micro_batch} of the window: {_what(finding)}"]
-    if finding.values:
-        parts.append(f"{finding.nan} nan and {finding.inf} inf of {finding.values} values")
-    if finding.low is not None and finding.high is not None:
-        parts.append(f"finite inputs of the module from {finding.low:.6g} to {finding.high:.6g}")
-    parts += _samples(finding)
-    return "; ".join(parts) + "."
-
-
-def _what(finding: Finding) -> str:
-    module = "no module"
-    if finding.module is not None:
-        module = (
-            f"module {finding.module!r} ({finding.module_class})"
-            if finding.module
-            else f"the model ({finding.module_class})"
-        )
-    note = f", {finding.note}" if finding.note else ""
-    if finding.kind == "input":
-        passed = "" if finding.module is None else f", and {module} is the first whose output is not"
-        return f"{finding.name} of the model is not finite{passed}{note}"
-    if finding.kind == "parameter":
-        return f"{finding.name!r} is not finite before the forward, and {module} uses it{note}"
-    if finding.kind == "output":
-        return f"{finding.name} of {module} is the first that is not finite{note}"
-    if finding.kind == "loss":
-        return f"the loss is not finite, and the outputs of the model are{note}"
-    if finding.kind == "gradient" and finding.module is None:
-        return f"the gradient is not finite{note}"
-    if finding.kind == "gradient":
-        return f"{finding.name} in {module} is the first that is not finite{note}"
-    return f"not reproduced: {finding.note}"
-
-
-def _samples(finding: Finding) -> list[str]:
-    if not finding.samples or all(each is None for each in finding.samples):
-        return ["samples unknown"]
-    told = ["unknown" if each is None else each.describe() for each in finding.samples]
-    if len(told) > 1:
-        return ["samples, of the loaders that were being iterated, outermost first: " + " | ".join(told)]
-    parts = [f"samples of the micro-batch: {told[0]}"]
-    only = finding.samples[0]
-    if finding.rows is not None and only is not None:
-        parts.append(f"in rows {', '.join(map(str, finding.rows[:16]))}: {only.describe(finding.rows)}")
-    return parts
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[tuple[Finding | None, ...], str]]:
+        return type(self), (self.findings, str(self))

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.layout import Layout, Shard
     from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
-    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.contract.tensor_layouts import GradientState, OptimizerState, SavedOptimizer, State
     from accel_core.loop.preparation import PrepareRequest
     from accel_core.loop.run import Asynchronous, Run
     from accel_core.processes.world import World
@@ -95,16 +94,16 @@ class HookSpecs:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
 
     Each docstring says when the hook runs, who usually owns it, what it is given and returns, and
-    what the core does where nobody owns it.
+    what the core does where nobody owns it: nothing, if it names no default.
     """
 
     @listener
     def start(self, world: World, layout: Layout, replicated: bool) -> None:
         """The Accelerator is about to be ready.
 
-        When: at the end of the constructor, on every rank. Arguments: the processes; which part of
-        the data this one reads; whether every data-parallel rank holds all parameters, so
-            that all of them see the same gradients.
+        When: at the end of the constructor, on every rank.
+        Arguments: the processes; the part of the data that this one reads; whether every
+            data-parallel rank holds all parameters, so that all of them see the same gradients.
         """
 
     @listener
@@ -118,9 +117,9 @@ class HookSpecs:
     def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
         """Says which part of the data this process reads.
 
-        When: in the constructor of the Accelerator, before anything is prepared. Usual owner: the
-        strategy. Returns: the layout. May create process groups through `world.subgroup`, the same
-        on every rank. Default: pure data parallelism.
+        When: in the constructor, before anything is prepared. Usual owner: the strategy.
+        Returns: the layout. May make process groups by `world.subgroup`, the same on every rank.
+        Default: pure data parallelism.
         """
 
     @owner
@@ -128,40 +127,38 @@ class HookSpecs:
         """Builds a model that may be too large for one process.
 
         When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without
-        data until `prepare_model`. Arguments: what builds the model, called without arguments; a
-        file or folder with weights, None to keep those that the
-            factory gives.
-        Returns: a model of the factory's class, with its parameters, which `prepare` accepts.
+            data until `prepare_model`.
+        Arguments: a function that builds the model; a file or folder of weights, None to keep its
+            own.
+        Returns: a model of the same class, with its parameters, which `prepare` accepts.
         Default: `factory()`, then the weights are loaded.
         """
 
     @owner
     def convert_model(self, model: nn.Module, evaluation: bool) -> None:
-        """Replaces modules of a model by such that compute in another way, in place.
+        """Replaces modules of a model by others that compute in another way, in place.
 
-        When: once per model in `prepare`, before `prepare_model`, so before anything is sharded.
-        Usual owner: the precision. Arguments: the user's model; whether it is only evaluated. The
-        model itself, and the names of its parameters and of its state, stay. Optimizers that hold a
-        parameter which is replaced get the new one of that name. Default: nothing happens.
+        When: once per model in `prepare`, before `prepare_model`. Usual owner: the precision.
+        Arguments: the user's model; whether it is only evaluated. The model and the names of its
+            parameters and state stay. Optimizers get the new parameter of the same name.
         """
 
     @owner
     def revert_model(self, model: nn.Module) -> None:
         """Undoes `convert_model`, in place: the model computes as its user built it.
 
-        When: in `free_memory`, for every model that was prepared. Usual owner: that of
-        `convert_model`. Arguments: the user's model. Default: nothing happens.
+        When: in `free_memory`, for every prepared model. Usual owner: that of `convert_model`.
+        Arguments: the user's model.
         """
 
     @owner
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
         """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
 
-        When: in `free_memory` and in `end_training`, once for every model that was prepared,
-            evaluated ones included; before `revert_model`, and before the process group ends. Usual
-            owner: the strategy. No collective.
+        When: in `free_memory` and `end_training`, once for every prepared model, before
+            `revert_model` and before the process group ends. Usual owner: the strategy. No
+            collective.
         Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
-        Default: nothing happens.
         """
 
     @owner
@@ -170,17 +167,15 @@ class HookSpecs:
     ) -> nn.Module:
         """Makes a model ready to be trained, or only evaluated, under the strategy.
 
-        When: once per model in `prepare`, before the optimizers and schedulers of that call are
-        gated. Usual owner: the strategy, which must have it. Arguments: the user's model; every
-        optimizer known so far that holds one of its parameters (if parameters are
-            replaced, `group["params"][:]` is to be re-pointed in place, and an optimizer that has stepped is refused, unless
-            its state is re-pointed too); the frozen request: precision policy, device or
-            None, training or evaluation only, compile options or None. A strategy that cannot honour the policy raises.
-        Returns: the module to be called in the loop: the same, dressed, or a wrapper around it. All
-            ranks start from rank 0's weights. After the closing backward of a window, the gradient
-            of each parameter, which is in `.grad` unless `gradient_state` says otherwise, is the
-            mean over the data-parallel ranks. A model that is frozen, or only evaluated, can be
-            called by one rank alone.
+        When: once per model in `prepare`, before optimizers and schedulers. Usual owner: the
+            strategy.
+        Arguments: the user's model; every known optimizer that holds one of its parameters
+            (re-point `group["params"][:]` in place where parameters are replaced, and refuse an
+            optimizer that has stepped, or re-point its state); the request. A policy it cannot
+            honour raises.
+        Returns: the module to call. All ranks start from rank 0's weights. After the closing
+            backward each gradient (see `gradient_state`) is the mean over the data-parallel ranks.
+            A frozen or only evaluated model can be called by one rank alone.
         Default: none.
         """
 
@@ -198,28 +193,25 @@ class HookSpecs:
     ) -> DataLoader[Any]:
         """Makes a loader yield this process's part of each global batch.
 
-        When: once per loader in `prepare`. Usual owner: the loader component. Arguments: the user's
-        loader, which must not be changed; the part to read; the feed to which iterators report, and
-            which says what the loop asks of them; the device on which batches are put, None to leave them where they are;
-            the seed of the run, the same on every rank; how many loaders were prepared before, for each is to have an order
-            of its own (`accel_core.api.component.loader_seed(seed, number)`); the ranks among which a global batch is shared out,
-            in shard order, None for the whole world; the user's function that cuts a batch into pieces, or None.
-        Returns: a loader with the same class, attributes and worker settings. One with
-        `behind(batches)` serves
-            `skip_first_batches`; one that resumes has `state_dict()` and `load_state_dict(state)`.
-        Default: in a world of one, the loader with batches placed and reported; in a larger world
-        it raises, for all
-            ranks would read the same batches.
+        When: once per loader in `prepare`. Usual owner: the loader component.
+        Arguments: the user's loader, which stays as it is; the part to read; the feed to which
+            iterators report; the device for batches, or None; the run's seed; how many loaders came
+            before (`loader_seed(seed, number)` gives each its order); the ranks of a global batch
+            in shard order, None for all; the user's function that cuts batches, or None.
+        Returns: a loader of the same class, attributes and worker settings. `behind(batches)`
+            serves `skip_first_batches`; one that resumes has `state_dict()` and
+            `load_state_dict(state)`.
+        Default: in a world of one, batches are placed and reported; a larger world raises.
         """
 
     @owner
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
-        When: once per optimizer in `prepare`, after the models of that call; its model may come in
-            a later call. An engine that needs both can be built here.
+        When: once per optimizer in `prepare`, after the models of that call; its model may come
+            later. An engine that needs both can be built here.
         Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing
-        happens.
+            happens.
         """
 
     @owner
@@ -227,9 +219,9 @@ class HookSpecs:
         """Forwards inside the context lead to backwards that do not synchronise gradients.
 
         When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
+            Hot.
         Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager. Hot: one per model and micro-batch.
-        Default: nothing happens.
+        Arguments: a prepared model. Returns: a context manager.
         """
 
     @owner
@@ -237,7 +229,7 @@ class HookSpecs:
         """The next backward of `model` synchronises, although its forward ran inside `no_sync`.
 
         When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager. Default: nothing happens.
+        Arguments: a prepared model. Returns: a context manager.
         """
 
     @owner
@@ -245,37 +237,30 @@ class HookSpecs:
         """Synchronises what backwards have left local, such as a second one through the same graph.
 
         When: after each `accelerator.backward` that closes a window, in a world larger than one,
-        and at the end of the default
-            `forward_backward`. Usual owner: the strategy. Hot.
-        May be a collective where the script makes all ranks find the same; without such gradients
-        it is none. Default: nothing happens.
+            and at the end of the default `forward_backward`. Usual owner: the strategy. Hot.
+        May be a collective where all ranks find the same; without such gradients it is none.
         """
 
     @owner
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised since their last backward.
+        """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised.
 
         When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No
-        collective. Hot. Arguments: an optimizer that may hold parameters of several prepared
-        models, or of none. Default: nothing happens.
+            collective. Hot.
+        Arguments: an optimizer, with parameters of several prepared models, or of none.
         """
 
     @owner
     def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
         """Says where the gradients of a model are, and how they lie on the ranks.
 
-        When: wherever the core reads or changes gradients: in `zero_grad`, `clip_grad_value_`,
-            `forward_backward` and `save_state` inside a window, where a window turns out shorter
-            than it looked, and for loss scaling and `detect_nonfinite`.
+        When: wherever gradients are read or changed, a few times per step. Hot. No collective.
         Usual owner: the strategy, if it keeps gradients elsewhere than in `.grad`; one whose ranks
-            have parts of them owns `clip_gradients` too. No collective. Hot: a few per step.
+            have parts of them owns `clip_gradients` too.
         Arguments: the user's model, which is trained, and what the loop calls.
-        Returns: by the name of a parameter (one of them, if it is tied), the terms whose sum is its
-            gradient. What has travelled is `Elementwise`: the mean over the data-parallel ranks, of
-            which a rank has boxes. What has not is `Partial`: the term of this rank. They are live:
-            what is done to them in place is done to the gradient, and what was made zero stays,
-            until a backward adds to it. A parameter without a gradient is left out, and its `.grad`
-            does not count.
+        Returns: by the name of a parameter (one of them, if tied), the live terms whose sum is its
+            gradient: `Elementwise`, the mean over the data-parallel ranks, and `Partial`, this
+            rank's own. What was made zero stays so until a backward. Others have no gradient.
         Default: `.grad` of every parameter.
         """
 
@@ -286,12 +271,12 @@ class HookSpecs:
         buffer_seq_dims: Sequence[int],
         no_restore_buffers: Collection[torch.Tensor],
     ) -> AbstractContextManager[None]:
-        """Inside the context, tensors hold this rank's part of a sequence, and attention runs over the parts of all peers.
+        """Inside the context, tensors hold this rank's part of a sequence, and attention spans all peers.
 
-        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy. Arguments: the
-        tensors, changed in place; the dim of the sequence in each; those of them that are not
-        restored at the end. Returns: a context manager; entering it is a collective over the peers,
-        if there are any. Default: nothing happens.
+        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy.
+        Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
+            not restored at the end.
+        Returns: a context manager; entering is a collective over the peers, if there are any.
         """
 
     @owner
@@ -299,19 +284,19 @@ class HookSpecs:
         """Multiplies the loss so that small gradients survive a narrow dtype.
 
         When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
-        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss. Default: the loss as
-        it is.
+        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss.
+        Default: the loss as it is.
         """
 
     @owner
     def backward(self, loss: torch.Tensor, weight: float, closes: bool, options: dict[str, Any]) -> None:
         """Runs the backward pass of one micro-batch.
 
-        When: in `accelerator.backward`, and for each micro-batch of the default `forward_backward`.
-        Usual owner: the strategy. Arguments: the (scaled) loss; a positive factor that its gradient
-        is to have (1/k inside `accumulate`, any number from
-            `forward_backward`, so nothing about the window follows from it); whether this micro-batch closes its window;
-            keyword arguments of `torch.Tensor.backward` given by the user.
+        When: in `accelerator.backward`, and in the default `forward_backward`. Usual owner: the
+            strategy.
+        Arguments: the (scaled) loss; a positive factor for its gradient (1/k inside `accumulate`,
+            any from `forward_backward`); whether this micro-batch closes its window; the user's
+            keyword arguments of `torch.Tensor.backward`.
         Default: `loss.backward()` with that factor.
         """
 
@@ -319,9 +304,8 @@ class HookSpecs:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by what `scale_loss` multiplied.
 
-        When: at most once between two steps of the optimizer: before clipping, or when the user
-        asks for it. Usual owner: the precision's scaler, or the strategy's engine. Default: nothing
-        happens.
+        When: at most once between two steps: before clipping, or when the user asks for it.
+        Usual owner: the precision's scaler, or the strategy's engine.
         """
 
     @owner
@@ -330,25 +314,21 @@ class HookSpecs:
     ) -> torch.Tensor:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
-        When: in `accelerator.clip_grad_norm_`: at the end of a window, gradients synchronised and
-        unscaled; or, with `max_norm`
-            infinite, in an open one, where only the norm is asked for, that of what is pending.
-        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards of the
-        parameters. Default: torch's own, over what `gradient_state` names, where every rank has all
-        of it.
+        When: in `accelerator.clip_grad_norm_`, at the end of a window, synchronised and unscaled;
+            with `max_norm` infinite also in an open one, for the norm of what is pending.
+        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards.
+        Default: torch's own, over what `gradient_state` names, where every rank has all of it.
         """
 
     @owner
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Decides whether an optimizer steps: takes the step, or leaves it out.
 
-        When: in `optimizer.step()`, at the end of a window.
-        Usual owner: the precision's scaler. An engine that steps owns `apply_step`, and a strategy
-            may own both.
+        When: in `optimizer.step()`, at the end of a window. Usual owner: the precision's scaler.
         Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's
             closure bound: a `functools.partial` if it was given arguments. `optimizer.step()`
             called from inside reaches the optimizer's own step.
-        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
         Default: `step()`.
         """
 
@@ -356,13 +336,12 @@ class HookSpecs:
     def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Takes a step of an optimizer that was decided on.
 
-        When: where the owner of `optimizer_step` calls the `step` that it is given; gradients are
-            unscaled and clipped.
-        Usual owner: the strategy, if an engine steps in the optimizer's place, or parameters have
-            to be sent afterwards.
-        Arguments: the optimizer; `step`, its own step with the user's closure bound, which an
-            engine need not call: a `functools.partial` if it was given arguments.
-        Returns: what the step returned, or `accel_core.SKIPPED` if the parameters were not changed.
+        When: where the owner of `optimizer_step` calls its `step`; gradients are unscaled and
+            clipped.
+        Usual owner: the strategy, if an engine steps instead, or parameters are sent afterwards.
+        Arguments: the optimizer; `step`, its own step with the user's closure bound (a
+            `functools.partial` if it was given arguments), which an engine need not call.
+        Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
         Default: `step()`.
         """
 
@@ -378,16 +357,14 @@ class HookSpecs:
         """Runs one whole window: forward and backward of every micro-batch.
 
         When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules
-        it). Arguments: a prepared model; the micro-batches of this rank; `loss_fn(output, batch)`
-        giving
-            the summed loss (0-d) and its weight (how many tokens or samples it sums);
-            `inputs(batch)` giving the positional and keyword arguments with which the model is
-            called; `scale_loss(loss)`, the hook of that name, which every loss goes through before
-            its backward.
+            it).
+        Arguments: a prepared model; this rank's micro-batches; `loss_fn(output, batch)` giving the
+            summed loss (0-d) and its weight; `inputs(batch)` giving the model's positional and
+            keyword arguments; `scale_loss(loss)`, through which every loss goes before its
+            backward.
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
-            and not scaled. Afterwards `gradient_state` names the gradient of that mean, times what
-            `scale_loss` multiplied, added to what was there before. The core counts the window as
-            one backward: `optimizer.step()` may follow.
+            not scaled. The scaled gradient of that mean is added to what was there. Counts as one
+            backward.
         Default: a loop over the window (`accel_core.loop.forward_backward`).
         """
 
@@ -395,26 +372,22 @@ class HookSpecs:
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:  # type: ignore[empty-body]
         """Saves all of a run.
 
-        When: in `save_state`, on every rank. A collective.
-        Usual owner: none; a plugin with a format of its own, which then owns `load_checkpoint` too,
-            and `wait_for_checkpoint` if it writes behind.
-        Arguments: what is saved, and how each part is asked for its state; the folder, None where
-            names are given automatically; whether it is written behind: "eager" (or True) returns
-            when everything is copied, "lazy" at once, having told `run.prepared.copy_behind` what
-            the next step of an optimizer, and `free_memory`, have to wait for.
+        When: in `save_state`, on every rank. A collective. Usual owner: none; a plugin with a
+            format of its own, which owns `load_checkpoint` too, and `wait_for_checkpoint` if it
+            writes behind.
+        Arguments: the run; the folder, None for an automatic name; whether it is written behind:
+            "eager" (or True) returns once all is copied, "lazy" at once, having told
+            `run.prepared.copy_behind` what the next step and `free_memory` wait for.
         Returns: the folder, as a text.
-        Default: the neutral checkpoint of accel-checkpoint, which any strategy on any number of ranks
-            loads. Without that package `NotInstalledError`.
+        Default: the neutral checkpoint of accel-checkpoint; without it `NotInstalledError`.
         """
 
     @owner
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
         """Restores all of a run that `save_checkpoint` saved.
 
-        When: in `load_state`, on every rank. A collective.
-        Usual owner: that of `save_checkpoint`.
-        Arguments: what is restored; the folder, None for the newest of those that are named
-            automatically.
+        When: in `load_state`, on every rank. A collective. Usual owner: that of `save_checkpoint`.
+        Arguments: the run; the folder, None for the newest of those that are named automatically.
         Default: as for `save_checkpoint`.
         """
 
@@ -423,8 +396,7 @@ class HookSpecs:
         """Returns when what `save_checkpoint` began is complete, or raises what made it fail.
 
         When: in `wait_for_checkpoint` and `end_training`, on every rank. A collective, if something
-            is being saved.
-        Usual owner: that of `save_checkpoint`, if it writes behind.
+            is being saved. Usual owner: that of `save_checkpoint`, if it writes behind.
         Default: as for `save_checkpoint`; where nothing was saved, nothing happens.
         """
 
@@ -432,16 +404,14 @@ class HookSpecs:
     def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
-        When: in `save_state`, `load_state` and `get_state_dict`, on every rank, at any place of the
-        loop. Usual owner: the strategy, if it lays out parameters in its own way. No collective. It
-        first brings parameters into
-            the form in which optimizers hold them.
-        Arguments: the user's model, and what the loop calls. Returns: a mapping from names, those
-        of the user's model's `state_dict()`, to entries of `accel_core.api.layouts`.
-            Of a parameter its most precise copy. They are live: `load_state` reads into the memory that they name.
-        Default: everything is whole on every rank, and buffers are those of rank 0. It serves
-        strategies that declare
-            `replicates_parameters`; under another, saving raises.
+        When: in `save_state`, `load_state` and `get_state_dict`, on every rank, anywhere in the
+            loop. No collective. Usual owner: the strategy, if it lays out parameters in its own
+            way; it first brings them into the form in which optimizers hold them.
+        Arguments: the user's model, and what the loop calls.
+        Returns: entries of `accel_core.api.layouts` by the names of the user's `state_dict()`:
+            live, for `load_state` reads into their memory, and of a parameter its most precise
+            copy.
+        Default: all is whole on every rank, buffers are rank 0's; needs `replicates_parameters`.
         """
 
     @owner
@@ -450,22 +420,19 @@ class HookSpecs:
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that
-        are not persistent, and to
-            drop gradients that it holds back. Arguments: as for `model_state`.
-        Default: nothing happens.
+            are not persistent, and to drop gradients that it holds back.
+        Arguments: as for `model_state`.
         """
 
     @owner
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:  # type: ignore[empty-body]
-        """Says what a checkpoint holds of an optimizer, by the names of the user's parameters, and how it lies on the ranks.
+        """Says what a checkpoint holds of an optimizer, and how it lies on the ranks.
 
-        When: in `save_state`, on every rank. Usual owner: the owner of `model_state`. No
-        collective. Arguments: the optimizer; the names of the parameters of all prepared models, by
-        the `id` of each: the index of the
-            model, a dot, and the name in it.
-        Returns: its groups and values, and entries as for a model.
-        `accel_checkpoint.capture_optimizer` makes it
-            for parameters laid out as a `Sharding` says.
+        When: in `save_state`, on every rank. Usual owner: that of `model_state`. No collective.
+        Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name:
+            the index of the model, a dot, and the name in it.
+        Returns: its groups, values and entries. `accel_checkpoint.capture_optimizer` makes it for
+            parameters laid out as a `Sharding` says.
         Default: parameters are whole on every rank.
         """
 
@@ -475,12 +442,11 @@ class HookSpecs:
     ) -> list[str]:
         """Says why an optimizer cannot be given the state that a checkpoint holds of it.
 
-        When: in `load_state`, on every rank, before anything is changed. Usual owner: the owner of
-        `model_state`. No
-            collective.
-        Arguments: as for `optimizer_state`; what was saved, under any strategy on any number of
-        ranks. Returns: a line for each thing that does not fit; none if all does. See
-        `accel_checkpoint.list_misfits`. Default: parameters are whole on every rank.
+        When: in `load_state`, on every rank, before anything is changed. No collective.
+        Usual owner: that of `model_state`.
+        Arguments: as for `optimizer_state`; what was saved, under any strategy in any world.
+        Returns: a line for each thing that does not fit. See `accel_checkpoint.list_misfits`.
+        Default: parameters are whole on every rank.
         """
 
     @owner
@@ -488,10 +454,8 @@ class HookSpecs:
         """Gives an optimizer the state that a checkpoint holds of it.
 
         When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none.
-        Usual owner: the owner of
-            `model_state`. No collective.
-        Arguments: as for `optimizer_misfits`. `saved.read` fills the tensors of an `Elementwise`
-        entry by the time that
-            `load_state` returns, and perhaps not before.
-        Default: parameters are whole on every rank. See `accel_checkpoint.restore_optimizer`.
+        Usual owner: that of `model_state`. No collective.
+        Arguments: as for `optimizer_misfits`. `saved.read` fills tensors by the time that
+            `load_state` returns, and perhaps not before. See `accel_checkpoint.restore_optimizer`.
+        Default: parameters are whole on every rank.
         """

@@ -1,9 +1,6 @@
 """The part of the data that a process reads, and the processes that share its global batch.
 
-A strategy answers with a `Layout` in the constructor of the Accelerator, before any model exists,
-so that loaders can be prepared first. Under pure data parallelism every rank reads its own part;
-the peers of a tensor- or pipeline-parallel group read the same part, because they hold pieces of
-one model.
+Peers of a tensor- or pipeline-parallel group read the same part: they hold pieces of one model.
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ class Layout:
 
     Args:
         shard: the part of the data that this process reads.
-        data_group: the ranks over which a global batch is spread, one for each shard, in shard
-            order. None: the whole world.
+        data_group: the ranks over which a global batch is spread, in shard order. None: all.
         mesh: the device mesh of the strategy, if it has one.
         gradient_group: the ranks over which a gradient is the mean, if they are more than those of
-            `data_group`: peers that compute different parts of the same samples, of a long sequence
-            for instance. None: those of `data_group`.
+            `data_group`, such as peers that compute parts of one long sequence. None: `data_group`.
     """
 
     shard: Shard

@@ -1,44 +1,39 @@
 """Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
 One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared
-loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch that it
-yields, and *leaves* at its end or death:
+loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch, and
+*leaves* at its end or death:
 
     passage = feed.enter()
-    try:
-        for remaining, rows, drawn, batch in …:
-            passage.advance(remaining, rows, drawn)
-            yield batch
-    finally:
-        passage.leave()
+    try: for remaining, rows, drawn, batch in …: passage.advance(remaining, rows, drawn) yield batch
+    finally: passage.leave()
 
-Rules, each of which some loop in the wild depends on:
-
-- Advancing a passage forgets those entered after it: an evaluation loop that was broken out of, but
-  whose iterator is still referenced, no longer counts once training goes on.
-- A window of accumulation closes when an iterator that has advanced since the last `accumulate`
-  stands at its end, so an idle iterator at its end closes nothing.
-- Metrics refer to the innermost live passage, else to the batch yielded last: in
-  `gather_for_metrics(next(iter(loader)))` the iterator is dead by the time that the metrics are
-  gathered.
+- Advancing a passage forgets those entered after it, such as an evaluation that was broken out of.
+- A window closes when an iterator that has advanced since the last `accumulate` is at its end.
+- Metrics refer to the innermost live passage, else to the batch yielded last.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_core.contract.sample_ids import Drawn
+Drawn = Any
+"""What a loader notes with every batch: its index batch, one index where there are no batches, or `Positions`. None if not known."""
 
 
 class Rows(NamedTuple):
     """The number of rows of a batch on this rank, and of real ones among them; padding is at the end.
 
-    `rows` is None for a batch that only fills up, all of it, and whose rows the loader cannot
-    count; `real` is then 0.
+    `rows` is None for a batch that only fills up and whose rows cannot be counted; `real` is then
+    0.
     """
 
     rows: int | None
@@ -50,8 +45,8 @@ class RunningLoader(NamedTuple):
 
     Args:
         loader: the prepared one; None if its component does not say.
-        remaining: how many batches follow the present one on this rank, or at least as many as were
-            looked ahead; None: unknown.
+        remaining: how many batches follow on this rank, or at least as many as were looked ahead;
+            None: unknown.
         rows: of the present batch on this rank; None if they cannot be counted.
     """
 
@@ -82,13 +77,13 @@ class Passage:
         """Reports the batch that is about to be yielded.
 
         Args:
-            remaining: how many batches this iterator will still yield on this rank after this one.
-                A loader that does not know its length looks `Feed.lookahead` batches ahead and
-                reports at least that; None means unknown.
-            rows: the rows of the batch on this rank (make one `Rows` for all full batches: this
-                runs once per batch); None if the batch has no countable rows.
-            drawn: which samples they are: the index batch as the sampler gave it, or
-                `accel_core.api.loader.Positions`; None if that is not known.
+            remaining: how many batches this iterator will still yield on this rank. A loader
+                without a length looks `Feed.lookahead` batches ahead and reports at least that;
+                None: unknown.
+            rows: of the batch on this rank (make one `Rows` for all full batches: this runs once
+                per batch); None if it has no countable rows.
+            drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`;
+                None if that is not known.
         """
         feed = self._feed
         self.remaining = remaining
@@ -107,17 +102,14 @@ class Feed:
     """The live passages of one Accelerator's loaders, outermost first.
 
     Args:
-        lookahead: how many batches a loader without a length must look ahead, so that the last,
-            shorter window of accumulation is known when it begins (the number of accumulation
-            steps).
+        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
 
     Attributes:
-        even_batches: whether ranks are to get equally many batches, instead of what the loader was
-            told; None: as it was told. Loaders read it, and `joining`, when an iteration begins.
-        joining: whether ranks may end at different batches, because the strategy takes part in the
-            name of those that have ended.
-        latest: rows of the batch that was yielded last.
-        latest_drawn: which samples it was made of.
+        even_batches: whether ranks are to get equally many batches; None: as the loader was told.
+            Loaders read it, and `joining`, when an iteration begins.
+        joining: whether ranks may end at different batches, because the strategy takes part for
+            those that have ended.
+        latest, latest_drawn: rows of the batch that was yielded last, and which samples they are.
         newest: what refers to the innermost passage.
     """
 
@@ -160,11 +152,10 @@ class Feed:
         self.newest = live[-1] if live else _nobody
 
     def begin_step(self) -> int | None:
-        """Called once per `accumulate`: batches that remain after this one, over the iterators that advanced for it.
+        """Called once per `accumulate`: the batches that remain after this one, over the iterators that advanced for it.
 
-        Returns None when no prepared loader advanced since the last call, or none of them knows;
-        and while ranks may end at different batches, for a window that closes on one rank closes on
-        all.
+        None when no prepared loader advanced since the last call, or none of them knows; and while
+        ranks may end at different batches, for a window that closes on one rank closes on all.
         """
         fewest: int | None = None
         for ref in self._live:
@@ -185,10 +176,7 @@ class Feed:
         return self.latest
 
     def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
-        """The samples of the batches that a step may be using: one entry per live iteration, outermost first.
-
-        Without a live one, the batch that was yielded last. `sample_ids` makes ids of them.
-        """
+        """The samples of the batches that a step may be using: one entry per live iteration, else the last batch's."""
         passages = [passage for passage in (ref() for ref in self._live) if passage is not None]
         return [(passage.drawn, passage.rows) for passage in passages] or [(self.latest_drawn, self.latest)]
 
@@ -201,3 +189,53 @@ class _Nobody:
 
 
 _nobody = _Nobody()
+
+
+class Positions(NamedTuple):
+    """Consecutive samples of an epoch, numbered from 0 over all ranks: what a batch of a stream consists of."""
+
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class SampleIds:
+    """The samples of one batch on one rank, row by row.
+
+    Args:
+        ids: what the sampler drew for each row; or the numbers of the samples in the epoch, None
+            for rows that fill up.
+        kind: "index": indices (or keys) of the dataset; "position": numbers in the order of a
+            stream.
+        real: how many of them are real, the first ones; those behind only fill up the batch.
+    """
+
+    ids: tuple[Any, ...]
+    kind: Literal["index", "position"]
+    real: int
+
+    def describe(self, rows: Iterable[int] | None = None, most: int = 16) -> str:
+        """`index 3, 8, 1 (fills up)`: the samples in these rows, or in all of them; no more than `most` are spelled out."""
+        chosen = list(range(len(self.ids)) if rows is None else rows)
+        shown = [self._named(row) for row in chosen[:most]]
+        more = f" and {len(chosen) - most} more" if len(chosen) > most else ""
+        return f"{self.kind} {', '.join(shown)}{more}"
+
+    def _named(self, row: int) -> str:
+        known = "" if self.ids[row] is None else f"{self.ids[row]} "
+        return known.strip() if row < self.real else f"{known}(fills up)"
+
+
+def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
+    """The ids of the samples in a batch, from what the loader noted and its rows; None if the loader does not know them."""
+    if drawn is None:
+        return None
+    if isinstance(drawn, Positions):
+        missing = 0 if rows is None or rows.rows is None else rows.rows - drawn.size
+        ids: tuple[Any, ...] = (*range(drawn.first, drawn.first + drawn.size), *[None] * missing)
+    elif isinstance(drawn, torch.Tensor):
+        ids = tuple(drawn.flatten().tolist())
+    else:
+        ids = tuple(drawn) if isinstance(drawn, Sequence) and not isinstance(drawn, (str, bytes)) else (drawn,)
+    kind: Literal["index", "position"] = "position" if isinstance(drawn, Positions) else "index"
+    return SampleIds(ids, kind, len(ids) if rows is None else min(rows.real, len(ids)))

@@ -1,9 +1,4 @@
-"""Precision as a value: which dtype is used where, and how a model is made to honour it.
-
-A policy says what is wanted; the strategy honours it, or raises. What a policy needs beyond dtypes
-(a loss scaler, converted modules) is the business of the precision component that brings the
-policy.
-"""
+"""Precision as a value: which dtype is used where, and how a model is made to honour it."""
 
 from __future__ import annotations
 
@@ -31,13 +26,11 @@ class PrecisionPolicy:
     """The five dtypes of a training run. None leaves tensors as they are.
 
     Args:
-        param: the dtype in which parameters are stored.
-        compute: the dtype of matrix products and convolutions (autocast), while everything else
-            stays in full precision.
-        reduce: the dtype in which gradients travel between ranks.
-        output: the dtype to which floating leaves of what the model returns are cast.
-        input: the dtype to which floating leaves of what the model receives are cast; integers are
-            never touched.
+        param: of stored parameters.
+        compute: of matrix products and convolutions (autocast); the rest stays in full precision.
+        reduce: of gradients that travel between ranks.
+        output: to which floating leaves of what the model returns are cast.
+        input: to which floating leaves of what the model receives are cast; integers stay.
     """
 
     param: torch.dtype | None = None
@@ -131,9 +124,9 @@ def override_calls(
 ) -> None:
     """Makes calls of a model honour `compute`, `output` and `input`, in place.
 
-    `__call__` is overridden, and not `forward`: that would be bypassed by forwards set on the
-    instance, by compilation and by scripting, which then run in full precision without a word. A
-    full-precision policy leaves the model alone.
+    `__call__` is overridden: forwards set on the instance, compilation and scripting bypass
+    `forward`, and would run in full precision without a word. A full-precision policy leaves the
+    model alone.
 
     Args:
         model: the model; a strategy that changes its class does so before.

@@ -37,12 +37,11 @@ class Elementwise:
     """A tensor of which this rank has some boxes, or none.
 
     Args:
-        shape: of the whole tensor.
-        dtype: of the whole tensor.
+        shape, dtype: of the whole tensor.
         pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several
             ranks, boxes that are not equal do not overlap.
-        versioned: whether whoever changes `data` in place raises its `_version`. What a wrapper
-            changes inside itself often does not; such tensors are never copied lazily.
+        versioned: whether changes of `data` in place raise its `_version`. What a wrapper changes
+            inside itself often does not; such tensors are never copied lazily.
     """
 
     shape: tuple[int, ...]
@@ -77,10 +76,8 @@ class Opaque:
 
     Args:
         value: whatever the codec takes, tensor subclasses included.
-        signature: what has to be equal for it to be loaded: class, shapes and dtypes of its
-            components, say.
-        part: which part of the whole this rank has, in words; ranks with the same word have the
-            same.
+        signature: what has to be equal for it to be loaded: class, shapes and dtypes, say.
+        part: which part of the whole this rank has; ranks with the same word have the same.
         assign: puts a value that was loaded into the place of `value`.
     """
 
@@ -134,8 +131,8 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 class Sharding(Protocol):
     """A strategy's layout of parameters, and of what optimizers keep for each element of a parameter.
 
-    The local tensor of a parameter holds its boxes one after another: it is flat, each box in
-    row-major order, and empty without any; of one box it may have the shape `box.sizes` instead.
+    The local tensor of a parameter holds its boxes one after another: flat, each box in row-major
+    order; of one box it may have the shape `box.sizes` instead.
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
@@ -148,10 +145,7 @@ class Sharding(Protocol):
         """A tensor laid out like `parameter`, with the local tensor `local`, as an optimizer keeps it."""
 
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor laid out like `parameter`, of any values, for its state `key`.
-
-        Its `local` tensor is read into. Who keeps state in memory of its own gives a view of that.
-        """
+        """A tensor laid out like `parameter`, of any values, for its state `key`: its `local` tensor is read into."""
 
     def versioned(self, value: torch.Tensor) -> bool:
         """Whether in-place changes of the local tensor of `value` raise its `_version`."""
@@ -180,3 +174,60 @@ class Whole:
     def versioned(self, value: torch.Tensor) -> bool:
         """Whether it is no wrapper of other tensors."""
         return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of an optimizer on this rank; every tensor is live.
+
+    Args:
+        kind: the class of the optimizer: "module:QualName".
+        groups: its `param_groups`, the same on all ranks, with "names" of all parameters instead of
+            "params". Of an optimizer that is captured whole, the names alone.
+        values: by the name of a parameter, the values of its state that hold no tensors.
+        entries: "<parameter>/<key>" for tensors; "<parameter>" alone where its whole state is
+            opaque: a dict of "state", values by key, and "laid_out", the keys of those laid out
+            like it.
+        whole: its `state_dict()`, for an optimizer that defines that itself; None otherwise.
+    """
+
+    kind: str
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    whole: Any = None
+
+
+class SavedEntry(NamedTuple):
+    """An entry of a checkpoint: "elementwise", "replicated" or "opaque"; signatures are by part."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    signatures: Mapping[str, str]
+
+
+class SavedOptimizer(Protocol):
+    """The state of an optimizer in a checkpoint: the first four as in `OptimizerState`, of all ranks together."""
+
+    @property
+    def kind(self) -> str:
+        """The class."""
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups."""
+
+    @property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """The values that are no tensors."""
+
+    @property
+    def whole(self) -> Any:
+        """The whole state, or None."""
+
+    def described(self) -> Mapping[str, SavedEntry]:
+        """Every entry."""
+
+    def read(self, name: str, entry: Entry) -> Any:
+        """Fills the tensors of `entry` in place; for an `Opaque`, returns the value of its part."""

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from accel_core.build import Assembly
     from accel_core.collectives.stop_signals import Preemption
     from accel_core.collectives.triggers import Trigger
-    from accel_core.contract.detector import Detector
+    from accel_core.contract.default_components import Detector, Recorder
     from accel_core.contract.layout import Layout
     from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.recorder import Recorder
     from accel_core.loop.accumulation import Accumulation
     from accel_core.loop.preparation import Prepared
     from accel_core.loop.run import Run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.base.errors import NotInstalledError
-from accel_core.contract.checkpoint_component import GROUP, NAME
+from accel_core.contract.default_components import CHECKPOINTS
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.layout import Layout
 from accel_core.plugins.offers import find_default
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.contract.checkpoint_component import CheckpointComponent
+    from accel_core.contract.default_components import CheckpointComponent
     from accel_core.contract.layout import Shard
     from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.optimizer_state import OptimizerState, SavedOptimizer
-    from accel_core.contract.tensor_layouts import GradientState, State
+    from accel_core.contract.tensor_layouts import GradientState, OptimizerState, SavedOptimizer, State
     from accel_core.loop.forward_backward import Inputs, LossFn, WindowLoop
     from accel_core.loop.run import Asynchronous, Run
     from accel_core.processes.world import World
@@ -205,7 +204,7 @@ class CoreDefaults:
     def checkpoints(self, call: str) -> CheckpointComponent:
         """The component for checkpoints and weights. Raises `NotInstalledError`, naming `call`, if there is none."""
         if self._checkpoints is None:
-            self._checkpoints = find_default(GROUP, NAME, call).load()()
+            self._checkpoints = find_default(*CHECKPOINTS, call).load()()
         return self._checkpoints
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from accel_core.facade.accelerator_parts import AcceleratorParts
 
 if TYPE_CHECKING:
     from accel_core.build import Assembly
-    from accel_core.contract.recorder import Recorder
+    from accel_core.contract.default_components import Recorder
     from accel_core.plugins.explain import Detail
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.tracker import GeneralTracker

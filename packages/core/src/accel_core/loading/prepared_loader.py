@@ -38,7 +38,6 @@ from accel_core.loading.index_source import (
     source_after,
 )
 from accel_core.processes import random_state
-from accel_core.processes.watch.failure_notices import announce
 
 SETTLE = 0.005
 """Seconds before workers are forked in a process that has just communicated.
@@ -71,13 +70,10 @@ class Outlet:
 
     @contextmanager
     def passage(self) -> Iterator[Passage]:
-        """One iteration, from its first batch to its end or death. What is raised inside is announced to the other ranks."""
+        """One iteration, from its first batch to its end or death."""
         passage = self.feed.enter(self)
         try:
             yield passage
-        except Exception as error:
-            announce(error)
-            raise
         finally:
             passage.leave()
 

@@ -25,7 +25,6 @@ from torch.distributed import distributed_c10d
 
 from accel_core.base.errors import CollectiveMismatchError
 from accel_core.processes.watch.collective_scope import collective
-from accel_core.processes.watch.failure_notices import announce
 from accel_core.processes.world import groups_beside
 
 _DONE, _NO_ROOM = "done", "ran out of memory"
@@ -105,20 +104,18 @@ def all_done(function: str, size: int, problem: str | None, patience: timedelta)
     if ballot is None:
         return problem is None
     ballot.cast(function, size, _DONE if problem is None else _NO_ROOM)
-    try:
-        with collective("find_executable_batch_size()"):
-            votes = ballot.read(None if problem is None else patience)
-    except dist.DistStoreError as timeout:
+    votes: list[Vote] | None = None
+    with contextlib.suppress(dist.DistStoreError), collective("find_executable_batch_size()"):
+        votes = ballot.read(None if problem is None else patience)
+    if votes is None:  # outside of the handler: behind an error of a store, this one would pass for another rank's
         outcome = "gave up waiting for the other ranks"
         ballot.cast(function, size, outcome if problem is None else f"{_NO_ROOM}, and {outcome}")
-        error = RuntimeError(
+        raise RuntimeError(
             f"`{function}` was tried with a batch size of {size}, and {problem or 'there was room on this rank'}; but ranks "
             f"{ballot.missing()} have not ended the attempt. A rank that runs out of memory alone leaves the others in a "
             f"collective, which cannot be taken back. Start again with a smaller starting_batch_size; if the attempt just "
             f"takes long on the others, give a larger patience."
         )
-        announce(error)  # to those whose collective breaks when this process ends
-        raise error from timeout
     _check(votes)
     return all(vote.outcome == _DONE for vote in votes)
 

@@ -14,10 +14,9 @@ from accel_core.base.errors import CheckpointError
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
 
 if TYPE_CHECKING:
-    from accel_core.contract.optimizer_state import OptimizerState
-    from accel_core.contract.recorder import Recorder
+    from accel_core.contract.default_components import Recorder
     from accel_core.contract.strategy import Strategy
-    from accel_core.contract.tensor_layouts import State
+    from accel_core.contract.tensor_layouts import OptimizerState, State
     from accel_core.loop.accumulation import Accumulation
     from accel_core.loop.preparation import Prepared, PreparedModel
     from accel_core.options.project import ProjectConfiguration

@@ -2,9 +2,8 @@
 
     ACCELERATE_FSDP__CPU_OFFLOAD=yes        --fsdp.cpu-offload        fsdp: {cpu_offload: true}
 
-Which options a section has, and of what type, its constructor says
-(`accel_core.options.option_fields`). A component that was built in code is complete: a section for
-it is an error. One for a component that is not active has no effect, and says so.
+Its constructor says which options a section has. A section for a component that was built in code
+is an error; one for a component that is not active has no effect, and says so.
 """
 
 from __future__ import annotations
@@ -32,13 +31,7 @@ if TYPE_CHECKING:
 
 
 class Shared(NamedTuple):
-    """A section that is there whatever is chosen.
-
-    Args:
-        handler: the class whose fields are its options.
-        elsewhere: fields that are no options of the section, because the Accelerator has them:
-            field → its option.
-    """
+    """A section that is there whatever is chosen: a class, and those of its fields that are options of the Accelerator."""
 
     handler: type[KwargsHandler]
     elsewhere: Mapping[str, str]
@@ -72,8 +65,8 @@ class Sections:
         Args:
             name: under which it is chosen.
             load: gives its constructor; called only if anything was given.
-            elsewhere: parameters that are options of the Accelerator, and so not of the section:
-                parameter → its option.
+            elsewhere: parameters that are options of the Accelerator instead: parameter → its
+                option.
 
         Raises:
             ValueError: for an option that it does not have, one that only Python can express, and a
@@ -125,9 +118,6 @@ class Sections:
         Args:
             offers: what is installed.
             active: what is active, in words.
-
-        Raises:
-            ValueError: for a section whose name nothing has.
         """
         known = {section_name(offer.name): offer.name for offer in offers} | {name: name for name in SECTIONS}
         for section, source in self._sources.items():

@@ -1,8 +1,7 @@
 """Values of options made from text and from data, and data made from values, for a closed set of types.
 
-These are bool, int, float, str, `Literal`, `Enum`, paths, `torch.dtype`, `timedelta`, None, unions
-of these, and lists, tuples, sets and dicts of them. What a file, the environment, the command line
-or a questionnaire say is converted here, by the same rules.
+`_TYPES` lists them; unions of these are admitted too, and lists, tuples, sets and dicts of them.
+What a file, the environment, the command line or a questionnaire say is converted here.
 
 Values come in two forms. *Text* is what the environment and the command line have. *Data* is what
 JSON and YAML have: None, bool, int, float, text, lists, and dicts with texts as keys.
@@ -10,6 +9,7 @@ JSON and YAML have: None, bool, int, float, text, lists, and dicts with texts as
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
 
@@ -40,9 +40,8 @@ def from_text(kind: Any, text: str) -> Any:
     """The value of type `kind` that a text stands for.
 
     A list is written with commas, or as JSON; a dict as JSON, or as `key=value,key=value`. Where a
-    type admits several readings, a number is a number before it is a truth value, and a text is
-    what nothing else fits. Where it admits anything, what stands between commas is read as JSON if
-    it is JSON; what JSON puts into quotes is a text.
+    type admits several readings, a number is a number before it is a truth value, and a text is what
+    nothing else fits. Where it admits anything, text is read as JSON if it is JSON.
 
     Raises:
         ValueError: if it stands for none; the message is `expected(kind)`.
@@ -60,11 +59,7 @@ def from_data(kind: Any, data: Any) -> Any:
 
 
 def to_data(value: Any) -> Any:
-    """A value of the closed set of types as data, such that `from_data` gives it back.
-
-    Raises:
-        TypeError: for any other value.
-    """
+    """A value of the closed set of types as data, such that `from_data` gives it back. Raises `TypeError` for any other."""
     if isinstance(value, Enum):
         return to_data(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -86,7 +81,12 @@ def to_data(value: Any) -> Any:
 
 def expected(kind: Any) -> str:
     """A description of the values of type `kind`: "true or false", "a whole number", "one of 'pad', 'stop'"."""
-    words = list(dict.fromkeys(_words(kind)))
+    rows = [(_row(member), member) for member in members(kind) if member is not types.NoneType]
+    words = list(dict.fromkeys([row.words(member) for row, member in rows if row is not None]))
+    if is_optional(kind):
+        words.append("'none'")
+    if not words:
+        return "an object"
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
@@ -95,15 +95,8 @@ def choices(kind: Any) -> tuple[Any, ...]:
     admitted = [member for member in members(kind) if member is not types.NoneType]
     if admitted == [bool]:
         return (True, False)
-    found: list[Any] = []
-    for member in admitted:
-        if get_origin(member) is Literal:
-            found += get_args(member)
-        elif _is_enum(member) and _is_simple(member):
-            found += list(member)
-        else:
-            return ()
-    return tuple(found)
+    listed = [_listed(member) for member in admitted]
+    return tuple(itertools.chain(*listed)) if all(listed) else ()
 
 
 def members(kind: Any) -> list[Any]:
@@ -123,92 +116,72 @@ def is_optional(kind: Any) -> bool:
 
 def is_expressible(kind: Any) -> bool:
     """Whether text can express a value of the type that is not None. Members of a union that it cannot are for Python only."""
-    return any(_is_simple(member) or _is_container(member) for member in members(kind) if member is not types.NoneType)
-
-
-def _is_simple(kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return True
-    if kind is os.PathLike or get_origin(kind) is os.PathLike:
-        return True
-    if _is_enum(kind):
-        return all(isinstance(each.value, (bool, int, float, str)) for each in kind)
-    return isinstance(kind, type) and (
-        kind in {bool, int, float, str, torch.dtype, timedelta} or issubclass(kind, Path)
-    )
-
-
-def _is_container(kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    if origin in {dict, Mapping}:
-        keys, values = get_args(kind) or (str, Any)
-        return keys is str and (values is Any or is_expressible(values))
-    return origin in _LISTS and all(each is Any or each is ... or is_expressible(each) for each in get_args(kind))
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
-
-
-_ORDER: tuple[Callable[[Any], bool], ...] = (
-    lambda kind: get_origin(kind) is Literal,
-    lambda kind: kind is types.NoneType,
-    _is_enum,
-    lambda kind: kind is int,
-    lambda kind: kind is float,
-    lambda kind: kind is bool,
-    lambda kind: kind in {torch.dtype, timedelta},
-    _is_container,
-    lambda _: True,
-)
-"""In which order the members of a union are tried: the narrow before the wide, and text last."""
+    return any(_row(member) for member in members(kind) if member is not types.NoneType)
 
 
 def _convert(kind: Any, value: Any, *, text: bool) -> Any:
     if kind is Any:
-        return _any(value, text=text)
-    admitted = [
-        member for member in members(kind) if _is_simple(member) or _is_container(member) or member is types.NoneType
-    ]
-    for member in sorted(admitted, key=lambda each: next(place for place, fits in enumerate(_ORDER) if fits(each))):
-        if str in admitted and _is_container(member) and isinstance(value, str) and not _looks_like_several(value):
-            continue  # one name, where one or several may be given
-        try:
-            return _one(member, value, text=text)
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            continue
+        return _parsed(value) if text and isinstance(value, str) else value
+    admitted = members(kind)
+    one_name = str in admitted and isinstance(value, str) and "," not in value and not _is_json(value)
+    for row in _TYPES:
+        for member in admitted:
+            if row.fits(member) and not (one_name and row.holds_others):
+                try:
+                    return row.make(member, value, text)
+                except (ValueError, TypeError, OverflowError, RecursionError):
+                    continue
     raise ValueError(expected(kind))
 
 
-def _one(kind: Any, value: Any, *, text: bool) -> Any:
-    """A value of one type that is no union. Raises `ValueError` or `TypeError` if it is of another."""
-    if kind is types.NoneType:
-        return _none(value)
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _listed(kind: Any) -> tuple[Any, ...]:
+    """The values of a `Literal` or an `Enum`."""
     if get_origin(kind) is Literal:
-        return _among(get_args(kind), value)
-    if _is_enum(kind):
-        return _among(tuple(kind), value)
-    if kind is bool:
-        return _truth(value)
-    if _is_container(kind):
-        return _container(kind, value, text=text)
-    if kind is torch.dtype:
-        return _dtype(value)
-    if kind is timedelta:
-        return _duration(value)
-    if kind in {int, float}:
-        return _number(kind, value)
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value if kind is str else Path(value)
+        return get_args(kind)
+    return tuple(kind) if _is_enum(kind) else ()
 
 
-def _none(value: Any) -> None:
+def _is_enum(kind: Any) -> bool:
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, Enum)
+        and all(isinstance(each.value, (bool, int, float, str)) for each in kind)
+    )
+
+
+def _among(kind: Any, value: Any, _: bool) -> Any:
+    plain = [(each, each.value if isinstance(each, Enum) else each) for each in _listed(kind)]
+    for each, own in plain:
+        if type(own) is type(value) and own == value:
+            return each
+    if isinstance(value, str):
+        for each, own in plain:
+            if str(own).casefold() == value.strip().casefold():
+                return each
+    raise ValueError(value)
+
+
+def _none(_: Any, value: Any, __: bool) -> None:
     if value is not None and not (isinstance(value, str) and value.strip().lower() in NONE):
         raise ValueError(value)
 
 
-def _truth(value: Any) -> bool:
+def _number(kind: Any, value: Any, _: bool) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(value)
+    if kind is int and isinstance(value, float):
+        raise ValueError(value)
+    return kind(value)
+
+
+def _truth(_: Any, value: Any, __: bool) -> bool:
     if isinstance(value, bool):
         return value
     lowered = value.strip().lower() if isinstance(value, str) else ""
@@ -217,99 +190,54 @@ def _truth(value: Any) -> bool:
     return lowered in TRUE
 
 
-def _number(kind: type, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(value)
-    if kind is int and isinstance(value, float):
-        raise ValueError(value)
-    return kind(value)
-
-
-def _among(values: Sequence[Any], value: Any) -> Any:
-    for each in values:
-        plain = each.value if isinstance(each, Enum) else each
-        if type(plain) is type(value) and plain == value:
-            return each
-    if isinstance(value, str):
-        for each in values:
-            plain = each.value if isinstance(each, Enum) else each
-            if str(to_data(plain)).casefold() == value.strip().casefold():
-                return each
-    raise ValueError(value)
-
-
-def _dtype(value: Any) -> torch.dtype:
+def _dtype(_: Any, value: Any, __: bool) -> torch.dtype:
     found = getattr(torch, value.strip().removeprefix("torch."), None) if isinstance(value, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(value)
     return found
 
 
-def _duration(value: Any) -> timedelta:
+def _duration(_: Any, value: Any, __: bool) -> timedelta:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
         return timedelta(seconds=value)
-    if not isinstance(value, str):
-        raise ValueError(value)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", value.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ValueError(value)
     return timedelta(seconds=float(match[1]) * _UNITS[match[2] or "s"])
 
 
-def _container(kind: Any, value: Any, *, text: bool) -> Any:
-    origin = get_origin(kind) or kind
-    # What JSON puts into quotes is a text; what stands between commas may be anything.
-    text = text and isinstance(value, str) and not _is_json(value)
-    if origin in {dict, Mapping}:
-        data = _dict_of(value) if isinstance(value, str) else value
-        if not isinstance(data, Mapping):
-            raise TypeError(value)
-        each = (get_args(kind) or (str, Any))[1]
-        return {str(key): _convert(each, item, text=text) for key, item in data.items()}
-    data = _list_of(value) if isinstance(value, str) else value
+def _text(kind: Any, value: Any, _: bool) -> Any:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value if kind is str else Path(value)
+
+
+def _mapping(kind: Any, value: Any, text: bool) -> dict[str, Any]:
+    data = value
+    if isinstance(value, str) and _is_json(value):
+        data, text = json.loads(value, object_pairs_hook=_unique), False
+    elif isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if any(not separator for _, separator, _ in pairs):
+            raise ValueError(value)
+        data = _unique([(key.strip(), item.strip()) for key, _, item in pairs])
+    if not isinstance(data, Mapping):
+        raise TypeError(value)
+    own = _types_within(kind)[-1]
+    return {str(key): _convert(own, item, text=text) for key, item in data.items()}
+
+
+def _list(kind: Any, value: Any, text: bool) -> Any:
+    data = value
+    if isinstance(value, str) and _is_json(value):
+        data, text = json.loads(value), False
+    elif isinstance(value, str):
+        data = [part.strip() for part in value.split(",")] if value.strip() else []
     if not isinstance(data, (list, tuple)):
         raise TypeError(value)
-    items = zip(_types_of_items(kind, len(data)), data, strict=True)
-    return _LISTS[origin]([_convert(each, item, text=text) for each, item in items])
-
-
-def _types_of_items(kind: Any, count: int) -> list[Any]:
-    """The type of each of so many items. Raises `ValueError` where a tuple has another number of them."""
-    own = get_args(kind) or (Any,)
-    if _is_fixed(kind):
-        if len(own) != count:
-            raise ValueError(count)
-        return list(own)
-    return [own[0]] * count
-
-
-def _is_fixed(kind: Any) -> bool:
-    """Whether a type is that of tuples with a type for each place."""
-    return get_origin(kind) is tuple and ... not in get_args(kind)
-
-
-def _is_json(text: str) -> bool:
-    return text.lstrip().startswith(("[", "{"))
-
-
-def _looks_like_several(text: str) -> bool:
-    return "," in text or _is_json(text)
-
-
-def _list_of(text: str) -> Any:
-    if _is_json(text):
-        return json.loads(text)
-    stripped = text.strip()
-    return [part.strip() for part in stripped.split(",")] if stripped else []
-
-
-def _dict_of(text: str) -> Any:
-    if _is_json(text):
-        return json.loads(text, object_pairs_hook=_unique)
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if any(not separator for _, separator, _ in pairs):
-        raise ValueError(text)
-    return _unique([(key.strip(), value.strip()) for key, _, value in pairs])
+    own = _types_within(kind)
+    items = zip(own, data, strict=True) if _is_fixed(kind) else ((own[0], item) for item in data)
+    return _LISTS[get_origin(kind) or kind]([_convert(each, item, text=text) for each, item in items])
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -320,49 +248,77 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _any(value: Any, *, text: bool) -> Any:
-    """Of a value that may be anything, text is read as JSON where it is JSON."""
-    if not text or not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith(("[", "{"))
 
 
-def _words(kind: Any) -> list[str]:
-    words: list[str] = []
-    listed = choices(kind)
-    if listed and set(map(type, listed)) != {bool}:
-        words.append(f"one of {', '.join(repr(to_data(each)) for each in listed)}")
-    for member in members(kind):
-        if member is not types.NoneType and not (words and (get_origin(member) is Literal or _is_enum(member))):
-            words += _words_of(member)
-    if is_optional(kind) and "one of 'none'" not in words:
-        words.append("'none'")
-    return words or ["an object"]
+def _types_within(kind: Any) -> list[Any]:
+    return [each for each in get_args(kind) if each is not ...] or [Any]
 
 
-def _words_of(kind: Any) -> list[str]:
-    plain = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        torch.dtype: "a dtype of torch such as 'bfloat16'",
-        timedelta: "a time such as 600 (seconds), '90s', '30m' or '2h'",
-    }
-    if kind in plain:
-        return [plain[kind]]
-    if get_origin(kind) is Literal:
-        return [f"one of {', '.join(map(repr, get_args(kind)))}"]
-    if _is_enum(kind) and _is_simple(kind):
-        return [f"one of {', '.join(repr(to_data(each)) for each in kind)}"]
-    if not _is_container(kind):
-        return ["a path"] if _is_simple(kind) else []
-    if (get_origin(kind) or kind) in {dict, Mapping}:
-        return ["a mapping such as {key: value}"]
+def _is_fixed(kind: Any) -> bool:
+    """Whether a type is that of tuples with a type for each place."""
+    return get_origin(kind) is tuple and ... not in get_args(kind)
+
+
+def _is_mapping(kind: Any) -> bool:
+    keys, *values = get_args(kind) or (str,)
+    return (get_origin(kind) or kind) in {dict, Mapping} and keys is str and _are_expressible(values)
+
+
+def _is_list(kind: Any) -> bool:
+    return (get_origin(kind) or kind) in _LISTS and _are_expressible(_types_within(kind))
+
+
+def _are_expressible(kinds: Sequence[Any]) -> bool:
+    return all(each is Any or is_expressible(each) for each in kinds)
+
+
+def _words_of_list(kind: Any) -> str:
+    own = _types_within(kind)
     if _is_fixed(kind):
-        return [f"a list of {len(get_args(kind))}: {', '.join(map(expected, get_args(kind)))}"]
-    each = next(iter(get_args(kind)), Any)
-    return ["a list" if each is Any else f"a list, each {expected(each)}"]
+        return f"a list of {len(own)}: {', '.join(map(expected, own))}"
+    return "a list" if own[0] is Any else f"a list, each {expected(own[0])}"
+
+
+def _is_text(kind: Any) -> bool:
+    return (get_origin(kind) or kind) in {str, os.PathLike} or (isinstance(kind, type) and issubclass(kind, Path))
+
+
+class _Type(NamedTuple):
+    """One row of the closed set of types.
+
+    Args:
+        fits: whether a type is of this row.
+        make: the value for a type, a value in text or data, and whether text is text or data's.
+        words: a description of the values.
+        holds_others: whether the values consist of others.
+    """
+
+    fits: Callable[[Any], bool]
+    make: Callable[[Any, Any, bool], Any]
+    words: Callable[[Any], str]
+    holds_others: bool = False
+
+
+_TYPES = (
+    _Type(
+        lambda kind: bool(_listed(kind)),
+        _among,
+        lambda kind: f"one of {', '.join(repr(to_data(each)) for each in _listed(kind))}",
+    ),
+    _Type(lambda kind: kind is types.NoneType, _none, lambda _: "'none'"),
+    _Type(lambda kind: kind is int, _number, lambda _: "a whole number"),
+    _Type(lambda kind: kind is float, _number, lambda _: "a number"),
+    _Type(lambda kind: kind is bool, _truth, lambda _: "true or false"),
+    _Type(lambda kind: kind is torch.dtype, _dtype, lambda _: "a dtype of torch such as 'bfloat16'"),
+    _Type(lambda kind: kind is timedelta, _duration, lambda _: "a time such as 600 (seconds), '90s', '30m' or '2h'"),
+    _Type(_is_mapping, _mapping, lambda _: "a mapping such as {key: value}", holds_others=True),
+    _Type(_is_list, _list, _words_of_list, holds_others=True),
+    _Type(_is_text, _text, lambda kind: "a text" if kind is str else "a path"),
+)
+"""The types in the order in which the members of a union are tried: the narrow before the wide, and text last."""
+
+
+def _row(kind: Any) -> _Type | None:
+    return next((row for row in _TYPES if row.fits(kind)), None)

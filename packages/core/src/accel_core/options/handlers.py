@@ -43,8 +43,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: backend of `torch.distributed`; None: gloo on CPU, the device's own beside gloo on
             an accelerator.
         init_method: URL at which the ranks meet; None: what the launcher says.
-        timeout: how long a collective may wait; None: torch's default. It holds for every group
-            that is created.
+        timeout: how long a collective may wait, in every group that is created; None: torch's
+            default.
     """
 
     backend: str | None = None
@@ -79,8 +79,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: True, given explicitly: an LR scheduler advances by the micro-batches of
-            the window at each optimizer step. Otherwise one `scheduler.step()` is one step.
+        adjust_scheduler: True: an LR scheduler advances by the micro-batches of the window at each
+            optimizer step. Otherwise one `scheduler.step()` is one step.
         sync_with_dataloader: whether a window also closes at the end of a prepared loader.
         sync_each_batch: whether gradients are synchronised at each micro-batch (less memory under
             some strategies, more communication; the result is the same).
@@ -109,21 +109,18 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """Options for trackers that raise, or take long.
-
-    A tracker that does either is switched off with one warning, and the training goes on.
+    """Options for trackers that raise, or take long: they are switched off with one warning, and the training goes on.
 
     Args:
-        strict: whether the failure of a tracker, and a value that it cannot record, ends the run
-            with a `TrackerError`.
+        strict: whether a tracker's failure, or a value that it cannot record, ends the run with a
+            `TrackerError`.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
-        stall_timeout: seconds that it may take for one record. Nobody waits for that: the training
-            goes on meanwhile.
+        stall_timeout: seconds that it may take for one record. Nobody waits for that.
         finish_timeout: seconds that `end_training`, or the end of the program, waits until
             everything is recorded.
-        most_pending: how many records may wait for one tracker, at least 1. Large ones count as
-            several: every 10,000 values of histograms, images, tensors, arrays and lists, every
-            10,000 characters of texts, and every 100 cells of a table are one more.
+        most_pending: how many records may wait for one tracker, at least 1. Every 10,000 values of
+            histograms, images, tensors, arrays and lists, every 10,000 characters of texts, and
+            every 100 cells of a table count as one more.
 
     Raises:
         ValueError: for a number that is not positive.
@@ -147,24 +144,20 @@ class TrackingKwargs(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """Options for compiling prepared models: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
 
-    Everything but the last two fields is handed to `torch.compile`. The object is complete: what
-    was said outside of the code (see `accel_core.options.option_sources`) for `dynamo_backend`, or
-    for the section `dynamo`, is refused beside it.
+    The object is complete: what was said outside of the code is refused beside it. All but the last
+    two fields are handed to `torch.compile`.
 
     Args:
         backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a
-            function that takes a graph module and its example inputs and returns what to call
-            instead. "no": nothing is compiled.
+            function of a graph module and its example inputs. "no": nothing is compiled.
         mode: a preset of "inductor", such as "reduce-overhead" or "max-autotune".
-        fullgraph: whether a model that is not one graph is an error, instead of being compiled in
-            pieces.
+        fullgraph: whether a model that is not one graph is an error.
         dynamic: True traces with sizes that may change, False compiles anew for each, None begins
             with fixed ones.
-        options: options of the backend, by name. Not together with `mode`, which is a set of them.
+        options: options of the backend, by name. Not together with `mode`.
         disable: True leaves everything uncompiled, to compare with.
-        use_regional_compilation: whether the repeated blocks of a model are compiled, and not the
-            model: equal ones share one compilation, so that the first step comes soon. See
-            `compile_calls`.
+        use_regional_compilation: whether the repeated blocks of a model are compiled instead of the
+            model: equal ones share one compilation, so that the first step comes soon.
 
     Raises:
         TypeError: for a value of another type.

@@ -18,7 +18,7 @@ VARIABLES: Mapping[str, str] = {name: variable_of(name) for name in LOADER_OPTIO
 
 
 def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
-    """Every option with its source; "default" and None where nothing was given, so that the loader's own default holds.
+    """Every option with its source; "default" and None where nothing was given: the loader's own default holds.
 
     Args:
         loose: the arguments of the Accelerator, None where they were not given.
@@ -26,8 +26,7 @@ def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Op
 
     Raises:
         TypeError: if a value is of the wrong type.
-        ValueError: if a value is wrong, or a field of `config` was also given as an argument or in
-            the environment.
+        ValueError: if a value is wrong, or a field of `config` was also given otherwise.
     """
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}

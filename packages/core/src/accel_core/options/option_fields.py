@@ -1,8 +1,7 @@
 """Options of a component, read from its constructor: their names, types and defaults.
 
-One declaration per option: a parameter of a constructor. `accel_core.options.conversion` makes
-values of it from what Python, a file, the environment, the command line or a questionnaire say, for
-a closed set of types. A parameter of any other type is for Python only.
+A parameter is an option's one declaration; one of a type outside of the closed set of
+`accel_core.options.conversion` is for Python only.
 """
 
 from __future__ import annotations
@@ -22,28 +21,7 @@ from typing import Any
 
 import torch
 
-from accel_core.options.conversion import (
-    choices,
-    expected,
-    from_data,
-    from_text,
-    is_expressible,
-    is_optional,
-    members,
-    to_data,
-)
-
-__all__ = [
-    "Field",
-    "choices",
-    "expected",
-    "fields_of",
-    "from_data",
-    "from_text",
-    "is_optional",
-    "members",
-    "to_data",
-]
+from accel_core.options.conversion import is_expressible
 
 _USUAL = {
     **vars(typing),

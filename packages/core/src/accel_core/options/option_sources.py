@@ -1,16 +1,13 @@
 """Options from outside of the code: a launcher's command line, the environment, a configuration file.
 
-An option has one name everywhere: that of the constructor's parameter. Its variable is
-`ACCELERATE_<OPTION>`, that of a component's option `ACCELERATE_<COMPONENT>__<OPTION>`, where the
-component goes by the name under which it is chosen. A launcher hands on what its command line and
-its file say in one variable more, `ACCELERATE_CONFIG`, as JSON:
+The variable of an option is `ACCELERATE_<OPTION>`, that of a component's option
+`ACCELERATE_<COMPONENT>__<OPTION>`. A launcher hands on what its command line and its file say in
+one variable more, `ACCELERATE_CONFIG`, as JSON: variable → [data, where it was said].
 
     {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
 
-that is, variable → [data, where it was said], and only what was given. The command line wins over
-the environment, and that over the file. Processes that such a process starts inherit both; a
-launcher among them adds to them what it was told itself. Files themselves are read by launchers
-alone: started by `python` or `torchrun`, a script never picks up one from somebody's home.
+The command line wins over the environment, and that over the file. Files are read by launchers
+alone: a script never picks up one from somebody's home.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ class ProjectConfiguration:
             `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many of those are kept, at least 1; None: all. Takes automatic names.
         iteration: the number of the next checkpoint, from 0.
-        save_on_each_node: whether files are written on every machine, by its local main process,
-            instead of once.
+        save_on_each_node: whether files are written on every machine, instead of once.
 
     Raises:
         TypeError: if a value is of the wrong type.
@@ -40,10 +39,11 @@ class ProjectConfiguration:
         for name in ("project_dir", "logging_dir"):
             _check_location(f"ProjectConfiguration({name}=...)", getattr(self, name))
         for name in ("automatic_checkpoint_naming", "save_on_each_node"):
-            _check_flag(name, getattr(self, name))
-        if self.total_limit is not None:
-            _check_number("total_limit", self.total_limit, 1)
-        _check_number("iteration", self.iteration, 0)
+            _check(name, getattr(self, name), bool, "True or False")
+        for name, least in (("total_limit", 1), ("iteration", 0)):
+            value = getattr(self, name)
+            if name == "iteration" or value is not None:
+                _check(name, value, int, f"an integer of at least {least}", least)
         if self.total_limit is not None and not self.automatic_checkpoint_naming:
             raise ValueError(
                 f"ProjectConfiguration(total_limit={self.total_limit}) limits checkpoints with automatic names, and "
@@ -54,10 +54,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Location = None) -> None:
-        """Sets the folder of the project, and that of the logs where none was given.
-
-        Args:
-            project_dir: a path; it is made when something is written.
+        """Sets the folder of the project, which is made when something is written, and that of the logs where none was given.
 
         Raises:
             TypeError: if it is no path.
@@ -79,8 +76,8 @@ def resolve_project(project_dir: object, project_config: object, source: str = "
 
     Raises:
         TypeError: if one of them is of another type.
-        ValueError: if they name two folders, or checkpoints are to get automatic names in no
-            folder.
+        ValueError: if they name two folders, or automatic names were asked for and no folder is
+            known.
     """
     _check_location("Accelerator(project_dir=...)", project_dir)
     assert project_dir is None or isinstance(project_dir, (str, os.PathLike))
@@ -115,18 +112,8 @@ def _check_location(asked: str, value: object) -> None:
         )
 
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected True or False."
-        )
-
-
-def _check_number(name: str, value: object, least: int) -> None:
-    if type(value) is not int:
-        raise TypeError(
-            f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected an integer of at least "
-            f"{least}."
-        )
-    if value < least:
-        raise ValueError(f"ProjectConfiguration({name}={value}): expected an integer of at least {least}.")
+def _check(name: str, value: object, kind: type, words: str, least: int = 0) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected {words}.")
+    if value < least:  # type: ignore[operator]
+        raise ValueError(f"ProjectConfiguration({name}={value}): expected {words}.")

@@ -1,8 +1,6 @@
 """Options of the Accelerator that were not given in code: what was said outside of it holds, read once, in the constructor.
 
-An argument that was given wins, even if it equals the default; `accel_core.options.option_sources`
-says who else is asked, and in which order. The variable of an option is named where it is resolved;
-docs/reference/environment.md lists them all.
+An argument that was given wins, even if it equals the default.
 """
 
 from __future__ import annotations
@@ -97,11 +95,7 @@ def as_sequence(name: str, value: object) -> Sequence[Any]:
 
 
 def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
-    """The names of random streams in a list of texts and `RNGType`s.
-
-    Args:
-        asked: the name of the argument or variable, for messages.
-        value: the list; an empty one is fine.
+    """The names of random streams in a list of texts and `RNGType`s; `asked` names the argument or variable.
 
     Raises:
         TypeError: if it is no list, or holds something else.

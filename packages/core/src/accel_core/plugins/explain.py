@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.base.errors import PluginError
 from accel_core.base.masking import masked
-from accel_core.contract import checkpoint_component, detector, recorder
+from accel_core.contract.default_components import CHECKPOINTS, DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
@@ -84,13 +84,11 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and strings, under the names of the fields."""
+        rows = {name: getattr(self, name) for name in ("parts", "details", "settings", "inactive")}
         return {
-            "parts": [part._asdict() for part in self.parts],
-            "details": [detail._asdict() for detail in self.details],
-            "settings": [setting._asdict() for setting in self.settings],
+            **{name: [row._asdict() for row in found] for name, found in rows.items()},
             "owners": dict(self.owners),
             "listeners": {hook: list(names) for hook, names in self.listeners.items()},
-            "inactive": [offer._asdict() for offer in self.inactive],
         }
 
     def __str__(self) -> str:
@@ -119,8 +117,7 @@ def explain(
 
     Args:
         activation: what `activate` has returned.
-        selections: (role, component, source) of every part, where the source says who chose it:
-            "argument", the name of an environment variable, or "default".
+        selections: (role, component, source) of every part; the source says who chose it.
         options: further options by name, with their sources.
         further: details beside those that components give.
     """
@@ -156,8 +153,8 @@ def explain(
 
 def _state(offer: Offer, offers: Iterable[Offer]) -> str:
     state = offer_state(offer, offers)
-    defaults = {(each.GROUP, each.NAME) for each in (checkpoint_component, detector, recorder)}
-    return f"{state}: used where it is asked for" if state == "ok" and (offer.group, offer.name) in defaults else state
+    is_default = (offer.group, offer.name) in (CHECKPOINTS, DETECTOR, RECORDER)
+    return f"{state}: used where it is asked for" if state == "ok" and is_default else state
 
 
 def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
@@ -209,7 +206,7 @@ def _owner(selected: Selected | None, hook: str = "") -> str:
     if selected is not None:
         return f"{selected.noun} {selected.name!r}"
     if hook in CHECKPOINT_HOOKS:
-        return f"{CORE_DEFAULT}, by what {checkpoint_component.GROUP} offers as {checkpoint_component.NAME!r}"
+        return f"{CORE_DEFAULT}, by what {CHECKPOINTS[0]} offers as {CHECKPOINTS[1]!r}"
     return CORE_DEFAULT
 
 

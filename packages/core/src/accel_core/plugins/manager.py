@@ -1,10 +1,6 @@
 """Activation: which component owns which hook, who listens, and that nobody is overridden in silence.
 
-pluggy keeps the conventions that plugin authors know: the markers, and what counts as a marked
-method of an object. It neither keeps the components nor calls the hooks. Its manager compares
-components by `==`, to which two observers with equal settings are one; it is a cycle of references,
-so that a component would outlive its last user until the next garbage collection; parameters with
-defaults escape its checks. Why hooks are not dispatched is told in `accel_core.plugins.relay`.
+pluggy marks hooks, and neither keeps components nor calls them (docs/decisions/0004-pluggy-marks-and-does-not-dispatch.md).
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import pluggy
 from accel_core.base.errors import PluginError
 from accel_core.base.suggestions import nearest
 from accel_core.contract.hook_specs import PROJECT, HookSpecs, Kind
-from accel_core.plugins.relay import Listener, Listeners, Relay, bind
+from accel_core.plugins.relay import HOOKS, Listener, Listeners, Relay, bind
 from accel_core.plugins.selection import Selected
 
 MARK = "Mark a hook with @accel_core.hookimpl"
@@ -42,8 +38,7 @@ class Activation:
 
     Args:
         relay: what the core calls.
-        owners: for each owner hook, the component that owns it; None where the core's default
-            serves.
+        owners: for each owner hook, its component; None where the core's default serves.
         listeners: for each listener hook, its listeners in the order in which they are called.
     """
 
@@ -56,8 +51,7 @@ def hook_specs() -> dict[str, Spec]:
     """Every hook by name, in the order of `HookSpecs`."""
     return {
         name: Spec(name, function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
-        for name, function in vars(HookSpecs).items()
-        if hasattr(function, "accel_kind")
+        for name, function in ((name, vars(HookSpecs)[name]) for name in HOOKS)
     }
 
 
@@ -69,10 +63,10 @@ def activate(components: Sequence[Selected], defaults: object) -> Activation:
         defaults: an object whose marked methods serve where no component owns a hook.
 
     Raises:
-        PluginError: a marked method that no spec names, a method named like a hook without the
-            marker, an argument that the spec does not have, an option of the marker, a plugin
-            without hooks, a component passed twice, two owners of one hook, or an owner hook with
-            neither owner nor default (no strategy).
+        PluginError: for a marked method that no spec names, a hook without the marker, an argument
+            that the spec does not have, an option of the marker, a plugin without hooks, a
+            component passed twice, two owners of one hook, or an owner hook with neither owner nor
+            default.
     """
     specs = hook_specs()
     manager = pluggy.PluginManager(PROJECT)

@@ -1,8 +1,7 @@
 """Installed offers: names that distributions offer through entry points.
 
-Entry points give names, hooks give behaviour. `strategy="fsdp"` is looked up in the metadata of
-what is installed, which takes about a millisecond and imports nothing; only the offer that is
-chosen is loaded. Nothing is cached here: one caller lists once and passes the list on.
+A name is looked up in the metadata of what is installed, which takes about a millisecond and
+imports nothing; only the offer that is chosen is loaded. Callers list once and pass the list on.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class Offer:
         group: the entry-point group, `accel.strategies` for example.
         name: what is written in code or configuration to choose it.
         value: where the component is found, `module:attribute`.
-        distribution: the distribution that brings it, and its `version`.
-        core: the accel-core versions that this distribution asks for, such as `>=0.1,<1`; empty for
-            all.
+        distribution, version: what brings it.
+        core: the accel-core versions that this distribution asks for; empty for all.
     """
 
     group: Group
@@ -119,8 +117,7 @@ class Offer:
 def list_offers(group: Group | None = None) -> list[Offer]:
     """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin.
 
-    Of a distribution that stands on `sys.path` twice (editable and as a wheel) the first counts, as
-    it does for `import`.
+    Of a distribution that stands on `sys.path` twice the first counts, as it does for `import`.
     """
     offers: list[Offer] = []
     seen: set[str] = set()
@@ -171,33 +168,22 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
 
 
 def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | None = None) -> Offer:
-    """The offer under a default name, which nobody has asked for by that name. Imports nothing.
+    """The offer under a default name, which nobody has asked for by that name. Imports nothing; errors as of `find`.
 
     Args:
         call: what needs it, as in messages: "save_state()".
-        offers: as for `find`.
-
-    Raises:
-        NotInstalledError: nothing that is installed offers it.
-        PluginError: several distributions offer it.
     """
-    try:
-        return find(group, name, offers)
-    except NotInstalledError:
+    installed = list_offers(group) if offers is None else offers
+    found = [offer for offer in installed if (offer.group, offer.name) == (group, name)]
+    if not found:
         provider = KNOWN_PROVIDERS[group][name]
-        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}") from None
-    except PluginError:
-        found = [
-            each
-            for each in (list_offers(group) if offers is None else offers)
-            if (each.group, each.name) == (group, name)
-        ]
-        if len(found) < 2:
-            raise
+        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}")
+    if len(found) > 1:
         raise PluginError(
             f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}: "
             f"{', '.join(each.provider for each in found)}. Uninstall all but one."
-        ) from None
+        )
+    return found[0]
 
 
 def how_to_get(provider: str | None) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from accel_core.base.errors import PluginError
-from accel_core.base.suggestions import nearest
 from accel_core.plugins.offers import NOUNS, Group, Offer, find, list_offers
 
 
@@ -44,11 +41,7 @@ class Selected:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def provider(self) -> tuple[str, str] | None:
-        """The distribution and version that the component comes from; None for the user's own code.
-
-        For messages and `explain()`: it may read the file list of everything that is installed (70
-        ms).
-        """
+        """The distribution and version of the component; None for the user's own code. May take 70 ms: for messages."""
         if self.offer is not None:
             return self.offer.distribution, self.offer.version
         return _provider_of(self.where.partition(".")[0])
@@ -75,10 +68,10 @@ def build(
         offers: what `list_offers` has returned, to build several components with one listing.
 
     Raises:
-        PluginError: as `find` and `Offer.load` do, or if the component cannot be made from its name
-            alone.
-        ValueError: options for an object, or an option that the constructor does not have.
-        TypeError: a class instead of an object.
+        PluginError: as `find` and `Offer.load` do.
+        ValueError: options for an object.
+        TypeError: a class instead of an object, or options that its constructor does not have, or
+            cannot do without.
     """
     if not isinstance(choice, str):
         if options:
@@ -89,9 +82,14 @@ def build(
             )
         return passed(choice, group)
     offer = find(group, choice, offers)
-    factory = offer.load()
-    _check_options(offer, factory, options or {})
-    return Selected(factory(**(options or {})), offer.name, group, offer)
+    factory, given = offer.load(), options or {}
+    try:
+        return Selected(factory(**given), offer.name, group, offer)
+    except TypeError as error:
+        raise TypeError(
+            f"The {offer.noun} {offer} could not be made with {', '.join(given) or 'no options'}: {error}.\n"
+            f"Give what {offer.value} takes, or build the object in code and pass it."
+        ) from error
 
 
 def passed(component: object, group: Group | None = None) -> Selected:
@@ -104,31 +102,6 @@ def passed(component: object, group: Group | None = None) -> Selected:
         )
     name = component.__name__ if isinstance(component, ModuleType) else type(component).__name__
     return Selected(component, name, group)
-
-
-def _check_options(offer: Offer, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuses options that the constructor does not have, and a constructor that cannot do with those given."""
-    parameters = inspect.signature(factory).parameters
-    names = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = [] if takes_any else [option for option in options if option not in names]
-    if unknown:
-        meant = nearest(unknown[0], names)
-        hint = "Leave it out." if meant is None else f"Type {meant!r} if that was meant."
-        raise ValueError(
-            f"The option {unknown[0]!r} was given to the {offer.noun} {offer}, which does not have it.\n"
-            f"Its options: {', '.join(names) or 'none'}. {hint}"
-        )
-    required = [name for name in names if parameters[name].default is parameters[name].empty and name not in options]
-    if required:
-        raise PluginError(
-            f"The {offer.noun} {offer} was chosen by name, but it cannot be made without {', '.join(required)}.\n"
-            f"Give these options, or build the object in code ({offer.value}) and pass it."
-        )
 
 
 def _provider_of(package: str) -> tuple[str, str] | None:

@@ -1,10 +1,8 @@
 """Whether an installed version is one that a plugin's metadata admits.
 
-`packaging` answers this for every version that was ever published, but it costs 9.5 ms to import
-and the core does not depend on it. What stands in the metadata of a plugin of ours is narrower:
-versions as build tools write them (normalised, without epoch) and comparisons joined by commas.
-Anything else is refused, not guessed. Ordering and the exclusive comparisons follow
-https://packaging.python.org/en/latest/specifications/version-specifiers/.
+`packaging` would cost 9.5 ms to import. Metadata of plugins is narrower than what it reads:
+versions as build tools write them, without epoch, and comparisons joined by commas. The rest is
+refused. See https://packaging.python.org/en/latest/specifications/version-specifiers/.
 """
 
 from __future__ import annotations
@@ -107,8 +105,7 @@ def canonical(name: str) -> str:
 def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
     """The clauses that `Requires-Dist` lines put on one distribution, joined by commas; empty if there are none.
 
-    Lines with an environment marker (after ";") are left out: extras do not bind, and the installer
-    has judged the others. So are direct references ("@"), which say no version.
+    Lines with an environment marker are left out, for extras do not bind; so are direct references.
     """
     found = []
     for line in requirements or ():

@@ -1,33 +1,21 @@
 """One collective per message, and an error instead of a hang: how the ranks of a group exchange bytes.
 
-Every exchange is an all_gather of one flat buffer of bytes. A rank's part begins with words of 64
-bits,
+Every exchange is an all_gather of one flat buffer. A rank's part is a header of 64-bit words,
 
     digest | bytes needed | rows of tensor 0 | rows of tensor 1 | ...
 
-and then holds the tensors, each aligned. The digest covers the call, the structure, the dtypes and
-all dimensions but the first, so ranks that called different things see it in the headers, exchange
-descriptions, and all raise. A rank that cannot take part because its own arguments are wrong says
-so in its header, and all raise as well.
+and then the tensors, aligned. The digest covers the call, the structure, the dtypes and all
+dimensions but the first: ranks that called different things, or that refuse their arguments, are
+seen in the headers, and all raise.
 
-**Capacity.** A collective needs the same size on every rank, also when their arguments differ. So
-the capacity of the buffer depends only on what every rank has seen: the headers of earlier
-exchanges. It is the largest need among the last `MEMORY` exchanges that followed an exchange of the
-same kind (call, structure, dtypes) as the previous one did, rounded up. If any rank needs more, all
-see that, and one second, larger collective follows. A loop that repeats itself thus takes one
-collective per exchange; where small and large exchanges alternate, each gets the size it needs; and
-one unusually large exchange costs at most `MEMORY` oversized ones.
+The capacity of the buffer has to be the same on every rank, and depends only on the headers of
+earlier exchanges: the largest need among the last `MEMORY` that followed an exchange of the same
+kind. If any rank needs more, one second, larger collective follows
+(docs/decisions/0003-collectives-of-agreed-size.md).
 
-**Device.** There is one transport per group, on the device of the channel. Tensors that live
-elsewhere are copied to it and back. A second transport for CPU tensors would bring back the hang: a
-rank with CPU tensors would wait in one while a rank with tensors on an accelerator waits in the
-other.
-
-**Group.** Messages do not share a process group with the collectives of torch (those of DDP, of
-FSDP, of the user). Where one rank is in an exchange and another in a collective of torch, gloo
-would take the message of one for that of the other, and a message that is larger than expected ends
-the process of its receiver by SIGABRT. In two groups both wait, until the Watch says where each
-rank stands.
+There is one transport per group, on the device of the channel, for a rank with CPU tensors must
+meet one with tensors elsewhere. Its process group is not that of torch's collectives: gloo takes a
+message of one for that of another, and aborts on a larger one than expected.
 """
 
 from __future__ import annotations
@@ -84,8 +72,7 @@ class Letter:
 
     Args:
         description: what must agree between the ranks.
-        specs: dtype and trailing dimensions of each tensor that travels; must follow from the
-            description.
+        specs: dtype and trailing dimensions of each tensor that travels; must follow from it.
         rows: the first dimension of each of them; may differ between the ranks.
         device: of the channel.
         stacked: every rank sends one row of each tensor, and receives them in one piece.
@@ -120,16 +107,9 @@ class Letter:
 class Channel:
     """The exchange of messages between the ranks of one group. Every method is a collective of that group.
 
-    `letters` is where callers keep the letters that they will send again, under keys of their own.
-
-    Args:
-        connect: gives the process group in which messages travel; called for the first one, by
-            every rank.
-        rank: this process's rank in the group.
-        size: how many ranks the group has.
-        device: where the group's collectives work, with its index.
-        watch: is told which exchange this rank is in.
-        members: the ranks of the group in the world; None: all.
+    `connect` gives the process group for messages, when the first one is sent. `members` are its
+    ranks in the world; None: all. `letters` is where callers keep the letters that they will send
+    again.
     """
 
     def __init__(
@@ -162,10 +142,9 @@ class Channel:
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.
 
-        The parts have the shape (rows of that rank, trailing dimensions) and the sender's dtype,
-        and lie on the channel's device, in a buffer that the next exchange overwrites: copy them.
-        They are detached. For a stacked letter there is a single part per tensor, of shape (ranks,
-        trailing dimensions).
+        A part has the shape (rows of that rank, trailing dimensions); for a stacked letter there is
+        a single one, of shape (ranks, trailing dimensions). Parts are detached, on the channel's
+        device, and lie in a buffer that the next exchange overwrites: copy them.
 
         Raises:
             CollectiveMismatchError: on every rank, if the ranks called different things.
@@ -188,11 +167,7 @@ class Channel:
         self.exchange(letter, ())
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error` here and lets the other ranks, which are in `exchange` or in `refuse`, raise too.
-
-        For arguments that cannot be sent: without it, the ranks whose arguments are right would
-        wait for ever.
-        """
+        """Raises `error`, about arguments that cannot be sent, here; the other ranks, which are in `exchange`, raise too."""
         with self._marked(REFUSED):
             self._refuse(self._frame(self._capacity()), error)
 

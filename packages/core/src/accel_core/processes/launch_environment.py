@@ -26,14 +26,13 @@ class Launcher(NamedTuple):
     Args:
         source: what `World.source` says.
         marks: it is taken to have started this process when all of these are set.
-        alone: variables, and values of theirs that say that it has started this process alone,
-            whatever the others say.
+        alone: variables and values that say that it has started this process alone.
         rank, local_rank: the variable that holds it.
         size, local_size: the variables that may hold it, best first. A local size may be a list of
             tasks per node in Slurm's notation, "2(x3),1".
         node: the index of this node in such a list.
-        job: identities that all ranks of a job share, from which a port can be derived; all that
-            are set count.
+        job: identities that all ranks of a job share, from which a port is derived; all that are
+            set.
         nodes: lists of the nodes in Slurm's notation, best first; the first node hosts the store.
     """
 
@@ -63,15 +62,23 @@ _TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK
 # What jobs are called by batch systems that may have an mpirun inside. Not the steps of Slurm: an mpirun there starts its
 # daemons on other nodes as a step, and the ranks on the first node without one.
 _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_PMI = Launcher(
-    "mpi",
-    ("PMI_RANK",),
-    "PMI_RANK",
-    ("PMI_SIZE",),
-    "MPI_LOCALRANKID",
-    ("MPI_LOCALNRANKS",),
-    job=_BATCH,
+_MPI = Launcher(
+    source="mpi",  # Open MPI
+    marks=("OMPI_COMM_WORLD_RANK",),
+    rank="OMPI_COMM_WORLD_RANK",
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
     nodes=("SLURM_JOB_NODELIST",),
+)
+_PMI = _MPI._replace(
+    marks=("PMI_RANK",),
+    rank="PMI_RANK",
+    size=("PMI_SIZE",),
+    local_rank="MPI_LOCALRANKID",
+    local_size=("MPI_LOCALNRANKS",),
+    job=_BATCH,
 )
 
 TORCHRUN = (
@@ -83,25 +90,14 @@ TORCHRUN = (
 
 LAUNCHERS = (
     # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
-    Launcher(
-        source="mpi",  # Open MPI
-        marks=("OMPI_COMM_WORLD_RANK",),
-        rank="OMPI_COMM_WORLD_RANK",
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
-        nodes=("SLURM_JOB_NODELIST",),
-    ),
-    Launcher(
-        source="mpi",  # MVAPICH2
+    _MPI,
+    _MPI._replace(  # MVAPICH2
         marks=("MV2_COMM_WORLD_RANK",),
         rank="MV2_COMM_WORLD_RANK",
         size=("MV2_COMM_WORLD_SIZE",),
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
         job=_BATCH,
-        nodes=("SLURM_JOB_NODELIST",),
     ),
     _PMI._replace(marks=("PMI_RANK", "MPI_LOCALRANKID")),  # MPICH and Intel MPI
     _PMI._replace(marks=("PMI_RANK", "PMI_LOCAL_RANK"), local_rank="PMI_LOCAL_RANK", local_size=("PMI_LOCAL_SIZE",)),
@@ -121,14 +117,7 @@ LAUNCHERS = (
     ),
     _PMI,  # after Slurm, whose steps may offer PMI as well
     # PMIx alone gives a rank, but no size: an error that says so, and not a world of one.
-    Launcher(
-        source="mpi",
-        marks=("PMIX_RANK",),
-        rank="PMIX_RANK",
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
+    _MPI._replace(marks=("PMIX_RANK",), rank="PMIX_RANK"),
 )
 """The other launchers, in the order in which they are asked."""
 
@@ -142,8 +131,7 @@ class Place:
         rank, size, local_rank, local_size: checked to fit together.
         address, port: of the store at which the ranks meet, or what is to be set to tell it.
         agent: whether the launcher itself hosts that store.
-        attempt: how often the launcher has restarted the job; told only if all ranks are local,
-            because each node counts for itself.
+        attempt: how often the launcher has restarted the job, if all ranks are local.
         job: what the launcher calls the job; empty if it does not say.
     """
 
@@ -174,10 +162,8 @@ class Place:
 def read_place(environ: Mapping[str, str]) -> Place:
     """Reads the place of this process from its environment; alone if no launcher has left its variables.
 
-    torchrun's variables win where torchrun itself has set them, and where they make a world larger
-    than the one around it: there, each process of the outer one has started several. Otherwise
-    somebody else has set them, and they have to say the same as the launcher's, which then says the
-    rest.
+    torchrun's variables win where torchrun has set them, or where they make a larger world than the
+    launcher around them. Otherwise they have to say the same as that one.
 
     Raises:
         WorldError: if the variables contradict each other or are incomplete.

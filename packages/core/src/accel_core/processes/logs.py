@@ -2,13 +2,12 @@
 
     logger = get_logger(__name__)
     logger.info("loaded %d samples", n)                             # once per node
-    logger.info("my shard begins at %d", i, main_process_only=False)  # "[RANK 3] my shard begins at 300"
+    logger.info("my shard begins at %d", i, main_process_only=False)  # "[RANK 3] my shard begins at
+        300"
     logger.info("one after the other", in_order=True)               # a collective
 
-It works at any time, before an Accelerator or a process group exists too, and starts nothing.
-Handlers and formats are the program's own, as with every standard logger: nothing is configured
-here but the level of the logger itself. Each record has the attributes `rank`, `local_rank` and
-`world_size`, for a format such as `"%(rank)s: %(message)s"`.
+It works before an Accelerator or a process group exists, and starts nothing. Handlers and formats
+are the program's own; records have the attributes `rank`, `local_rank` and `world_size`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> ProcessLogger:
     Args:
         name: as for `logging.getLogger`, usually `__name__`.
         log_level: of this logger, as a name in either case or as a number. None: what
-            `ACCELERATE_LOG_LEVEL`, or a launcher's `--log-level`, says, else the level stays as it
-            is.
+            `ACCELERATE_LOG_LEVEL`, or a launcher's `--log-level`, says, else it stays as it is.
 
     Raises:
         ValueError: if there is no such level.
@@ -65,9 +63,8 @@ class ProcessLogger(_Adapter):
     `main_process_only` (True): one line per node, from its local main process. False: a line from
     every process, which begins with `[RANK n]`.
 
-    `in_order` (False): True writes the lines of all processes, rank after rank, whatever
-    `main_process_only` says. It is a collective: every rank must call it, with the same level
-    enabled.
+    `in_order` (False): True writes the lines of all processes, rank after rank. A collective: every
+    rank must call it, with the same level enabled.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

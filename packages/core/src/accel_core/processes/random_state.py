@@ -56,7 +56,7 @@ def restore_random_state(states: dict[str, Any], device: torch.device | None) ->
 
 
 def check_random_state(states: Any, device: torch.device | None) -> None:
-    """Lets streams of nobody take the states, as `restore_random_state` would let those of the process; these stay as they are.
+    """Raises if `restore_random_state` could not set the streams to these states; the process's stay as they are.
 
     Raises:
         Exception: of any kind, if they are no states of streams; CheckpointError as

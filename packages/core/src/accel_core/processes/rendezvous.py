@@ -1,18 +1,14 @@
 """The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each.
 
-Every rank hands in a *card* with its rank and its device. Rank 0 reads the cards as they come, and
-gives a *verdict*: that all have come, or what is wrong. So every rank that has come raises the same
-error, and nobody waits for a world that cannot start. It costs each rank a few messages to the
-store, once, when its world starts.
+Every rank hands in a *card* with its device. Who comes last, or has waited for too long, gives the
+*verdict*, which holds for all: that all have come, or what is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import socket
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -30,13 +26,14 @@ if TYPE_CHECKING:
 FAREWELL = timedelta(seconds=3)
 """The time for which rank 0 keeps the store for ranks that have not read a bad verdict yet."""
 
+MET = "met"
+"""The verdict on a world that has come together."""
+
 
 def open_store(url: str, place: Place, timeout: timedelta) -> Store:
     """The store at `url`; rank 0 makes it, unless the launcher did. Does not wait for the others.
 
-    torch's own rendezvous makes rank 0 wait for as many connections as there are ranks, and leaves
-    no store to ask who is missing when they do not come. So at a plain `tcp://host:port` it is not
-    used.
+    torch's own rendezvous, which does, is used for other URLs than a plain `tcp://host:port`.
 
     Raises:
         torch.distributed.DistError: if the port is taken, or nobody listens there within `timeout`.
@@ -61,11 +58,9 @@ def open_store(url: str, place: Place, timeout: timedelta) -> Store:
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:
-    """A socket for a store at `host`, bound to the loopback, where other machines cannot reach it; None if `host` is not there.
+    """A socket for a store at `host`, bound to the loopback; None if `host` is not there, or the port is taken.
 
-    torch by itself listens at all addresses of the machine, and its store lets everybody in. None
-    too if the port is taken: torch says so better, or shares a store that this process has there
-    already.
+    torch by itself listens at all addresses of the machine, and its store lets everybody in.
     """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -78,8 +73,7 @@ def claim(store: Store, url: str, place: Place) -> None:
     """Takes the rank of `place` in the job that meets at `url`. No collective.
 
     Raises:
-        WorldError: at once, if another process has this rank, or if it is another job that meets
-            there.
+        WorldError: at once, if another process has this rank, or another job meets there.
     """
     job = f"{place.size} ranks, {place.source}" + (f" {place.job}" if place.job else "")
     found = store.compare_set("accel/job", "", job).decode()
@@ -89,7 +83,7 @@ def claim(store: Store, url: str, place: Place) -> None:
             f"Give every job a port of its own: set MASTER_PORT, the same on all ranks of the job, to one that is free."
         )
     if store.add(f"accel/rank/{place.rank}", 1) > 1:
-        _hand_in(dist.PrefixStore(_prefix(place, 0), store), place, "")
+        _judge(dist.PrefixStore(_prefix(place, 0), store), f"rank {place.rank} was claimed by two processes")
         raise WorldError(
             f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
             f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
@@ -113,18 +107,32 @@ def assemble(store: Store, url: str, place: Place, device: torch.device, timeout
             `timeout`, which rank came twice, who shares a device.
         torch.distributed.DistError: if the store is lost meanwhile.
     """
-    _hand_in(store, place, identity(device))
+    everyone = range(place.size)
+    store.set(f"card/{place.rank}", identity(device))
+    if store.add("cards", 1) == place.size:
+        _judge(store, _sharing([store.get(f"card/{rank}").decode() for rank in everyone]) or MET)
+    try:
+        store.wait(["verdict"], timeout)
+    except dist.DistStoreError:
+        missing = [str(rank) for rank in everyone if not store.check([f"card/{rank}"])]
+        _judge(
+            store,
+            f"{place.size - len(missing)} of {place.size} came within {timeout}, and these ranks are missing: "
+            f"{', '.join(missing)}",
+        )
+    verdict = store.get("verdict").decode()
+    if verdict == MET:
+        return
+    store.set(f"told/{place.rank}", "")
     if place.rank == 0:
-        verdict, readers = _verdict(store, place.size, timeout)
-        store.set("verdict", verdict)
-        if verdict:
-            _stay(store, [f"told/{rank}" for rank in readers if rank != 0])
-    else:
-        store.wait(["verdict"], timeout + FAREWELL)  # rank 0 may have come later, and waits as long
-        verdict = store.get("verdict").decode()
-        store.set(f"told/{place.rank}", "")
-    if verdict:
-        raise not_met(url, place, verdict)
+        with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
+            store.wait([f"told/{rank}" for rank in everyone], FAREWELL)
+    raise not_met(url, place, verdict)
+
+
+def _judge(store: Store, verdict: str) -> None:
+    """Says whether the world has come together, unless another rank has said so already."""
+    store.compare_set("verdict", "", verdict)
 
 
 def not_met(url: str, place: Place, reason: object) -> WorldError:
@@ -140,9 +148,7 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
 def identity(device: torch.device) -> str:
     """The identity of `device` on its machine; empty for the CPU, and where torch gives none.
 
-    The name of the host is part of it, because not every vendor's identifiers differ between
-    machines. So two ranks in containers with different host names that share a device are not told
-    apart; the backend of the device may refuse them.
+    The name of the host is part of it: not every vendor's identifiers differ between machines.
     """
     if device.type == "cpu":
         return ""
@@ -156,9 +162,7 @@ def identity(device: torch.device) -> str:
 
 
 def claim_device(store: Store | None, place: Place, device: torch.device) -> None:
-    """Takes `device`, in a world whose group somebody else has started. No collective.
-
-    Without a store, where the ranks have met by means of their own, devices are not compared.
+    """Takes `device`, in a world whose group somebody else has started. No collective; needs a store.
 
     Raises:
         WorldError: if another rank has it.
@@ -172,29 +176,13 @@ def claim_device(store: Store | None, place: Place, device: torch.device) -> Non
             )
 
 
-def _hand_in(store: Store, place: Place, device: str) -> None:
-    store.set(f"card/{store.add('cards', 1)}", json.dumps([place.rank, device]))
-
-
-def _verdict(store: Store, size: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """Reads the cards of `size` ranks; says what is wrong, or nothing, and who has come or may still come to read it."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    everyone, came = list(range(size)), dict[int, str]()
-    for number in range(1, size + 1):
-        try:
-            store.wait([f"card/{number}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except dist.DistStoreError:
-            missing = ", ".join(str(rank) for rank in everyone if rank not in came)
-            return f"{len(came)} of {size} came within {timeout}, and these ranks are missing: {missing}", list(came)
-        rank, device = json.loads(store.get(f"card/{number}"))
-        if rank in came:
-            return f"rank {rank} was claimed by two processes", everyone
-        came[rank] = device
-    for device in filter(None, came.values()):
-        sharing = [rank for rank in everyone if came[rank] == device]
-        if len(sharing) > 1:
-            return _shared(device, sharing), everyone
-    return "", everyone
+def _sharing(devices: list[str]) -> str:
+    """The complaint about ranks that have one device between them; empty if there are none. Devices by rank."""
+    for device in filter(None, devices):
+        ranks = [rank for rank, other in enumerate(devices) if other == device]
+        if len(ranks) > 1:
+            return _shared(device, ranks)
+    return ""
 
 
 def _shared(device: str, ranks: list[int]) -> str:
@@ -202,8 +190,3 @@ def _shared(device: str, ranks: list[int]) -> str:
         f"ranks {', '.join(map(str, ranks))} have one device between them ({device}). Start one process for each device, let "
         f"every process see all devices of its machine or bind another one to each, or compute with Accelerator(cpu=True)"
     )
-
-
-def _stay(store: Store, keys: list[str]) -> None:
-    with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
-        store.wait(keys, FAREWELL)

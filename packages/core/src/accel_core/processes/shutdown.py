@@ -19,15 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Farewell:
-    """The parting of one rank: through the store, because a collective could fail when somebody has gone already.
+    """The parting of one rank, through the store: a collective could fail when somebody has gone already.
 
-    First everyone waits until nobody works in the group any more. Then rank 0, which may host the
-    store, waits until the others need the store no more.
-
-    Args:
-        store: at which the ranks have met.
-        rank, size: of this process in its world.
-        patience: how long it waits in all; with none it neither waits nor says anything.
+    First everyone waits until nobody works in the group. Then rank 0, which may host the store,
+    waits until the others need it no more. With no patience it neither waits nor says anything.
     """
 
     def __init__(self, store: Store, rank: int, size: int, patience: timedelta) -> None:

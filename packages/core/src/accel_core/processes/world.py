@@ -1,9 +1,8 @@
 """The processes of a run: who they are, where they compute, and how they meet and part.
 
-In a world larger than one, all Accelerators of a process share one `World`; a process that is alone
-makes a small one for each. It adopts torch's default process group if one runs; otherwise it starts
-one from what the launcher says, and then also ends it. A process that nobody launched is a world of
-one and has no process group.
+In a larger world all Accelerators of a process share one `World`; a process that is alone makes one
+for each. It adopts torch's default process group if one runs; otherwise it starts one from what the
+launcher says, and then also ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from accel_core.base.errors import WorldError
 from accel_core.options.component_options import read_section
 from accel_core.options.handlers import InitProcessGroupKwargs
 from accel_core.options.resolution import Option, flag
-from accel_core.processes import equal_tracebacks, error_file
+from accel_core.processes import failure_output
 from accel_core.processes.launch_environment import Place, read_place
 from accel_core.processes.rendezvous import assemble, claim, claim_device, identity, not_met, open_store, round_of
 from accel_core.processes.shutdown import PATIENCE, Farewell
@@ -55,19 +54,16 @@ class World:
     """The ranks of a run as seen from one of them. Made by `World.current`.
 
     Attributes:
-        rank, size: the position of this process, and how many there are: what the launcher started,
-            on any device.
+        rank, size: the position of this process, and how many there are.
         local_rank, local_size: the same on this machine.
         device: where this process computes by default.
         timeout: after how long a collective of the default group gives up.
-        source: who said so: "torchrun", "slurm", "mpi", "running group" (somebody else started
-            torch's default group) or "alone".
-        checks: whether every collective is compared across the ranks before it runs:
-            ACCELERATE_DEBUG_MODE.
-        watch: looks after the ranks of a larger world; None in a world of one, and where ranks met
-            without a store.
-        told: the options of the process group that hold because they were given outside of the
-            code; None: not looked at yet.
+        source: who said so: "torchrun", "slurm", "mpi", "running group" (started by somebody else)
+            or "alone".
+        checks: whether every collective is compared across the ranks before it runs.
+        watch: looks after the ranks; None in a world of one, and where ranks met without a store.
+        told: the options of the process group that were given outside of the code; None: not looked
+            at.
     """
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: ProcessGroup | None) -> None:
@@ -103,23 +99,20 @@ class World:
     ) -> World:
         """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
 
-        The first call in a world larger than one is a collective: it starts torch's default group,
-        unless that runs. A world of one starts none, so `timeout`, `backend` and `init_method` have
-        nothing to act on there.
+        The first call in a larger world is a collective: it starts torch's default group, unless
+        that runs.
 
         Args:
-            cpu: compute on the CPU, although there is an accelerator. The number of processes stays
-                as launched.
+            cpu: compute on the CPU, although there is an accelerator.
             timeout: of every process group made here; None takes torch's default.
-            backend: of the default group, in torch's notation. None takes gloo on CPUs; with
-                accelerators gloo for CPU tensors beside the default backend of the device.
-            init_method: where the ranks meet, as in `torch.distributed.init_process_group`. None
-                takes it from the launcher.
+            backend: of the default group, in torch's notation. None: gloo, and with accelerators
+                the default backend of the device beside it.
+            init_method: where the ranks meet, as in torch; None takes it from the launcher.
 
         Raises:
-            WorldError: if the launch environment contradicts itself, if there are fewer devices
-                than local ranks, if the ranks do not meet, or if a group runs already and is not as
-                asked for here.
+            WorldError: if the launch environment contradicts itself, there are fewer devices than
+                local ranks, the ranks do not meet, or a group runs already and is not as asked for
+                here.
         """
         group = _default_group()
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
@@ -208,7 +201,7 @@ class World:
             ):  # stderr has no descriptor, in a notebook say
                 faulthandler.enable()  # a rank that a backend aborts shows where it stood
                 self._shows_crashes = True
-        equal_tracebacks.show_once()
+        failure_output.show_once()
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
@@ -297,12 +290,10 @@ class World:
         return self.rank == self.size - 1
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
-        """The process group of `ranks`, made once, with this world's timeout and backend.
+        """The process group of `ranks`, made once, with this world's timeout and backend. A collective of the world.
 
-        A collective: every rank of the world calls it, with the same ranks and in the same order of
-        calls. On a rank that is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`, as
-        from `torch.distributed.new_group`. In a world of one that has no group yet, torch's default
-        group is started with this process alone.
+        On a rank that is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`. A world of
+        one that has no group yet starts torch's default group with this process alone.
 
         Raises:
             ValueError: if a rank occurs twice or does not exist.
@@ -326,17 +317,11 @@ class World:
 
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
-        if self.size > 1:
-            self.channel().arrive("wait_for_everyone()")
+        self.arrive("wait_for_everyone()")
 
-    def collective(self, name: str, members: tuple[int, ...] | None = None) -> AbstractContextManager[object]:
-        """A block in which the ranks communicate: the Watch knows it by `name`, and explains what breaks in it.
-
-        Args:
-            name: what the user called, as in messages: "gather()".
-            members: the ranks that take part; None: all.
-        """
-        return contextlib.nullcontext() if self.watch is None else self.watch.collective(name, members)
+    def collective(self, name: str) -> AbstractContextManager[object]:
+        """A block in which the ranks communicate: the Watch knows it by `name` ("gather()"), and explains what breaks in it."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.collective(name)
 
     def arrive(self, name: str) -> None:
         """Returns once every rank has called what is called `name`; a collective, which compares what they called.
@@ -363,11 +348,10 @@ class World:
         return self._channels[group]
 
     def group_beside(self, group: ProcessGroup, purpose: str) -> ProcessGroup:
-        """A process group of the ranks of another one, with this world's timeout, made once for each purpose.
+        """A process group of the ranks of another one, made once for each purpose. A collective of them, the first time.
 
         Collectives of unlike sizes that ranks might enter at the same time belong into groups of
-        their own: gloo ends the process of a rank that receives more than it expects. A collective
-        of the members, the first time.
+        their own: gloo ends the process of a rank that receives more than it expects.
         """
         return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
 
@@ -405,9 +389,8 @@ class World:
     def end(self) -> None:
         """Closes the tenants, and ends the process group if this world started it. Does nothing the second time.
 
-        Every rank calls it, or comes here when its process exits: a group that one rank destroys
-        while another still works in it takes that one down. So each waits for the others, for
-        `PATIENCE` at most.
+        Every rank calls it, or comes here when its process exits, and waits for the others for
+        `PATIENCE` at most: a group that one rank destroys takes down those that still work in it.
         """
         self._end(patient=True)
 
@@ -509,10 +492,10 @@ def _tell_why(error: BaseException) -> None:
     found = str(lost)
     if lost is not None and watch is not None and watch.verdict:
         explain(lost)  # which takes no time then: agents read the file as soon as it is there
-    error_file.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
+    failure_output.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
     notices = Notices.running()
     if lost is None and notices is not None:
-        notices.post(error, certain=True)
+        notices.post(error)
     elif lost is not None:
         explain(lost)
         if str(lost) != found:
@@ -537,11 +520,10 @@ def _meet(url: str, place: Place, timeout: timedelta) -> Store:
 
 
 def _device(place: Place, cpu: bool) -> torch.device:
-    """The device of this process, made the current one of its type.
+    """The device of this process, made the current one of its type: that of its local rank.
 
-    Its index is the local rank. A process that sees only one device, beside others on its machine,
-    takes that one: the scheduler has bound one to each. Whether it is another one for each, the
-    ranks compare when they meet.
+    A process that sees only one device, beside others on its machine, takes that one: the scheduler
+    has bound one to each.
     """
     accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_core.contract.recorder import Recorder
+    from accel_core.contract.default_components import Recorder
     from accel_core.tracking.tracker import Tracker
 
 

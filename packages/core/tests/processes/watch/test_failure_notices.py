@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
 from accel_core.processes.watch.collective_scope import explain
-from accel_core.processes.watch.failure_notices import Notices, announce, broken_connection_in, is_broken_connection
+from accel_core.processes.watch.failure_notices import Notices, broken_connection_in, is_broken_connection
 from accel_testing import RanksFailed, run_ranks
 from accel_testing.ranks import RankReport
 
@@ -41,11 +41,7 @@ def train(where: str, failing: int, workers: int = 0) -> None:
     model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
     batches = iter(DataLoader(Rotten(accelerator.process_index == failing), batch_size=2, num_workers=workers))
     for _ in range(4):
-        try:
-            batch = next(batches)
-        except Exception as error:
-            announce(error)
-            raise
+        batch = next(batches)
         if where == "backward":
             accelerator.backward(model(batch).sum())
         elif where == "loss.backward":
@@ -117,28 +113,11 @@ def leave_in_peace(failing: int) -> None:
         train("gather", failing)
 
 
-def test_announced_error_is_told_although_the_script_caught_it_and_left() -> None:
+def test_rank_that_caught_its_error_and_left_is_said_to_have_ended() -> None:
     first, second, third = reports_of(leave_in_peace, 3, 1)
     assert second.state == "returned"
     for report in (first, third):
-        assert (
-            "Before the connection broke, rank 1 reported an error: ValueError: sample 5 is rotten" in report.traceback
-        )
-
-
-def handle_and_go_on() -> str:
-    """An announced error that its rank survives, and then an error of everybody's own."""
-    accelerator = Accelerator(cpu=True)
-    if accelerator.process_index == 1:
-        announce(ValueError("a sample that was skipped"))
-    accelerator.wait_for_everyone()
-    with pytest.raises(ValueError, match="no such reduction") as unrelated:
-        accelerator.reduce(torch.ones(1), "product")  # type: ignore[arg-type]
-    return str(unrelated.value)
-
-
-def test_handled_error_is_not_blamed_for_errors_that_break_no_connection() -> None:
-    assert not any("sample" in message for message in run_ranks(handle_and_go_on, 2))
+        assert "rank 1: has ended its training, at " in report.traceback, str(report)
 
 
 def vanish() -> None:
@@ -161,24 +140,14 @@ def notices() -> list[Notices]:
     return [Notices(store, rank, 3) for rank in range(3)]
 
 
-def test_certain_notices_count_before_announced_ones_and_own_ones_never() -> None:
+def test_notices_of_all_others_are_read_and_own_ones_never() -> None:
     first, second, third = notices()
     assert first.read() == ""
-    second.post(ValueError("handled"), certain=False)
-    assert "rank 1 reported an error: ValueError: handled" in first.read()
-    third.post(OSError("disk gone"), certain=True)
+    third.post(OSError("disk gone"))
     assert "rank 2 failed: OSError: disk gone" in first.read()
-    assert "rank 1" not in first.read()
-    assert "disk" not in third.read()
-    second.post(ValueError("really"), certain=True)
+    assert third.read() == ""
+    second.post(ValueError("really"))
     assert "because rank 1 failed: ValueError: really; rank 2 failed: OSError: disk gone" in first.read()
-
-
-def test_announced_error_that_is_old_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, _ = notices()
-    second.post(ValueError("long ago"), certain=False)
-    monkeypatch.setattr("accel_core.processes.watch.failure_notices.FRESH", 0.0)
-    assert first.read() == ""
 
 
 def test_long_errors_travel_by_their_end_and_name_the_line_that_raised() -> None:
@@ -186,7 +155,7 @@ def test_long_errors_travel_by_their_end_and_name_the_line_that_raised() -> None
     try:
         raise ValueError("x" * 10_000 + " the point")
     except ValueError as error:
-        second.post(error, certain=True)
+        second.post(error)
     told = first.read()
     assert "the point" in told
     assert "test_failure_notices.py" in told
@@ -197,7 +166,7 @@ def test_rank_0_waits_only_for_those_who_have_not_read_a_notice() -> None:
     first, second, third = notices()
     started = time.monotonic()
     first.linger()  # nothing was posted
-    second.post(ValueError(), certain=True)
+    second.post(ValueError())
     second.linger()  # hosts no store
     third.read()
     first.linger()
@@ -226,8 +195,7 @@ def test_broken_connection_is_found_behind_an_error_of_the_user() -> None:
     assert broken_connection_in(KeyError("alone")) is None
 
 
-def test_announcing_and_explaining_do_nothing_without_a_process_group() -> None:
-    announce(ValueError("alone"))
+def test_explaining_does_nothing_without_a_process_group() -> None:
     error = RuntimeError(BROKEN)
     explain(error)
     assert str(error) == BROKEN

@@ -227,7 +227,7 @@ accelerator.gather(torch.ones(1))
 """
 
 
-def test_rank_that_a_backend_aborts_shows_its_line_and_the_others_name_the_signal(tmp_path: Path) -> None:
+def test_rank_that_a_backend_aborts_shows_its_line_and_the_others_hear_where_to_look(tmp_path: Path) -> None:
     """The launch of a script: what shows the line is on where nobody has asked for it."""
     script = tmp_path / "aborted.py"
     script.write_text(ABORTED)
@@ -246,4 +246,4 @@ def test_rank_that_a_backend_aborts_shows_its_line_and_the_others_name_the_signa
     first, second = ranks[0].communicate(timeout=60)[1], ranks[1].communicate(timeout=60)[1]
     assert (ranks[0].returncode, ranks[1].returncode) == (1, -signal.SIGABRT)
     assert f'File "{script}", line 7 in <module>' in second
-    assert re.search(r"rank 1: process \d+ on .* ended without a word, by SIGABRT: a crash; gloo", first), first
+    assert re.search(r"rank 1: process \d+ on .* ended without a word: .* its output says where the rank", first), first

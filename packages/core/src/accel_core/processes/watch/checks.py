@@ -1,9 +1,8 @@
 """Comparing every collective across the ranks before it runs, on request: ACCELERATE_DEBUG_MODE=1.
 
-Each rank puts what it is about to call into the store (the collective, structure, dtypes, shapes,
-and the user's line), waits until all have done so, and compares. That costs some messages to the
-store for each collective, so it is off by default; what accel-core itself sends in one message is
-compared always, and the lines are asked for when something does not fit.
+Each rank puts what it is about to call into the store, with the user's line, waits for the others,
+and compares. That takes some messages to the store per collective, so it is off by default; what
+accel-core itself sends is compared always.
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ _COMPARED = ("call", "structure", "leaves")
 
 
 class Checks:
-    """The checks of one rank.
-
-    Args:
-        store: a connection that nobody else waits on, with nothing on it from an earlier world of
-            these ranks.
-        rank, size: of this process in the world.
-        verdict: why the ranks will not come together; empty as long as they may.
-    """
+    """The checks of one rank, over a connection to the store of their own. `verdict` says why the ranks will not come together."""
 
     def __init__(self, store: Store, rank: int, size: int, verdict: Callable[[], str]) -> None:
         self._store, self._verdict = store, verdict
@@ -42,12 +34,9 @@ class Checks:
         self._warned: set[tuple[str, ...]] = set()
 
     def compare(self, name: str, members: tuple[int, ...] | None, details: Description | None) -> None:
-        """Waits for the other members and raises where they call anything else. A collective.
+        """Waits for the other members (None: all) and raises where they call anything else. A collective.
 
-        Args:
-            name: what the user called.
-            members: the ranks that take part; None: all.
-            details: what has to agree, if there is more than the name.
+        `details` is what has to agree, if there is more than the name.
 
         Raises:
             CollectiveMismatchError: on every rank, with a table by rank.

@@ -1,11 +1,8 @@
-"""Marking the collectives that this process is in, and explaining the errors of those that fail.
+"""Marks of the collectives that this process is in, by which the Watch explains those that fail or wait.
 
-    with collective("gather()"):
-        dist.all_gather(...)
+    with collective("gather()"): dist.all_gather(...)
 
-The mark is what the Watch shows to the user when the other ranks never come. It costs about half a
-microsecond, and nothing but a lookup where no Watch is on duty: in a world of one, or without a
-process group.
+A mark costs about half a microsecond, and a lookup where no Watch is on duty.
 """
 
 from __future__ import annotations
@@ -45,21 +42,18 @@ def running() -> Watch | None:
 
 
 def collective(name: str, *, whole: bool = False) -> AbstractContextManager[object]:
-    """A block in which all ranks of the default group take part, marked under the name by which the user knows it.
+    """A block in which all ranks of the default group take part, marked by the name that users know: "gather()".
 
-    Args:
-        name: as in messages: "gather()".
-        whole: whether ranks may meet in it from different collectives inside.
+    `whole` says that ranks may meet in it from different collectives inside.
     """
     watch = running()
     return contextlib.nullcontext() if watch is None else Collective(watch, name, whole=whole)
 
 
 def explain(error: BaseException) -> None:
-    """Adds to the error of a broken connection why it broke; other errors stay as they are.
+    """Adds to the error of a broken connection why it broke; other errors stay as they are. No collective.
 
-    Call it in an `except` block around what communicates, then `raise`: the exception is the same,
-    its message longer. It may take a few seconds to find out which rank has gone. No collective.
+    Call it in an `except` block around what communicates, then `raise`. It may take a few seconds.
     """
     if not is_broken_connection(error) or hasattr(error, _EXPLAINED):
         return
@@ -90,9 +84,8 @@ class Entry(NamedTuple):
     Args:
         name: what the user called: "backward()".
         members: the ranks that take part; None: all.
-        inner: the innermost collective inside of it, which is the one that ranks have in common;
-            empty if there is none.
-        whole: collectives inside of it do not count, because ranks may meet from different ones.
+        inner: the innermost collective inside of it, in which ranks meet; empty if there is none.
+        whole: collectives inside of it do not count: ranks may meet from different ones.
     """
 
     name: str
@@ -102,17 +95,10 @@ class Entry(NamedTuple):
 
 
 class Collective:
-    """A block in which a thread takes part in a collective.
+    """A block in which a thread takes part in a collective, told to the Watch as an `Entry`.
 
-    Inside of another one, both names are known: people read the outer one, and ranks meet in the
-    inner one.
-
-    Args:
-        watch: is told.
-        name: what the user called, as in messages: "gather()".
-        members: the ranks that take part; None: all.
-        details: what has to agree between them beside the name, for the checks.
-        whole: whether collectives inside of it do not count.
+    People read the outermost name, ranks meet in the innermost. `details` is for the checks: what
+    has to agree beside the name.
     """
 
     __slots__ = ("_details", "_entry", "_outer", "_watch")

@@ -1,9 +1,7 @@
 """The connections of process groups, and how to break those of this process.
 
-A thread that waits in a collective of gloo cannot be called back: its backend has nothing to abort
-it with. When the others will never come, its sockets are shut down instead; then the collective
-raises in the thread that waits, at its own line, and the program ends like any other that failed:
-`finally` blocks run, trackers close, a traceback shows the place.
+A collective of gloo that waits has nothing to be aborted with. When the others will never come, its
+sockets are shut down, so that it raises in the thread that waits, at the user's line.
 """
 
 from __future__ import annotations
@@ -22,13 +20,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """The connections that were opened while process groups were made; empty where there is no `/proc`.
-
-    Args:
-        store: at which the ranks have met. Connections to it are not of a group: other ranks may
-            open theirs while the one that hosts it is still making the group, and need them longest
-            when groups are broken.
-    """
+    """The connections that were opened while process groups were made, but for those to `store`; none where there is no `/proc`."""
 
     def __init__(self, store: Store) -> None:
         self._known: set[str] = set()

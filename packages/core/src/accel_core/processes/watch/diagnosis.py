@@ -1,11 +1,8 @@
 """Diagnosis of ranks that wait for each other: their reports, and the conclusions from all of them.
 
-A rank that computes may take as long as it likes: reading a large file while the others wait is no
-failure. So nothing here follows from time alone. Ranks will never come together if one of them has
-ended, is gone or was stopped, or if all wait, in different collectives. As long as one rank
-computes nothing follows from what the others are in: in a broadcast, say, some leave early and some
-wait for a rank in the middle of the tree, which may be that one. That is judged; for the rest, a
-line says now and then who waits for whom.
+Nothing follows from time alone: a rank may compute for as long as it likes. Ranks will never come
+together if one of them has ended, is gone or was stopped, or if all wait, in different collectives.
+For the rest, a line says now and then who waits for whom.
 """
 
 from __future__ import annotations
@@ -93,8 +90,7 @@ class Report:
     """The report of one rank about itself.
 
     Args:
-        rank: which one.
-        number: counts its reports.
+        rank, number: which one, and how many reports it has made.
         line: where its main thread stands.
         calls: the collectives that its threads are in.
         left: how it has left: "ended its training" or "failed"; empty while it takes part.
@@ -137,12 +133,11 @@ class Report:
 
 
 class Absent(NamedTuple):
-    """A rank that has not reported: for how many seconds, what is known of its process, how to name that, and what ended it."""
+    """A rank that has not reported: for how many seconds, what is known of its process, and how to name that."""
 
     seconds: float
     state: State
     process: str
-    signal: str = ""
 
 
 class Missing(NamedTuple):
@@ -161,10 +156,7 @@ class Broken(NamedTuple):
 
 
 def judged(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Absent]) -> tuple[Report, list[Missing]]:
-    """A rank that waits in vain, and those it waits for; this rank, and none, as long as all may come together.
-
-    Args: as of `missing`.
-    """
+    """A rank that waits in vain, and those it waits for; this rank, and none, as long as all may come together."""
     everyone = {mine.rank: mine, **others}
     looked_at = set()
     for report in everyone.values():
@@ -180,10 +172,8 @@ def judged(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abse
 def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Absent]) -> list[Missing]:
     """The ranks for which this one waits in vain; empty if it does not wait, or if all may still come.
 
-    Args:
-        mine: this rank's own report.
-        others: the fresh ones of the others, and the last ones of those that have left.
-        absent: the ranks that do not report.
+    `others` are the fresh reports, and the last ones of those that have left; `absent` do not
+    report.
     """
     calls, moving = mine.waiting, _moving({**others, mine.rank: mine}, absent)
     found = [_gone(rank, each) for rank, each in absent.items() if any(call.involves(rank) for call in calls)]
@@ -197,18 +187,16 @@ def missing(mine: Report, others: Mapping[int, Report], absent: Mapping[int, Abs
 def lost(absent: Absent) -> str:
     """The reason why a silent rank will never answer, as far as it is known; else empty."""
     if absent.state == "gone":
-        return ended(absent.process, absent.signal)
+        return ended(absent.process)
     return stopped(absent.process) if absent.state == "stopped" else ""
 
 
-def ended(process: str, signal: str = "") -> str:
-    """The message about a process that has ended, and the signal that ended it, if that is known."""
-    why = {
-        "": "killed from outside (out of memory?), os._exit(), or a crash",
-        "SIGABRT": "a crash; gloo crashes so where the ranks are in different collectives, and its output says where it stood",
-        "SIGKILL": "killed from outside (out of memory?)",
-    }.get(signal, "a crash, or a signal from outside")
-    return f"{process} ended without a word{f', by {signal}' if signal else ''}: {why}"
+def ended(process: str) -> str:
+    """The message about a process that has ended."""
+    return (
+        f"{process} ended without a word: killed from outside (out of memory?), os._exit(), or a crash; gloo crashes where the "
+        f"ranks are in different collectives, and its output says where the rank stood"
+    )
 
 
 def stopped(process: str) -> str:

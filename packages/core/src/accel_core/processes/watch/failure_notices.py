@@ -1,22 +1,14 @@
 """Notices of failed ranks and their errors, for the ranks that only see a connection break.
 
-A rank that raises where the others do not leaves them in a collective. When its process ends, the
-backend tells them that a connection was closed, not by whom or why. So the failing rank puts a
-*notice* into the store at which the ranks have met, before it leaves the group; and a rank whose
-collective fails with a broken connection looks there, and only then. Nothing happens while all goes
-well.
-
-There are two kinds of notices. One is posted at exit, when an exception that nobody caught ends the
-process: that rank is gone for certain. `announce` posts the other as soon as an error is seen,
-because a script may log the error and leave in a way of its own. It may also handle the error and
-go on, so such a notice counts only while it is fresh, and only if no rank is gone for certain.
+A rank whose process ends by an exception that nobody caught puts a *notice* into the store at which
+the ranks have met, before it leaves. A rank whose collective fails with a broken connection looks
+there, and only then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -28,25 +20,11 @@ from torch.distributed import distributed_c10d
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-FRESH = 30.0
-"""The seconds for which an announced error explains a broken connection."""
-
 LINGER = timedelta(seconds=2)
 """The time that a rank that may host the store waits for those that have not read the notices."""
 
 LONGEST = 4000
 """Characters of an error that travel, its last ones: a worker's error ends with the original exception."""
-
-
-def announce(error: BaseException) -> None:
-    """Tells the other ranks of an error of this one, in case it ends here: call it in an `except` block, then `raise`.
-
-    Loaders do around what the user's dataset, sampler and collate function do. One message to the
-    store; does nothing without a process group. No collective.
-    """
-    notices = Notices.running()
-    if notices is not None:
-        notices.post(error, certain=False)
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -65,14 +43,7 @@ def broken_connection_in(error: BaseException) -> BaseException | None:
 
 
 class Notices:
-    """The notices of the ranks of one process group.
-
-    A store that has gone is no error here: what is being reported is why.
-
-    Args:
-        store: at which the ranks of the group have met.
-        rank, size: of this process in the group.
-    """
+    """The notices of the ranks of one process group, in the store at which they have met. One that has gone is no error here."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = dist.PrefixStore("accel/failures", store), rank, size
@@ -85,41 +56,34 @@ class Notices:
         store: Store | None = distributed_c10d._get_default_store()
         return None if store is None else cls(store, dist.get_rank(), dist.get_world_size())
 
-    def post(self, error: BaseException, *, certain: bool) -> None:
-        """Posts a notice of this rank's error; `certain` says that the process ends because of it."""
-        notice = {"rank": self._rank, "error": described(error), "certain": certain, "time": time.time()}
+    def post(self, error: BaseException) -> None:
+        """Posts a notice of the error that ends this rank."""
         with contextlib.suppress(dist.DistError):
-            self._store.set(f"notice/{self._store.add('count', 1)}", json.dumps(notice))
+            notice = json.dumps([self._rank, described(error)])
+            self._store.set(f"notice/{self._store.add('count', 1)}", notice)
             self._store.set(f"read/{self._rank}", "")  # whoever knows needs no news
 
     def read(self) -> str:
-        """The notices of the other ranks, as a paragraph for the user; empty if there is nothing to say."""
-        notices: dict[int, dict[str, str | float]] = {}  # by rank, the last one of each
+        """The notices of the other ranks, as a paragraph for the user; empty if there are none."""
+        errors: dict[int, str] = {}
         with contextlib.suppress(dist.DistError):
             for number in range(1, self._store.add("count", 0) + 1):
                 key = f"notice/{number}"
                 if self._store.check([key]):  # else its rank was killed between counting and writing
-                    notice = json.loads(self._store.get(key))
-                    notices[notice.pop("rank")] = notice
+                    rank, error = json.loads(self._store.get(key))
+                    errors[rank] = error
             self._store.set(f"read/{self._rank}", "")
-        notices.pop(self._rank, None)
-        certain = {rank: notice["error"] for rank, notice in notices.items() if notice["certain"]}
-        if certain:
-            return _paragraph("The connection broke because", "failed", certain)
-        now = time.time()
-        fresh = {rank: each["error"] for rank, each in notices.items() if abs(now - float(each["time"])) < FRESH}
-        return _paragraph("Before the connection broke,", "reported an error", fresh) if fresh else ""
+        errors.pop(self._rank, None)
+        if not errors:
+            return ""
+        told = "; ".join(f"rank {rank} failed: {error}" for rank, error in sorted(errors.items()))
+        return f"The connection broke because {told}\nMend that one: the error of this rank only follows from it."
 
     def linger(self) -> None:
         """On rank 0, which may host the store: waits until the others have read the notices, `LINGER` at most."""
         with contextlib.suppress(dist.DistError):
             if self._rank == 0 and self._store.add("count", 0):
                 self._store.wait([f"read/{rank}" for rank in range(1, self._size)], LINGER)
-
-
-def _paragraph(beginning: str, verb: str, errors: dict[int, str | float]) -> str:
-    told = "; ".join(f"rank {rank} {verb}: {error}" for rank, error in sorted(errors.items()))
-    return f"{beginning} {told}\nMend that one: the error of this rank only follows from it."
 
 
 def described(error: BaseException) -> str:

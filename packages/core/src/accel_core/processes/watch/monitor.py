@@ -1,8 +1,7 @@
 """The thread of the Watch: it looks, asks, answers, and judges.
 
-It wakes once a second and sends one message to the store, unless somebody waits. What it may not do
-is wait itself: the process that hosts the store may be the one that was stopped, so that is looked
-for before anything is sent.
+It wakes once a second and sends one message to the store, unless somebody waits. It may not wait
+itself: the process that hosts the store, which may have been stopped, is looked for first.
 """
 
 from __future__ import annotations
@@ -71,15 +70,9 @@ logger = logging.getLogger("accel_core.processes.watch")
 class Patrol:
     """The work of the Watch's thread on one rank.
 
-    Args:
-        board: where the ranks report.
-        notices: of ranks that have failed.
-        presence: what this rank is in the middle of.
-        rank, size: of this process in the world.
-        host: the process of rank 0, if it hosts the store; None if the launcher does, or if that is
-            not known.
-        over: whether the process group is there no more; then there is nothing to look at.
-        conclude: is called once, with the verdict, when the ranks will not come together.
+    `host` is the process of rank 0, if it hosts the store; `over` says whether the process group is
+    there no more; `conclude` is called once, with the verdict, when the ranks will not come
+    together.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class Patrol:
         ] = {}  # by rank: the number of its last report, and since when it is that
         self._fresh: set[int] = set()  # the ranks that have reported since this one began to wait
         self._processes: dict[int, Process] = {}
-        self._signals: dict[int, str] = {}  # by rank that has gone: what ended it, if that was to be seen
         self._suspicion: tuple[object, list[int], int] = None, [], 0  # what, in which reports, and how often seen
         self._waited, self._answering = 0.0, False  # at the last look
         self._looks = 0  # since this rank began to wait
@@ -139,16 +131,7 @@ class Patrol:
         self._answered.set()
 
     def ask(self, broken: Broken, patience: float) -> str:
-        """Finds out why the connections of this rank broke. Called by the thread that wants to know.
-
-        Args:
-            broken: what failed, for the answer.
-            patience: after how many seconds it gives up.
-
-        Returns:
-            A paragraph for the user: who has gone, and where all ranks stand; empty if nothing
-                could be found out.
-        """
+        """Why the connections of this rank broke, for the user; empty if nothing is found out in `patience` seconds."""
         if self._stop.is_set():
             return self._answer
         self._answered.clear()
@@ -221,9 +204,7 @@ class Patrol:
                 process = self._process(rank)
                 # One that has not introduced itself makes its Accelerator later, or none: nothing is known of it.
                 state = process.state() if process else "running"
-                if process and state == "gone":
-                    self._signals.setdefault(rank, process.signal())  # the system forgets it soon
-                absent[rank] = Absent(silence, state, str(process or "its process"), self._signals.get(rank, ""))
+                absent[rank] = Absent(silence, state, str(process or "its process"))
         seen = {rank: state for report in reports.values() for rank, state in report.neighbours.items()}
         return reports, {
             rank: each._replace(state=seen.get(rank, "unknown")) if each.state == "unknown" else each
@@ -283,7 +264,7 @@ class Patrol:
         if question is None:
             return  # who asked has lost patience meanwhile
         broken, since = question
-        told = self._notices.read()
+        told = self._board.verdict() or self._notices.read()  # a verdict may have come since this look began
         gone = {rank: reason for rank, each in absent.items() if (reason := lost(each))}
         if told or all(rank in others or rank in gone for rank in self._others):
             self._reply(told or broken_text(broken, report, others, gone))
@@ -292,19 +273,17 @@ class Patrol:
             self._reply(broken_text(broken, report, others, silent | gone))
 
     def _without_store(self, state: State) -> None:
-        """Judges alone, as far as that goes: a message to a process that was stopped would not come back.
+        """Judges alone: a message to a process that was stopped would not come back.
 
-        A store that is lost says nothing of rank 0, unless its process is seen to be gone: the
-        launcher may have hosted it.
+        A lost store says nothing of rank 0, unless its process is gone: the launcher may have
+        hosted it.
         """
         report = self._presence.report()
         self._stopped_since = self._stopped_since or self._presence.seconds
         if state == "stopped" and self._presence.seconds - self._stopped_since < SILENT:
             return
         name = str(self._host or "the process that hosts the store at which the ranks have met")
-        if self._host is not None and state == "gone":
-            self._signals.setdefault(0, self._host.signal())
-        reason = stopped(name) if state == "stopped" else ended(name, self._signals.get(0, ""))
+        reason = stopped(name) if state == "stopped" else ended(name)
         calls = [call for call in report.waiting if call.involves(0) and not (state == "gone" and call.name in ROOTED)]
         if state in ("gone", "stopped") and calls:
             self._end(verdict(report, {}, [Missing(0, reason, True)]))
@@ -317,7 +296,7 @@ class Patrol:
         """The main thread has ended, but other threads of the user's keep the process: the exit is not heard of yet."""
         error = getattr(sys, "last_value", None)
         if error is not None and broken_connection_in(error) is None:
-            self._notices.post(error, certain=True)
+            self._notices.post(error)
         self._presence.left = ENDED if error is None else FAILED
         self._board.post(replace(report, left=self._presence.left))
 

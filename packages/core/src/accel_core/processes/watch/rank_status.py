@@ -19,16 +19,12 @@ IDLE = 0.02
 class Presence:
     """The presence of one rank. `inside` is written by whoever enters a collective, everything else by one observer.
 
-    Args:
-        rank: of this process.
-        spins: whether a thread that waits for its device uses a core meanwhile.
-
     Attributes:
-        inside: by thread that has taken part in collectives, the one that it is in, or None. An
-            entry is a new object each time, so that two are told apart.
+        inside: by thread that has taken part in collectives, the one that it is in, or None: a new
+            object each time, so that two are told apart.
         left: how this rank has left; empty while it takes part.
-        seconds: for how long its observer has been looking. A whole job may be stopped for an hour
-            and go on, and no rank that is not quite awake has then been missing for an hour.
+        seconds: for how long its observer has been looking, without the time in which it was
+            stopped.
     """
 
     def __init__(self, rank: int, spins: bool = False) -> None:

@@ -1,14 +1,12 @@
 """The location of a process: its machine, whether it still runs, and the user's line that it is at.
 
-Everything here reads; nothing is slowed down, and no other process is touched. Where there is no
-`/proc`, the state of other processes is unknown.
+Everything here only reads. Where there is no `/proc`, the state of other processes is unknown.
 """
 
 from __future__ import annotations
 
 import linecache
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -63,8 +61,7 @@ class Process:
     Args:
         host: the name of its machine, for people.
         machine: the same wherever `pid` means the same process.
-        pid: its number there.
-        started: when it began, because a number may be given again.
+        pid, started: its number there, and when it began: a number may be given again.
     """
 
     host: str
@@ -82,20 +79,12 @@ class Process:
         """Whether it runs, was stopped by a signal, or has ended. Only a process of this machine can be looked at."""
         if self.machine != _machine() or not self.started:
             return "unknown"
-        letter, started, _ = _status(self.pid)
+        letter, started = _status(self.pid)
         if letter == _UNREADABLE:
             return "unknown"
         if started != self.started or letter in ("Z", "X"):
             return "gone"
         return "stopped" if letter in ("T", "t") else "running"
-
-    def signal(self) -> str:
-        """The name of the signal that ended it; empty if none did, or once its parent has been told, which is soon after the end."""
-        if self.machine != _machine():
-            return ""
-        letter, started, status = _status(self.pid)
-        number = status & 0x7F if letter == "Z" and started == self.started else 0
-        return signal.Signals(number).name if number in set(signal.Signals) else ""
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments of `Process(**...)`."""
@@ -111,8 +100,7 @@ class Stand:
 
     Args:
         line: the innermost line that is the user's, as "file, line 3, in f: code".
-        meeting: the function of torch.distributed that it is in, if the whole world meets there;
-            else empty.
+        meeting: the function of torch.distributed that it is in, if the whole world meets there.
         differentiates: whether it is in a backward that torch runs.
         communicates: whether it is in a function of ours or of torch's that may wait for other
             ranks.
@@ -203,13 +191,13 @@ def _machine() -> str:
         return ""
 
 
-def _status(pid: int) -> tuple[str, str, int]:
-    """The letter of a process's state, when it started, and as what it has ended; empty if there is none."""
+def _status(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, and when it started; empty if there is none."""
     try:
         # The name of the program stands in parentheses and may hold anything.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "", "", 0
+        return "", ""
     except OSError:
-        return _UNREADABLE, "", 0
-    return fields[0], fields[19], int(fields[49])
+        return _UNREADABLE, ""
+    return fields[0], fields[19]

@@ -19,13 +19,7 @@ _JUDGED = 1 << 40  # added to the counter of questions once there is a verdict: 
 
 
 class Board:
-    """One rank's access to the board. Every method is one or a few messages, and raises `DistError` if the store has gone.
-
-    Args:
-        store: a connection that nobody else waits on, with nothing on it from an earlier world of
-            these ranks.
-        rank: of this process.
-    """
+    """One rank's access to the board, over a connection of its own. Methods raise `DistError` if the store has gone."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -49,11 +43,7 @@ class Board:
         return self.process(0)
 
     def ask(self, asking: bool) -> tuple[int, bool]:
-        """Asks the others to report, or only looks.
-
-        Returns:
-            A number that grows whenever somebody asks, and whether there is a verdict.
-        """
+        """Asks the others to report, or only looks: a number that grows with each question, and whether there is a verdict."""
         count = self._store.add("asked", int(asking))
         return count % _JUDGED, count >= _JUDGED
 
@@ -67,10 +57,7 @@ class Board:
         return Report.from_json(text) if text else None
 
     def lead(self) -> bool:
-        """Whether this rank judges: the one that asked first, until it does so no more.
-
-        One that is quick may judge beside it for a moment; they see the same.
-        """
+        """Whether this rank judges: the one that asked first, until it does so no more. Two for a moment see the same."""
         found = self._read("judge")
         holder, _, beat = found.partition(" ")
         mine = holder == str(self._rank)

@@ -44,26 +44,23 @@ GRACE = 5.0
 
 
 class Watch:
-    """The watch of one rank over its world.
+    """The watch of one rank over its world: a thread that sleeps, with a connection of its own to the store.
 
-    It has a thread of its own, which sleeps, and a connection of its own to the store. A rank that
-    is in no collective is never ended from here, for it may be writing what must not be lost: its
-    next collective raises.
+    A rank that is in no collective is never ended from here, for it may be writing what must not be
+    lost: its next collective raises.
+
+    Args:
+        store, rank, size: of the world.
+        break_off: makes the collectives raise that wait in this process, and all later ones.
+        ended: whether the process group is there no more.
+        compare: whether every collective is compared across the ranks before it runs: `checks`.
+        spins: whether a thread that waits for its device uses a core meanwhile.
+        hosted: whether the store is the launcher's; else it goes with rank 0.
 
     Attributes:
         verdict: why the ranks will not come together; empty as long as they may.
         inside: by thread, the collective that it is in; None once it has left its last one.
         raised: whether a collective of this rank has raised with what was found out.
-        checks: compare collectives across the ranks; None unless that was asked for.
-
-    Args:
-        store: at which the ranks of the world have met.
-        rank, size: of this process in the world.
-        break_off: makes the collectives raise that wait in this process, and all later ones.
-        ended: whether the process group is there no more.
-        compare: whether every collective is compared across the ranks before it runs.
-        spins: whether a thread that waits for its device uses a core meanwhile.
-        hosted: whether the store is the launcher's; else it goes with rank 0.
     """
 
     def __init__(
@@ -100,14 +97,7 @@ class Watch:
     def collective(
         self, name: str, members: tuple[int, ...] | None = None, details: Description | None = None
     ) -> Collective:
-        """A block in which this thread takes part in a collective; broken connections in it are explained.
-
-        Args:
-            name: what the user called, as in messages: "gather()".
-            members: the ranks that take part; None: all.
-            details: what has to agree between them beside the name; compared only where that was
-                asked for.
-        """
+        """A block in which this thread takes part in a collective: see `Collective`."""
         return Collective(self, name, members, details)
 
     def explain(self, error: BaseException) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.processes import error_file
+from accel_core.processes import failure_output
 
 JOB = """
 import torch
@@ -40,7 +40,7 @@ def test_the_rank_that_failed_says_what_and_the_others_that_they_follow(tmp_path
             [sys.executable, script],
             env=os.environ
             | environment
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), error_file.VARIABLE: str(tmp_path / f"{rank}.json")},
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), failure_output.VARIABLE: str(tmp_path / f"{rank}.json")},
             stderr=subprocess.DEVNULL,
         )
         for rank in range(2)
@@ -61,8 +61,8 @@ class Speechless(Exception):
 def test_an_error_without_words_is_named(
     error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(error_file.VARIABLE, str(tmp_path / "error.json"))
-    error_file.leave(error, follows=False)
+    monkeypatch.setenv(failure_output.VARIABLE, str(tmp_path / "error.json"))
+    failure_output.leave(error, follows=False)
     written = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
     assert written["message"]["message"].endswith(message)
 
@@ -70,21 +70,21 @@ def test_an_error_without_words_is_named(
 def test_what_is_written_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "error.json"
     file.write_text("theirs", encoding="utf-8")
-    monkeypatch.setenv(error_file.VARIABLE, str(file))
-    error_file.leave(ValueError("ours"), follows=False)
+    monkeypatch.setenv(failure_output.VARIABLE, str(file))
+    failure_output.leave(ValueError("ours"), follows=False)
     assert file.read_text(encoding="utf-8") == "theirs"
 
 
 def test_a_file_that_cannot_be_written_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(error_file.VARIABLE, str(tmp_path / "missing" / "error.json"))
-    error_file.leave(ValueError("ours"), follows=False)
+    monkeypatch.setenv(failure_output.VARIABLE, str(tmp_path / "missing" / "error.json"))
+    failure_output.leave(ValueError("ours"), follows=False)
     assert "could not be written: [Errno 2]" in capsys.readouterr().err
 
 
 def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(error_file.VARIABLE, raising=False)
+    monkeypatch.delenv(failure_output.VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    error_file.leave(ValueError("ours"), follows=False)
+    failure_output.leave(ValueError("ours"), follows=False)
     assert not list(tmp_path.iterdir())

@@ -1,37 +1,66 @@
-"""Shows a mistake that all ranks of a machine make once. The ranks that come later say in a line that they failed there too.
+"""What a failed process leaves for its launcher and its user: the error file of torch's agents, and one traceback.
 
-This holds for ranks that one agent has started, and that write their errors to one terminal or
-file.
+`torch.distributed.elastic.multiprocessing.errors.record` writes the same file for a main function. A
+mistake that all ranks of one agent on one terminal make is shown once; ranks that come later say so
+in a line.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from accel_core.processes.error_file import VARIABLE
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
+def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
+    """Writes the file, if an agent has asked for one and nobody has written it yet.
+
+    Args:
+        error: what ends this process.
+        follows: whether it only follows from another rank's failure.
+        why: what the Watch has found out.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name or Path(name).exists():
+        return
+    now = time.time()
+    told = {
+        "message": {
+            "message": why or "".join(traceback.format_exception_only(error)).strip(),
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(now)),
+                "time": now,
+                "follows": follows,
+            },
+        }
+    }
+    draft = Path(f"{name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(told), encoding="utf-8")
+        draft.replace(name)  # at once: agents read it as soon as it is there
+    except OSError as problem:
+        print(f"{VARIABLE}={name} could not be written: {problem}", file=sys.stderr)  # noqa: T201
+
+
 def show_once() -> None:
-    """Has this process print an exception that nobody caught in one line, if another rank has printed its lines. Is called again in vain."""
+    """Has this process print an exception that nobody caught in one line, if another rank has printed its lines."""
     if VARIABLE in os.environ and not isinstance(sys.excepthook, ShowOnce):
         sys.excepthook = ShowOnce(sys.excepthook)
 
 
 class ShowOnce:
-    """A `sys.excepthook`: the function that is called for an exception that nobody caught.
-
-    Args:
-        before: what was called until now, and is called still by the first rank with this
-            traceback.
-    """
+    """A `sys.excepthook`, in front of the one `before`, which the first rank with a traceback still calls."""
 
     def __init__(self, before: Hook) -> None:
         self._before = before
