@@ -63,69 +63,52 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
                 scheduler.step()
                 optimizer.zero_grad()
 
-    What is not given here is taken from outside of the code, in this order: the command line of a
-    launcher, environment variables, a launcher's configuration file; see
-    `accel_core.options.option_sources`, also for the options of a strategy or a precision that is
-    chosen by name.
+    What is not given here is taken from outside of the code: the command line of a launcher, then
+    environment variables, then a launcher's configuration file.
 
     Building one is a collective when it starts the process group: the first one, on every rank that
     the launcher started.
 
     Args:
         device_placement: whether models and batches are moved to the device.
-        split_batches: whether a loader's batch size is that of the whole world, divided among the
-            ranks, instead of each rank's own. Served by the loader component.
-        mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given:
-            the environment variable ACCELERATE_MIXED_PRECISION, else "no".
-        gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not
-            given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
-        cpu: whether to train on the CPU although there is an accelerator. It chooses the device
-            only: the number of processes is always what the launcher started. Not given:
-            ACCELERATE_USE_CPU, else False.
-        strategy: the name of an installed strategy, or a `Strategy` object. Not given:
-            ACCELERATE_STRATEGY, else "ddp" in a world larger than one and "single" otherwise.
-            `<name>_plugin=object` is the same argument under an older name.
-        loader: the name of an installed loader component, or such an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if a distribution offers that name, else the core's
-            own, which serves one process.
+        split_batches: whether a loader's batch size is that of the whole world, instead of each rank's
+            own. Served by the loader component, as the four below that say so.
+        mixed_precision: "no", or the name of an installed precision, or a `Precision`. Default: "no".
+        gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Default: 1.
+        cpu: whether to train on the CPU although there is an accelerator. The number of processes is
+            always what the launcher started. Default: False.
+        strategy: the name of an installed strategy, or a `Strategy` object. Default: "ddp" in a world
+            larger than one, else "single". `<name>_plugin=object` is the same under an older name.
+        loader: the name of an installed loader component, or such an object. Default: "sharded" if it
+            is installed, else the core's own, which serves one process.
         plugins: objects with further hooks, such as observers.
         dataloader_config: the options of the loader component as one object, such as accel-data's
-            `DataLoaderConfiguration`, instead of `split_batches`, `dispatch_batches`,
-            `even_batches` and `use_seedable_sampler`. It is complete: variables of the environment
-            for its fields are refused beside it.
-        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served
-            by the loader component.
+            `DataLoaderConfiguration`, instead of the loose ones. It is complete: variables of the
+            environment for its fields are refused beside it.
+        dispatch_batches: whether one rank reads a loader and sends the others their parts (loader
+            component).
         even_batches: whether loaders fill the last global batch from the first samples, so that all
-            ranks have equally many batches; metrics leave the filling out. Served by the loader
-            component.
-        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch. Served
-            by the loader component.
-        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated:
-            names of `RNGType`, such as "generator", "torch" or "cuda"; an empty list: none. Not
-            given: as the loader component says, "generator" by that of accel-data. Served by the
-            loader component.
-        gradient_accumulation_plugin: further options of accumulation, instead of the number of
-            steps.
+            ranks have equally many batches; metrics leave the filling out (loader component).
+        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch (loader
+            component).
+        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated: names
+            of `RNGType`; an empty list: none (loader component). Default: "generator" by accel-data.
+        gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
         kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`,
             `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
-        dynamo_backend: backend of `torch.compile` for prepared models. Not given:
-            ACCELERATE_DYNAMO_BACKEND, else "no".
-        dynamo_plugin: further options of `torch.compile`, instead of the backend: a
-            `TorchDynamoPlugin`.
-        project_dir: the folder of the project; where `project_config` names one already, the two
-            have to agree. Not given: ACCELERATE_PROJECT_DIR, else none.
+        dynamo_backend: backend of `torch.compile` for prepared models. Default: "no".
+        dynamo_plugin: further options of `torch.compile`, instead of the backend.
+        project_dir: the folder of the project; where `project_config` names one, the two have to agree.
         project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
-        detect_nonfinite: whether the first value that is not finite is searched for: when a loss or
-            a gradient of a window is inf or nan, the window runs once more under observation, and
-            all ranks raise `NonFiniteError` with the module, the rank, the step and the samples.
-            Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: what records the run: the name of an installed tracker, such as "tensorboard", a
-            `Tracker` or `GeneralTracker` object, a list of these, or "all" for every tracker that
-            is installed and can be used here. Recording begins with `init_trackers`. Not given:
-            ACCELERATE_LOG_WITH, else none.
+        detect_nonfinite: whether, when a loss or a gradient of a window is inf or nan, the window runs
+            once more under observation, and all ranks raise `NonFiniteError` with the module, the rank,
+            the step and the samples. Costs a collective per window. Default: False.
+        log_with: what records the run: the name of an installed tracker, a `Tracker` or
+            `GeneralTracker` object, a list of these, or "all" for every one that can be used here.
+            Recording begins with `init_trackers`.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
@@ -299,18 +282,11 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
     def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
 
-        An asynchronous save is waited for, and signals do again what they did before. Collective.
-        Call it last; it may be repeated. A script that does not call it ends cleanly too.
-
-        Args:
-            failed: whether trackers record the run as failed. None: if an exception is on its way,
-                as in a `finally`; it cannot be told from one that is being handled, so an `except`
-                that ends a run well says False.
-
-        Raises:
-            CheckpointError, OSError: on every rank, at the end of all that, if an asynchronous save
-                failed.
-            TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`.
+        Collective; an asynchronous save is waited for, and signals do again what they did before.
+        It may be repeated, and a script that does not call it ends cleanly too. `failed`: whether
+        trackers record the run as failed; None: if an exception is on its way (an `except` that
+        ends a run well says False). Raises `CheckpointError` or `OSError` on every rank if an
+        asynchronous save failed, `TrackerError` for a tracker, under `TrackingKwargs(strict=True)`.
         """
         if not self._ended:
             self._ended = True

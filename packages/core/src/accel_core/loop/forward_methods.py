@@ -22,10 +22,8 @@ _ABSENT: Any = object()
 class ForwardMethod:
     """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own.
 
-    Args:
-        prepared: what the loop calls.
-        path: where the user's model is in it.
-        function: the method, not bound.
+    `path` is where the user's model is in `prepared`, which the loop calls; `function` is not
+    bound.
     """
 
     def __init__(self, prepared: nn.Module, path: str, function: Callable[..., Any]) -> None:
@@ -56,11 +54,7 @@ class ForwardMethod:
 
 
 def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> None:
-    """Has a method of the user's model run through calls of the prepared one.
-
-    Raises:
-        ValueError: if the model has no such method.
-    """
+    """Has a method of the user's model run through calls of the prepared one. Raises `ValueError` if there is no such method."""
     if isinstance(vars(prepared).get(name), ForwardMethod) or name == "forward":
         return
     method = getattr(original, name, None)

@@ -26,6 +26,11 @@ def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parame
     return found  # type: ignore[return-value]
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first eight names of parameters, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def _no_parameters(found: object) -> TypeError:
     return TypeError(
         f"expected parameters, found {type(found).__name__}. Pass model.parameters(), or a list of tensors."
@@ -42,8 +47,7 @@ class Earlier(NamedTuple):
 class Gradients:
     """Reads and changes gradients where nobody owns the hook `gradient_state`: all of them are in `.grad`.
 
-    Attributes:
-        are_elsewhere: whether the strategy says where they are.
+    `are_elsewhere` says whether the strategy keeps them.
     """
 
     are_elsewhere = False

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.collectives import reduce_gather
+from accel_core.loop.gradients import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from accel_core.processes.world import World
 
 _KEPT = 8  # so many backwards are told apart: more than one step needs
-_SHOWN = 8
 SYNC = "_accel_gradient_sync"
 _requires_grad = attrgetter("requires_grad")
 
@@ -230,11 +230,6 @@ def left_out_of_loss(names: Sequence[str], where: str) -> str:
         f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
         f"requires_grad_(False) on them before prepare."
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _remove(handles: Iterable[Any]) -> None:
