@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_core.build import Arguments, assemble
+from accel_core.build import Arguments, assemble, explained
 from accel_core.collectives.triggers import Trigger
 from accel_core.contract.loader_progress import Feed
 from accel_core.facade.checkpoint_methods import CheckpointMethods
@@ -186,9 +187,9 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             parts.accumulation.adjust_scheduler,
         )
         self._take(parts)
-        self._options = {**parts.options, "project_dir": project}
         self._state = _state_of(parts, chosen)
         self._trackers = self._make_recorder(parts)
+        self._explain = partial(explained, parts, {**parts.options, "project_dir": project}, self._trackers)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
     def _take(self, parts: Assembly) -> None:
@@ -234,7 +235,6 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             self._detector = parts.detector(
                 self._world, self._feed, self._prepared, strategy=parts.strategy, relay=self._relay, owners=owners
             )
-        self._seed: int | None = None
         self._ended = False
         self._world.enter(self)
 
@@ -275,9 +275,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     def explain(self) -> Explanation:
         """The active set-up: every choice with its source, every hook with its owner. Print it."""
-        from accel_core.plugins.explain import explain
-
-        return explain(self._parts.activation, self._parts.choices, self._options, self._details_of_trackers())
+        return self._explain()
 
     def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.

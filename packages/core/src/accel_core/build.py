@@ -44,7 +44,8 @@ from accel_core.processes.world import World
 if TYPE_CHECKING:
     from accel_core.contract.detector import DetectorFactory
     from accel_core.contract.layout import Layout
-    from accel_core.contract.recorder import RecorderFactory
+    from accel_core.contract.recorder import Recorder, RecorderFactory
+    from accel_core.plugins.explain import Explanation
     from accel_core.tracking.selection import Chosen
 
 
@@ -159,6 +160,15 @@ def assemble(given: Arguments) -> Assembly:
         recorder=records,
         tracking=tracking,
     )
+
+
+def explained(parts: Assembly, options: Mapping[str, Option[Any]], recorder: Recorder | None) -> Explanation:
+    """What an Accelerator says of its set-up."""
+    from accel_core.plugins.explain import Detail, explain
+
+    told = {} if recorder is None else recorder.details()
+    details = [Detail("tracker", name, "state", text) for name, text in told.items()]
+    return explain(parts.activation, parts.choices, options, details)
 
 
 def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type[KwargsHandler], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from accel_core.contract.tensor_layouts import State
-    from accel_core.facade.accelerator_parts import AcceleratorParts
     from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook
-    from accel_core.plugins.explain import Explanation
 
 
 class CheckpointMethods(PreparationMethods):
@@ -176,22 +173,22 @@ class CheckpointMethods(PreparationMethods):
             from accel_core.loop.run import Run
 
             parts = self._parts
-            this: weakref.ref[AcceleratorParts] = weakref.ref(self)
+            prepared = self._prepared
             plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
             components = {"precision": parts.precision, "strategy": parts.strategy}
             components |= {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
             self._run_made = Run(
                 world=self._world,
                 relay=self._relay,
-                prepared=self._prepared,
+                prepared=prepared,
                 accumulation=self._accumulation,
                 strategy=parts.strategy,
                 components=components,
                 project=self._project,
                 recorder=self._trackers,
                 declares_layout=self._declares_layout,
-                seed=partial(_seed_of, this),
-                explain=partial(_explanation_of, this),
+                seed=lambda: prepared.seed,
+                explain=self._explain,
             )
         return self._run_made
 
@@ -208,14 +205,3 @@ class CheckpointMethods(PreparationMethods):
         assert found is not None, "a prepared model, or a part of one"
         record, prefix = found
         return partial(self._relay.model_state, record.original, record.prepared), prefix
-
-
-def _seed_of(reference: weakref.ref[AcceleratorParts]) -> int | None:
-    accelerator = reference()
-    return None if accelerator is None else accelerator._seed
-
-
-def _explanation_of(reference: weakref.ref[AcceleratorParts]) -> Explanation:
-    accelerator = reference()
-    assert accelerator is not None, "a call of its own asks for it"
-    return accelerator.explain()

@@ -91,8 +91,11 @@ class LoopMethods(AcceleratorParts):
         if self._prepared.unchecked:
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
-        if type(loss) is not torch.Tensor or loss.dim():
-            _check_loss(loss, kwargs)
+        if loss.dim() and loss.numel() != 1 and "gradient" not in kwargs:
+            raise ValueError(
+                f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
+                f"pass gradient=."
+            )
         if learning_rate is not None or self._prepared.fused:
             self._fused_backward(loss, learning_rate, kwargs)
             return
@@ -260,19 +263,9 @@ class LoopMethods(AcceleratorParts):
         in `no_restore_buffers` stay cut behind the block. Raises `ValueError` if there is not one
         dim per tensor, or a tensor has no such dim.
         """
-        given, dims = list(buffers or ()), list(buffer_seq_dims or ())
-        if len(given) != len(dims):
-            raise ValueError(
-                f"maybe_context_parallel() was given {len(given)} buffers and {len(dims)} buffer_seq_dims. Give the dim of the "
-                f"sequence for each tensor, in the same order."
-            )
-        for number, (buffer, dim) in enumerate(zip(given, dims, strict=True)):
-            if not -buffer.dim() <= dim < buffer.dim():
-                raise ValueError(
-                    f"maybe_context_parallel(): buffer {number} has the shape {tuple(buffer.shape)}, and buffer_seq_dims says that its "
-                    f"sequence lies along dim {dim}. Give one of its dims."
-                )
-        return self._relay.context_parallel(given, dims, list(no_restore_buffers or ()))
+        return self._relay.context_parallel(
+            list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
+        )
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
@@ -333,16 +326,3 @@ def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: S
         for model in models:
             stack.enter_context(hook(model))
         yield
-
-
-def _check_loss(loss: object, options: dict[str, Any]) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"backward() was given a {type(loss).__name__}, expected the loss as a tensor: what the loss function "
-            f"returned, without .item()."
-        )
-    if loss.numel() != 1 and "gradient" not in options:
-        raise ValueError(
-            f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
-            f"pass gradient=."
-        )

@@ -116,14 +116,14 @@ class PreparationMethods(AcceleratorParts):
         data_loader = as_data_loader(data_loader)
         if any(data_loader is known for known in self._prepared.loaders):
             return data_loader
-        if self._seed is None:
-            self._seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
+        if self._prepared.seed is None:
+            self._prepared.seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
         prepared = self._relay.prepare_loader(
             data_loader,
             self._layout.shard,
             self._feed,
             self._placement(device_placement),
-            self._seed,
+            self._prepared.seed,
             len(self._prepared.loaders),
             self._layout.data_group,
             slice_fn_for_dispatch,
@@ -229,11 +229,6 @@ class PreparationMethods(AcceleratorParts):
         from the factory, on rank 0. Raises `TypeError` if the factory gives no module,
         `CheckpointError` if the weights do not fit.
         """
-        if not callable(factory):
-            raise TypeError(
-                f"build_model() was given a {type(factory).__name__}, expected what builds the model: a function without arguments, "
-                f"e.g. build_model(lambda: GPT(config)). A model that is built already goes to prepare()."
-            )
         with self._world.collective("build_model()"):
             model = self._relay.build_model(factory, None if checkpoint is None else Path(checkpoint))
         require("build_model()", model, nn.Module, "a factory that returns a torch.nn.Module")

@@ -10,7 +10,6 @@ from accel_core.facade.accelerator_parts import AcceleratorParts
 if TYPE_CHECKING:
     from accel_core.build import Assembly
     from accel_core.contract.recorder import Recorder
-    from accel_core.plugins.explain import Detail
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.tracker import GeneralTracker
 
@@ -118,9 +117,3 @@ class RecordingMethods(AcceleratorParts):
         if parts.trackers is None or parts.recorder is None:
             return None
         return parts.recorder(parts.trackers, parts.tracking, self._world, self._project)
-
-    def _details_of_trackers(self) -> list[Detail]:
-        from accel_core.plugins.explain import Detail
-
-        details = {} if self._trackers is None else self._trackers.details()
-        return [Detail("tracker", name, "state", text) for name, text in details.items()]

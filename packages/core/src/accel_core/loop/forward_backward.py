@@ -203,12 +203,4 @@ def _checked(result: object) -> Part:
             f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: "
             f"reduction='sum', or loss.sum()."
         )
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        weight = weight.detach()
-    elif not isinstance(weight, (int, float)):
-        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else f"type {type(weight).__name__}"
-        raise TypeError(
-            f"loss_fn(output, batch) returned a weight of {found}, expected a number: over how many tokens or samples the "
-            f"loss is summed."
-        )
-    return loss.reshape(()), weight
+    return loss.reshape(()), weight.detach() if isinstance(weight, torch.Tensor) else float(weight)

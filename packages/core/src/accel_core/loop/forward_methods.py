@@ -11,8 +11,6 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.suggestions import nearest
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -59,11 +57,8 @@ def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> 
         return
     method = getattr(original, name, None)
     if not inspect.ismethod(method):
-        methods = [each for each, _ in inspect.getmembers(type(original), inspect.isfunction) if each[0] != "_"]
-        close = nearest(name, methods)
-        hint = f"Did you mean {close!r}?" if close else "Give the name of one of its methods."
         raise ValueError(
-            f"mark_forward_method(model, {name!r}) was asked for, but {type(original).__name__} has no method of that name. {hint}"
+            f"mark_forward_method(model, {name!r}) was asked for, but {type(original).__name__} has no method of that name."
         )
     path = next(path for path, module in prepared.named_modules() if module is original)
     vars(prepared)[name] = ForwardMethod(prepared, path, method.__func__)

@@ -17,24 +17,13 @@ if TYPE_CHECKING:
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """One parameter, or any iterable of them (a generator is consumed once), as a list."""
-    if not isinstance(parameters, Iterable):
-        raise _no_parameters(parameters)
-    found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    for parameter in found:
-        if not isinstance(parameter, torch.Tensor):
-            raise _no_parameters(parameter)
-    return found  # type: ignore[return-value]
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return list(given)  # type: ignore[arg-type]
 
 
 def listed(names: Sequence[str]) -> str:
     """The first eight names of parameters, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _no_parameters(found: object) -> TypeError:
-    return TypeError(
-        f"expected parameters, found {type(found).__name__}. Pass model.parameters(), or a list of tensors."
-    )
 
 
 class Earlier(NamedTuple):

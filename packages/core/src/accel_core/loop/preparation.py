@@ -107,6 +107,7 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
+        self.seed: int | None = None  # of the run, agreed when the first loader was prepared
         self.unchecked = False  # whether optimizers came since the last check for orphans
         self.fused = False  # whether one of the optimizers updates parameters during the backward
         self.drifted = False  # whether each rank's optimizers have stepped by themselves

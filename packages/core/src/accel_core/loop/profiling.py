@@ -116,7 +116,7 @@ class _Profiler(torch.profiler.profile):
 
 
 def _new_file(folder: Path, stem: str) -> Path:
-    """A name in the folder that is free. Ranks have stems of their own."""
+    """A name in the folder that is free; ranks have stems of their own."""
     names = (f"{stem}_{number}.json" if number else f"{stem}.json" for number in count())
     return next(path for path in map(folder.joinpath, names) if not path.exists())
 

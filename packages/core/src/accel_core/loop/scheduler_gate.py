@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.base.class_override import ClassOverride, override_class, restore_class
 from accel_core.loop.optimizer_gate import gate_of
+from accel_core.options.resolution import flag
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,10 +57,7 @@ class SchedulerRule:
 
 def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
     """The rule that the Accelerator's arguments ask for; `processes` is how many, if steps are to be multiplied by them."""
-    if not isinstance(with_optimizer, bool):
-        raise TypeError(
-            f"step_scheduler_with_optimizer={with_optimizer!r} is a {type(with_optimizer).__name__}: expected True or False."
-        )
+    flag("step_scheduler_with_optimizer", with_optimizer, "", None)  # which raises for a text, say
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from accel_core.collectives import reduce_gather
+from accel_core.options.resolution import flag
 from accel_core.processes.watch.collective_scope import collective
 
 if TYPE_CHECKING:
@@ -32,15 +33,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[None]:
-    """Sets within a block what the feed asks of loaders: see the attributes of `Feed`. No collective.
-
-    Raises `TypeError` if `even_batches` is no bool and not None.
-    """
-    if even_batches is not None and not isinstance(even_batches, bool):
-        raise TypeError(
-            f"join_uneven_inputs(even_batches={even_batches!r}) was given a {type(even_batches).__name__}. Pass True, False, or "
-            f"None to leave the loaders as they are."
-        )
+    """Sets within a block what the feed asks of loaders: see the attributes of `Feed`. No collective."""
+    flag("even_batches", even_batches, "", None)  # which raises for a text, say
     before = feed.even_batches, feed.joining
     feed.even_batches, feed.joining = even_batches, joining
     try:

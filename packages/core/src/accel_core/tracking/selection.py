@@ -47,16 +47,9 @@ class Chosen:
 def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Chosen:
     """The trackers that the argument, or what was said outside of the code, asks for. Imports no service.
 
-    Args:
-        log_with: of the constructor of the Accelerator.
-        offers: what is installed.
-        sections: options of those that are chosen by name.
-
-    Raises:
-        NotInstalledError: for a name whose distribution, or whose service, is not installed.
-        PluginError: for a name that nothing offers.
-        TypeError: for what is neither a name nor a tracker.
-        ValueError: for two trackers of one name.
+    Raises `NotInstalledError` for a name whose distribution or service is not installed,
+    `PluginError` for a name that nothing offers, `TypeError` for what is neither a name nor a
+    tracker, `ValueError` for two trackers of one name.
     """
     option: Option[Any] = resolve(log_with, VARIABLE, as_list, ())
     listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
