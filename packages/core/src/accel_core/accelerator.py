@@ -15,7 +15,6 @@ from accel_core.facade.collective_methods import CollectiveMethods
 from accel_core.facade.loader_settings import LoaderSettings
 from accel_core.facade.loop_methods import LoopMethods
 from accel_core.facade.older_arguments import (
-    checked_placement,
     chosen_strategy,
     refuse_unknown,
     renamed,
@@ -29,7 +28,7 @@ from accel_core.loop.preparation import (
 )
 from accel_core.loop.scheduler_gate import rule_of
 from accel_core.options.project import resolve_project
-from accel_core.options.resolution import as_text, resolve
+from accel_core.options.resolution import as_text, flag, resolve
 from accel_core.state import AcceleratorState, PartialState
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         kwargs_handlers = renamed(older, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older)
-        placement = checked_placement(device_placement)
+        flag("device_placement", device_placement, "", None)  # often a precision that was given without its name
         warn_of_unread()
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
         self._project = resolve_project(project.value, project_config, project.source)
@@ -178,7 +177,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
                 handlers=() if kwargs_handlers is None else kwargs_handlers,
             )
         )
-        self.device_placement = placement
+        self.device_placement = device_placement
         self._dataloader_config = dataloader_config
         splits = getattr(parts.loader, "split_batches", False)
         self._scheduler_rule = rule_of(

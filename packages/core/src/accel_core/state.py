@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.errors import WorldError
+from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS, ONE_PROCESS, SEVERAL_PROCESSES, DistributedType
 from accel_core.facade.older_arguments import names_of, offered_name
 from accel_core.facade.process_methods import ProcessControl
@@ -247,9 +247,9 @@ class AcceleratorState(_State):
 
     def _unknown(self, name: str) -> str:
         plugins = [f"{each}_plugin" for each in sorted(set().union(*self._names.values()))]
-        known = [each for each in dir(type(self)) if not each.startswith("_")]
-        near = difflib.get_close_matches(name, [*known, *plugins], n=3)
-        hint = f"Type {' or '.join(near)} if that was meant." if near else f"It has {', '.join([*known, *plugins])}."
+        known = [*(each for each in dir(type(self)) if not each.startswith("_")), *plugins]
+        near = nearest(name, known)
+        hint = f"It has {', '.join(known)}." if near is None else f"Type {near} if that was meant."
         return f"accelerator.state.{name} was asked for, but AcceleratorState has no such attribute. {hint}"
 
     def __setattr__(self, name: str, *value: object) -> NoReturn:

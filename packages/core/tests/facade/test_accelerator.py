@@ -93,10 +93,10 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
             ValueError,
-            "gradient_accumulation_steps=2 and gradient_accumulation_plugin=.* were both given. Give one",
+            "gradient_accumulation_steps=2 and gradient_accumulation_plugin=.* were both given.* leave the other out",
         ),
-        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0: expected an integer of at le"),
-        ({"gradient_accumulation_steps": True}, ValueError, "gradient_accumulation_steps=True: expected an integer"),
+        ({"gradient_accumulation_steps": 0}, ValueError, r"num_steps=0\): expected an integer of at le"),
+        ({"gradient_accumulation_steps": True}, ValueError, r"num_steps=True\): expected an integer"),
         ({"gradient_accumulation_plugin": 2}, TypeError, "gradient_accumulation_plugin is a int, expected Gradient"),
         ({"mixed_precision": 16}, TypeError, "mixed_precision=16 .argument. gives a int, expected a name such as 'no'"),
         ({"mixed_precision": "bf17"}, PluginError, "'bf17' was asked for.*"),

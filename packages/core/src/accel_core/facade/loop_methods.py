@@ -97,7 +97,10 @@ class LoopMethods(AcceleratorParts):
                 f"pass gradient=."
             )
         if learning_rate is not None or self._prepared.fused:
-            self._fused_backward(loss, learning_rate, kwargs)
+            owners = self._parts.activation.owners
+            fused_backward.fused_backward(
+                loss, learning_rate, self._prepared.optimizers, self._accumulation, self._world, owners, kwargs
+            )
             return
         accumulation = self._accumulation
         accumulation.count_backward()
@@ -158,10 +161,11 @@ class LoopMethods(AcceleratorParts):
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Backwards of forwards inside keep their gradients local, of `model` or of all that are trained.
 
-        A backward outside stays local too if its forward ran inside, until
-        `trigger_sync_in_backward` or the next forward outside.
+        A backward outside stays local too if its forward ran inside, until `trigger_sync_in_backward`
+        or the next forward outside.
         """
-        return self._on_models(self._relay.no_sync, model)
+        hook = self._relay.no_sync
+        return _on_all(hook, self._prepared.trained()) if model is None else hook(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """The next backward of `model` synchronises all its gradients, although its forward ran inside `no_sync`."""
@@ -283,22 +287,6 @@ class LoopMethods(AcceleratorParts):
         from accel_core.loop.run import has_state
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
-
-    def _fused_backward(self, loss: torch.Tensor, learning_rate: float | None, options: dict[str, Any]) -> None:
-        fused_backward.fused_backward(
-            loss,
-            learning_rate,
-            self._prepared.optimizers,
-            self._accumulation,
-            self._world,
-            self._parts.activation.owners,
-            options,
-        )
-
-    def _on_models(
-        self, hook: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module | None
-    ) -> AbstractContextManager[None]:
-        return hook(model) if model is not None else _on_all(hook, self._prepared.trained())
 
     def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         strategy = self._parts.strategy

@@ -11,11 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from accel_core.base.deprecation import Deprecation, level_of_the_user
-from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS, PREFIX, variable_of
-from accel_core.plugins import Group, list_offers
+from accel_core.plugins import list_offers
 
 T = TypeVar("T")
 
@@ -117,24 +115,6 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
                 f"{type(each).__name__}(...), or strategy={type(each).__name__}(...)."
             )
     return dict(objects)
-
-
-def checked_placement(value: object) -> bool:
-    """`device_placement`, the first argument. Raises `TypeError` for what is no truth value, often a precision, with what was meant."""
-    if isinstance(value, bool):
-        return value
-    meant = next((argument for group, argument in _MEANT.items() if _is_choice(group, value)), None)
-    hint = "" if meant is None else f" Type Accelerator({meant}={value!r}) if that was meant."
-    raise TypeError(f"device_placement={value!r} is a {type(value).__name__}: expected True or False.{hint}")
-
-
-_MEANT: Mapping[Group, str] = {"accel.precisions": "mixed_precision", "accel.strategies": "strategy"}
-
-
-def _is_choice(group: Group, value: object) -> bool:
-    if isinstance(value, str):
-        return value in KNOWN_PROVIDERS[group] or any(each.name == value for each in list_offers(group))
-    return isinstance(value, Strategy if group == "accel.strategies" else Precision)
 
 
 def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:

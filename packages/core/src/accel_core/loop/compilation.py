@@ -36,7 +36,7 @@ def resolve_compilation(
         return option, None if chosen is None else _handed_over(TorchDynamoPlugin(backend=chosen, **outside()), chosen)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(f"dynamo_plugin is a {type(plugin).__name__}, expected TorchDynamoPlugin(...).")
-    _refuse_beside(plugin, backend)
+    refuse_beside("dynamo_plugin", plugin, "dynamo_backend", backend, VARIABLE)
     chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
     return Option(plugin.backend, "argument"), _handed_over(plugin, chosen)
 
@@ -45,6 +45,17 @@ def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] |
     given = {**plugin.to_kwargs(), "backend": backend}
     off = given.pop("disable", False) or backend is None
     return None if off else given
+
+
+def refuse_beside(argument: str, plugin: object, option: str, value: object, variable: str) -> None:
+    """Raises `ValueError` if an option was given, in code or outside of it, beside the object that has it too."""
+    outside = given_outside(variable)
+    if value is not None or outside is not None:
+        other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
+        raise ValueError(
+            f"{other} and {argument}={plugin} were both given. An object that is built in code is complete: give it the option, "
+            f"and leave the other out."
+        )
 
 
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -121,18 +132,6 @@ def _kind(module: nn.Module) -> Hashable:
     """A key that is equal for modules that can share a compilation."""
     parameters = ((name, value.shape, value.dtype, value.requires_grad) for name, value in module.named_parameters())
     return type(module), tuple(parameters)
-
-
-def _refuse_beside(plugin: TorchDynamoPlugin, backend: object) -> None:
-    outside = given_outside(VARIABLE)
-    if backend is not None or outside is not None:
-        other = f"dynamo_backend={backend!r}"
-        if backend is None and outside is not None:
-            other = f"{outside.source}={outside.text!r}"
-        raise ValueError(
-            f"{other} and dynamo_plugin={plugin} were both given, and both say how models are compiled. Give the backend to "
-            f"the object, TorchDynamoPlugin(backend=...), and leave the other out."
-        )
 
 
 def _known_backend(backend: Any, asked: str) -> Any:
