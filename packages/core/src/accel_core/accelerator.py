@@ -72,43 +72,52 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
     Args:
         device_placement: whether models and batches are moved to the device.
         split_batches: whether a loader's batch size is that of the whole world, instead of each rank's
-            own. Served by the loader component, as the four below that say so.
-        mixed_precision: "no", or the name of an installed precision, or a `Precision`. Default: "no".
-        gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Default: 1.
+            own. Served by the loader component.
+        mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given:
+            ACCELERATE_MIXED_PRECISION, else "no".
+        gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not
+            given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
         cpu: whether to train on the CPU although there is an accelerator. The number of processes is
-            always what the launcher started. Default: False.
-        strategy: the name of an installed strategy, or a `Strategy` object. Default: "ddp" in a world
-            larger than one, else "single". `<name>_plugin=object` is the same under an older name.
-        loader: the name of an installed loader component, or such an object. Default: "sharded" if it
-            is installed, else the core's own, which serves one process.
+            always what the launcher started. Not given: ACCELERATE_USE_CPU, else False.
+        strategy: the name of an installed strategy, or a `Strategy` object. Not given:
+            ACCELERATE_STRATEGY, else "ddp" in a world larger than one and "single" otherwise.
+            `<name>_plugin=object` is the same under an older name.
+        loader: the name of an installed loader component, or such an object. Not given:
+            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's own, which serves
+            one process.
         plugins: objects with further hooks, such as observers.
         dataloader_config: the options of the loader component as one object, such as accel-data's
             `DataLoaderConfiguration`, instead of the loose ones. It is complete: variables of the
             environment for its fields are refused beside it.
-        dispatch_batches: whether one rank reads a loader and sends the others their parts (loader
-            component).
+        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served by
+            the loader component.
         even_batches: whether loaders fill the last global batch from the first samples, so that all
-            ranks have equally many batches; metrics leave the filling out (loader component).
-        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch (loader
-            component).
+            ranks have equally many batches; metrics leave the filling out. Served by the loader
+            component.
+        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch.
+            Served by the loader component.
         rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated: names
-            of `RNGType`; an empty list: none (loader component). Default: "generator" by accel-data.
+            of `RNGType`; an empty list: none. Not given: as the loader component says, "generator" by
+            that of accel-data. Served by the loader component.
         gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
         kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`,
             `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
-        dynamo_backend: backend of `torch.compile` for prepared models. Default: "no".
+        dynamo_backend: backend of `torch.compile` for prepared models. Not given:
+            ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
         project_dir: the folder of the project; where `project_config` names one, the two have to agree.
+            Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
         detect_nonfinite: whether, when a loss or a gradient of a window is inf or nan, the window runs
             once more under observation, and all ranks raise `NonFiniteError` with the module, the rank,
-            the step and the samples. Costs a collective per window. Default: False.
+            the step and the samples. Costs a collective per window. Not given:
+            ACCELERATE_DETECT_NONFINITE, else False.
         log_with: what records the run: the name of an installed tracker, a `Tracker` or
             `GeneralTracker` object, a list of these, or "all" for every one that can be used here.
-            Recording begins with `init_trackers`.
+            Recording begins with `init_trackers`. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
