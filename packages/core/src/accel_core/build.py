@@ -271,7 +271,8 @@ def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:
 
 
 def _accumulation(given: Arguments, sections: Sections) -> tuple[GradientAccumulationPlugin, Option[int]]:
-    steps, plugin = given.gradient_accumulation_steps, given.gradient_accumulation_plugin
+    steps: Any = given.gradient_accumulation_steps
+    plugin = given.gradient_accumulation_plugin
     if plugin is not None:
         if not isinstance(plugin, GradientAccumulationPlugin):
             raise TypeError(
@@ -282,7 +283,7 @@ def _accumulation(given: Arguments, sections: Sections) -> tuple[GradientAccumul
         sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
         return plugin, Option(plugin.num_steps, "argument")
     if steps is not None:
-        GradientAccumulationPlugin(num_steps=steps)  # type: ignore[arg-type]  # which checks it
+        GradientAccumulationPlugin(num_steps=steps)  # which checks it
     option = resolve(steps, _STEPS_VARIABLE, as_steps, OPTIONS["gradient_accumulation_steps"])
     return GradientAccumulationPlugin(num_steps=option.value, **sections.share("accumulation")), option
 

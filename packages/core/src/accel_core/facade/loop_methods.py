@@ -14,10 +14,9 @@ from accel_core.facade.accelerator_parts import AcceleratorParts
 from accel_core.loop import fused_backward, gradients
 from accel_core.loop.accumulation import Accumulate
 from accel_core.loop.forward_backward import default_inputs
-from accel_core.loop.optimizer_gate import gate_of
+from accel_core.loop.optimizer_gate import gate_of, held_by
 from accel_core.loop.preparation import (
     check_reading,
-    held_by,
 )
 from accel_core.options.handlers import GradientAccumulationPlugin
 

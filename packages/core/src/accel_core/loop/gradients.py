@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """One parameter, or any iterable of them (a generator is consumed once), as a list."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return list(given)  # type: ignore[arg-type]
+    return list(given)
 
 
 def listed(names: Sequence[str]) -> str:

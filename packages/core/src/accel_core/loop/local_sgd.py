@@ -55,7 +55,7 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if not isinstance(local_sgd_steps, int) or isinstance(local_sgd_steps, bool) or local_sgd_steps < 1:
+        if type(local_sgd_steps) is not int or local_sgd_steps < 1:
             raise ValueError(
                 f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected an integer of at least 1, the number of steps between two "
                 f"averages. Pass enabled=False to train without LocalSGD."
