@@ -158,7 +158,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         kwargs_handlers = renamed(older, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older)
-        flag("device_placement", device_placement, "", None)  # often a precision that was given without its name
+        placement = flag("device_placement", device_placement, "", True).value
         warn_of_unread()
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
         self._project = resolve_project(project.value, project_config, project.source)
@@ -186,7 +186,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
                 handlers=() if kwargs_handlers is None else kwargs_handlers,
             )
         )
-        self.device_placement = device_placement
+        self.device_placement = placement
         self._dataloader_config = dataloader_config
         splits = getattr(parts.loader, "split_batches", False)
         self._scheduler_rule = rule_of(

@@ -57,7 +57,7 @@ class SchedulerRule:
 
 def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
     """The rule that the Accelerator's arguments ask for; `processes` is how many, if steps are to be multiplied by them."""
-    flag("step_scheduler_with_optimizer", with_optimizer, "", None)  # which raises for a text, say
+    with_optimizer = flag("step_scheduler_with_optimizer", with_optimizer, "", True).value
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(
