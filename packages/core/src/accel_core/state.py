@@ -164,7 +164,7 @@ class AcceleratorState(_State):
         active: str,
         name: str,
     ) -> AcceleratorState:
-        """That of an Accelerator: its precision's name, and its strategies by key, of which `active` is in use, named `name`."""
+        """That of an Accelerator, whose strategy in use has the key `active` and the name `name`."""
         state = object.__new__(cls)
         vars(state).update(
             _world=processes._world,

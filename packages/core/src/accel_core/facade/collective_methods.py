@@ -70,7 +70,7 @@ class CollectiveMethods(AcceleratorParts):
         return reduce_gather.gather(tensor, self._world)
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
-        """Combines tensors over the ranks: their "sum", "mean" or "max", times `scale`; "none" returns the input. Collective.
+        """Combines tensors over the ranks: "sum", "mean", "max", or "none"; times `scale`. Collective.
 
         Takes a tensor, or nested tuples, lists and dicts of them. Raises `CollectiveMismatchError`
         on every rank if structures, dtypes or shapes differ.

@@ -124,7 +124,7 @@ class LoopMethods(AcceleratorParts):
         loss_fn: LossFn,
         inputs: Inputs | None = None,
     ) -> torch.Tensor:
-        """Runs a whole window, so that batches of different sizes weigh what they hold. Collective over the data-parallel ranks.
+        """Runs a whole window, so that batches of different sizes weigh what they hold. Collective.
 
         The gradient is that of (sum of losses) / (sum of weights) over the micro-batches of all
         ranks, of which each has at least one. `loss_fn(output, batch)` gives the loss *summed* over

@@ -200,7 +200,7 @@ class PreparationMethods(AcceleratorParts):
         return inner
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        """Has another method of a prepared model run as its forward does: under the strategy, and in the precision. No collective.
+        """Has another method of a prepared model run as its forward does. No collective.
 
             accelerator.mark_forward_method(agent, "act")
             loss = loss_fn(agent.act(observation))  # gradients are averaged as after agent(observation)
@@ -239,7 +239,7 @@ class PreparationMethods(AcceleratorParts):
         return has_device_map(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Gives back and forgets everything that was prepared, and frees what memory that gives. Returns a None for each object.
+        """Forgets everything that was prepared, and frees its memory. Returns a None for each object.
 
         model, optimizer = accelerator.free_memory(model, optimizer)
         """

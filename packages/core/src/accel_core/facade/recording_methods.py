@@ -105,7 +105,7 @@ class RecordingMethods(AcceleratorParts):
 
     @property
     def trackers(self) -> list[TrackerHandle | GeneralTracker]:
-        """The trackers that record in this process, as `get_tracker` gives them; nothing is begun, or waited for, until they are used."""
+        """The trackers that record in this process. Nothing is begun, or waited for, until they are used."""
         return [] if self._trackers is None else self._trackers.in_hand
 
     @property

@@ -231,7 +231,7 @@ class PreparedLoader(_Base):
         return CountingIterator(inner, count)
 
     def behind(self, batches: int) -> PreparedLoader:
-        """A copy of which every iteration leaves out so many more batches of this rank. Raises `ValueError` for no such number."""
+        """A copy of which every iteration leaves out so many more batches of this rank."""
         source = source_after(self._accel_indices.source, batches)
         twin = copy.copy(self)
         twin.__dict__.update(self._reading_from(source))

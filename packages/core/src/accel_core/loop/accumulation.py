@@ -74,7 +74,7 @@ class Accumulation:
         self._deferred: list[Callable[[], None]] = []
 
     def enter(self, closes: bool | None = None) -> bool:
-        """A micro-batch begins. Returns whether it closes the window: as the caller says; None: by its number, and the end of a loader."""
+        """A micro-batch begins. Returns whether it closes the window; None: its number decides."""
         self.inside = True
         self.micro_backwards = 0
         if closes is None and self.by_caller and self.open:

@@ -102,7 +102,7 @@ class WindowLoop:
         return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Equally many micro-batches on every rank, and whether each counts. A collective. Raises `ValueError` if a rank has none."""
+        """Equally many micro-batches on every rank, and whether each counts. A collective."""
         if isinstance(micro_batches, Sequence):
             given = micro_batches
             own: Iterator[Any] = (given[number] for number in range(len(given)))

@@ -52,7 +52,7 @@ class ForwardMethod:
 
 
 def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> None:
-    """Has a method of the user's model run through calls of the prepared one. Raises `ValueError` if there is no such method."""
+    """Has a method of the user's model run through calls of the prepared one, or raises `ValueError`."""
     if isinstance(vars(prepared).get(name), ForwardMethod) or name == "forward":
         return
     method = getattr(original, name, None)

@@ -19,7 +19,7 @@ GradientHook = Callable[[nn.Module, nn.Module], GradientState]
 
 
 class KeptGradients(Gradients):
-    """Those of the trained models of one Accelerator, as the hook `gradient_state` gives them. For other parameters `.grad` counts.
+    """Those of trained models, as the hook `gradient_state` gives them; of other parameters, `.grad`.
 
     `models` is what is prepared; the list grows.
     """

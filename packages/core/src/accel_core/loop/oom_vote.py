@@ -31,7 +31,7 @@ _DONE, _NO_ROOM = "done", "ran out of memory"
 
 @dataclass(frozen=True)
 class Vote:
-    """The outcome of an attempt on one rank: what was tried, how it ended, and how many collectives of the default group it has begun."""
+    """The outcome of an attempt on one rank, and how many collectives it has begun."""
 
     function: str
     size: int

@@ -203,7 +203,7 @@ class Prepared:
         self.unchecked = False
 
     def frozen_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """The parameters of an optimizer that are from models wholly frozen when prepared, by name; none in a world of one."""
+        """By name, the parameters of an optimizer that are from models wholly frozen when prepared."""
         trained = [record for record in self.models if not record.evaluation]
         frozen = [record for record in trained if record.frozen]
         if self._world.size == 1 or not frozen:
@@ -350,7 +350,7 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
 
 
 def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
-    """Raises for a model with a device map in a larger world, or with weights that nobody can cast to the dtype `param`."""
+    """Raises for a device map in a larger world, or with weights that nobody can cast to `param`."""
     if world.size > 1 and has_device_map(model):
         raise ValueError(
             f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "

@@ -118,7 +118,7 @@ class Run:
 
 
 def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
-    """A name for every parameter of some models, by its `id`: the number of the model, a dot, and its name in `state_dict()`."""
+    """By its `id`, a name for every parameter: the number of the model, a dot, its name in `state_dict()`."""
     found: dict[int, str] = {}
     for number, model in models.items():
         for name, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):

@@ -44,7 +44,7 @@ def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[N
 
 
 def as_joinables(given: Sequence[Any]) -> list[Joinable]:
-    """The objects that are to join, out of what `torch.compile` put around them. Raises `TypeError` for one that cannot."""
+    """The objects that are to join, without what `torch.compile` put around them, or a `TypeError`."""
     found = [getattr(each, "_orig_mod", each) for each in given]
     for each in found:
         if not isinstance(each, Joinable):

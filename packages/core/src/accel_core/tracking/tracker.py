@@ -99,7 +99,7 @@ class Tracker:
         return {}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """Records values: name → int, float (also nan and inf), text, or an object of which `records` says that it is recorded.
+        """Records values: name → int, float (also nan and inf), text, or an object that `records` accepts.
 
         Names of nested dicts are joined by "/". `step` is at least 0, and may be an earlier one
         again. `options` are `log_kwargs[name]` of the user's call. If the record has histograms
