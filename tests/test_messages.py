@@ -80,7 +80,7 @@ ALLOWED = {
     "Float8LinearConfig",  # torchao's
     "Float8LinearConfig.from_recipe_name",
     "SLURM_",  # the beginning of variables, in a pattern
-    "GPT",  # the user's model, in an example
+     # the user's model, in an example
     "broadcast_object",  # accel_core.collectives.reduce_gather, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
     "hook",  # what the user registers

@@ -143,34 +143,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Looked up when they are used: most scripts use none of them, and importing them all would double the time of the import.
-_MODULES = {
-    "AcceleratedOptimizer": "facade.accelerated",
-    "AcceleratedScheduler": "facade.accelerated",
-    "Bins": "tracking.values",
-    "GeneralTracker": "tracking.tracker",
-    "Histogram": "tracking.values",
-    "LocalSGD": "loop.local_sgd",
-    "Finding": "contract.findings",
-    "NonFiniteError": "contract.findings",
-    "ProfileKwargs": "loop.profiling",
-    "Table": "tracking.values",
-    "TrackedRun": "tracking.tracker",
-    "Tracker": "tracking.tracker",
-    "TrackerHandle": "tracking.handle",
-    "broadcast": "collectives.operations",
-    "broadcast_object_list": "collectives.operations",
-    "clear_device_cache": "loop.memory",
-    "find_executable_batch_size": "loop.memory",
-    "gather": "collectives.operations",
-    "gather_object": "collectives.operations",
-    "pad_across_processes": "collectives.operations",
-    "pad_input_tensors": "collectives.operations",
-    "reduce": "collectives.operations",
-    "release_memory": "loop.memory",
-    "synchronize_rng_state": "collectives.operations",
-    "synchronize_rng_states": "collectives.operations",
-    "wait_for_everyone": "collectives.operations",
+_LAZY = {
+    "collectives.operations": (
+        "broadcast broadcast_object_list gather gather_object pad_across_processes pad_input_tensors reduce "
+        "synchronize_rng_state synchronize_rng_states wait_for_everyone"
+    ),
+    "contract.findings": "Finding NonFiniteError",
+    "facade.accelerated": "AcceleratedOptimizer AcceleratedScheduler",
+    "loop.local_sgd": "LocalSGD",
+    "loop.memory": "clear_device_cache find_executable_batch_size release_memory",
+    "loop.profiling": "ProfileKwargs",
+    "tracking.handle": "TrackerHandle",
+    "tracking.tracker": "GeneralTracker TrackedRun Tracker",
+    "tracking.values": "Bins Histogram Table",
 }
+_MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
 
 _OF_CHECKPOINTS = ("export_weights", "load_checkpoint_in_model")
 """Functions of the component that serves checkpoints."""

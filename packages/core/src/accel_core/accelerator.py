@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_core.build import Arguments, assemble
+from accel_core.build import Arguments, assemble, explained
 from accel_core.collectives.triggers import Trigger
 from accel_core.contract.loader_progress import Feed
 from accel_core.facade.checkpoint_methods import CheckpointMethods
@@ -14,7 +15,6 @@ from accel_core.facade.collective_methods import CollectiveMethods
 from accel_core.facade.loader_settings import LoaderSettings
 from accel_core.facade.loop_methods import LoopMethods
 from accel_core.facade.older_arguments import (
-    checked_placement,
     chosen_strategy,
     refuse_unknown,
     renamed,
@@ -28,7 +28,7 @@ from accel_core.loop.preparation import (
 )
 from accel_core.loop.scheduler_gate import rule_of
 from accel_core.options.project import resolve_project
-from accel_core.options.resolution import as_text, resolve
+from accel_core.options.resolution import as_text, flag, resolve
 from accel_core.state import AcceleratorState, PartialState
 
 if TYPE_CHECKING:
@@ -63,49 +63,43 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
                 scheduler.step()
                 optimizer.zero_grad()
 
-    What is not given here is taken from outside of the code, in this order: the command line of a
-    launcher, environment variables, a launcher's configuration file; see
-    `accel_core.options.option_sources`, also for the options of a strategy or a precision that is
-    chosen by name.
+    What is not given here is taken from outside of the code: the command line of a launcher, then
+    environment variables, then a launcher's configuration file.
 
     Building one is a collective when it starts the process group: the first one, on every rank that
     the launcher started.
 
     Args:
         device_placement: whether models and batches are moved to the device.
-        split_batches: whether a loader's batch size is that of the whole world, divided among the
-            ranks, instead of each rank's own. Served by the loader component.
+        split_batches: whether a loader's batch size is that of the whole world, instead of each rank's
+            own. Served by the loader component.
         mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given:
-            the environment variable ACCELERATE_MIXED_PRECISION, else "no".
+            ACCELERATE_MIXED_PRECISION, else "no".
         gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not
             given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
-        cpu: whether to train on the CPU although there is an accelerator. It chooses the device
-            only: the number of processes is always what the launcher started. Not given:
-            ACCELERATE_USE_CPU, else False.
+        cpu: whether to train on the CPU although there is an accelerator. The number of processes is
+            always what the launcher started. Not given: ACCELERATE_USE_CPU, else False.
         strategy: the name of an installed strategy, or a `Strategy` object. Not given:
             ACCELERATE_STRATEGY, else "ddp" in a world larger than one and "single" otherwise.
-            `<name>_plugin=object` is the same argument under an older name.
+            `<name>_plugin=object` is the same under an older name.
         loader: the name of an installed loader component, or such an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if a distribution offers that name, else the core's
-            own, which serves one process.
+            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's own, which serves
+            one process.
         plugins: objects with further hooks, such as observers.
         dataloader_config: the options of the loader component as one object, such as accel-data's
-            `DataLoaderConfiguration`, instead of `split_batches`, `dispatch_batches`,
-            `even_batches` and `use_seedable_sampler`. It is complete: variables of the environment
-            for its fields are refused beside it.
-        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served
-            by the loader component.
+            `DataLoaderConfiguration`, instead of the loose ones. It is complete: variables of the
+            environment for its fields are refused beside it.
+        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served by
+            the loader component.
         even_batches: whether loaders fill the last global batch from the first samples, so that all
             ranks have equally many batches; metrics leave the filling out. Served by the loader
             component.
-        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch. Served
-            by the loader component.
-        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated:
-            names of `RNGType`, such as "generator", "torch" or "cuda"; an empty list: none. Not
-            given: as the loader component says, "generator" by that of accel-data. Served by the
-            loader component.
-        gradient_accumulation_plugin: further options of accumulation, instead of the number of
-            steps.
+        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch.
+            Served by the loader component.
+        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated: names
+            of `RNGType`; an empty list: none. Not given: as the loader component says, "generator" by
+            that of accel-data. Served by the loader component.
+        gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
@@ -113,19 +107,17 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
         dynamo_backend: backend of `torch.compile` for prepared models. Not given:
             ACCELERATE_DYNAMO_BACKEND, else "no".
-        dynamo_plugin: further options of `torch.compile`, instead of the backend: a
-            `TorchDynamoPlugin`.
-        project_dir: the folder of the project; where `project_config` names one already, the two
-            have to agree. Not given: ACCELERATE_PROJECT_DIR, else none.
+        dynamo_plugin: further options of `torch.compile`, instead of the backend.
+        project_dir: the folder of the project; where `project_config` names one, the two have to agree.
+            Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
-        detect_nonfinite: whether the first value that is not finite is searched for: when a loss or
-            a gradient of a window is inf or nan, the window runs once more under observation, and
-            all ranks raise `NonFiniteError` with the module, the rank, the step and the samples.
-            Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: what records the run: the name of an installed tracker, such as "tensorboard", a
-            `Tracker` or `GeneralTracker` object, a list of these, or "all" for every tracker that
-            is installed and can be used here. Recording begins with `init_trackers`. Not given:
-            ACCELERATE_LOG_WITH, else none.
+        detect_nonfinite: whether, when a loss or a gradient of a window is inf or nan, the window runs
+            once more under observation, and all ranks raise `NonFiniteError` with the module, the rank,
+            the step and the samples. Costs a collective per window. Not given:
+            ACCELERATE_DETECT_NONFINITE, else False.
+        log_with: what records the run: the name of an installed tracker, a `Tracker` or
+            `GeneralTracker` object, a list of these, or "all" for every one that can be used here.
+            Recording begins with `init_trackers`. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
@@ -166,7 +158,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         kwargs_handlers = renamed(older, "kwargs_handlers", kwargs_handlers, None)
         step_with_optimizer = renamed(older, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
         refuse_unknown(type(self), older)
-        placement = checked_placement(device_placement)
+        placement = flag("device_placement", device_placement, "", True).value
         warn_of_unread()
         project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
         self._project = resolve_project(project.value, project_config, project.source)
@@ -203,9 +195,9 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             parts.accumulation.adjust_scheduler,
         )
         self._take(parts)
-        self._options = {**parts.options, "project_dir": project}
         self._state = _state_of(parts, chosen)
         self._trackers = self._make_recorder(parts)
+        self._explain = partial(explained, parts, {**parts.options, "project_dir": project}, self._trackers)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
     def _take(self, parts: Assembly) -> None:
@@ -251,7 +243,6 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             self._detector = parts.detector(
                 self._world, self._feed, self._prepared, strategy=parts.strategy, relay=self._relay, owners=owners
             )
-        self._seed: int | None = None
         self._ended = False
         self._world.enter(self)
 
@@ -292,25 +283,16 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     def explain(self) -> Explanation:
         """The active set-up: every choice with its source, every hook with its owner. Print it."""
-        from accel_core.plugins.explain import explain
-
-        return explain(self._parts.activation, self._parts.choices, self._options, self._details_of_trackers())
+        return self._explain()
 
     def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
 
-        An asynchronous save is waited for, and signals do again what they did before. Collective.
-        Call it last; it may be repeated. A script that does not call it ends cleanly too.
-
-        Args:
-            failed: whether trackers record the run as failed. None: if an exception is on its way,
-                as in a `finally`; it cannot be told from one that is being handled, so an `except`
-                that ends a run well says False.
-
-        Raises:
-            CheckpointError, OSError: on every rank, at the end of all that, if an asynchronous save
-                failed.
-            TrackerError: if a tracker has failed, under `TrackingKwargs(strict=True)`.
+        Collective; an asynchronous save is waited for, and signals do again what they did before.
+        It may be repeated, and a script that does not call it ends cleanly too. `failed`: whether
+        trackers record the run as failed; None: if an exception is on its way (an `except` that
+        ends a run well says False). Raises `CheckpointError` or `OSError` on every rank if an
+        asynchronous save failed, `TrackerError` for a tracker, under `TrackingKwargs(strict=True)`.
         """
         if not self._ended:
             self._ended = True

@@ -18,7 +18,7 @@ from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
-from accel_core.loop.compilation import resolve_compilation
+from accel_core.loop.compilation import refuse_beside, resolve_compilation
 from accel_core.options.component_options import Sections
 from accel_core.options.handlers import (
     AutocastKwargs,
@@ -42,8 +42,9 @@ from accel_core.plugins.offers import find_default
 from accel_core.processes.world import World
 
 if TYPE_CHECKING:
-    from accel_core.contract.default_components import DetectorFactory, RecorderFactory
+    from accel_core.contract.default_components import DetectorFactory, Recorder, RecorderFactory
     from accel_core.contract.layout import Layout
+    from accel_core.plugins.explain import Explanation
     from accel_core.tracking.selection import Chosen
 
 
@@ -158,6 +159,15 @@ def assemble(given: Arguments) -> Assembly:
     )
 
 
+def explained(parts: Assembly, options: Mapping[str, Option[Any]], recorder: Recorder | None) -> Explanation:
+    """What an Accelerator says of its set-up."""
+    from accel_core.plugins.explain import Detail, explain
+
+    told = {} if recorder is None else recorder.details()
+    details = [Detail("tracker", name, "state", text) for name, text in told.items()]
+    return explain(parts.activation, parts.choices, options, details)
+
+
 def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type[KwargsHandler], Any]:
     found: dict[type[KwargsHandler], Any] = {}
     for handler in handlers:
@@ -258,32 +268,19 @@ def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:
 
 
 def _accumulation(given: Arguments, sections: Sections) -> tuple[GradientAccumulationPlugin, Option[int]]:
-    steps, plugin = given.gradient_accumulation_steps, given.gradient_accumulation_plugin
+    steps: Any = given.gradient_accumulation_steps
+    plugin = given.gradient_accumulation_plugin
     if plugin is not None:
         if not isinstance(plugin, GradientAccumulationPlugin):
             raise TypeError(
                 f"gradient_accumulation_plugin is a {type(plugin).__name__}, expected "
                 f"GradientAccumulationPlugin(num_steps=...)."
             )
-        if steps is not None:
-            raise ValueError(
-                f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin={plugin} were both given. Give "
-                f"one: GradientAccumulationPlugin(num_steps={steps}, ...), or the number of steps alone."
-            )
-        given_outside = resolve(None, _STEPS_VARIABLE, as_text, None)
-        if given_outside.value is not None:
-            raise ValueError(
-                f"{given_outside.source}={given_outside.value!r} is set, and gradient_accumulation_plugin={plugin} was given: an "
-                f"object built in code is complete, so it would be ignored. Unset {given_outside.source}, or leave "
-                f"gradient_accumulation_plugin out."
-            )
+        refuse_beside("gradient_accumulation_plugin", plugin, "gradient_accumulation_steps", steps, _STEPS_VARIABLE)
         sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
         return plugin, Option(plugin.num_steps, "argument")
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise ValueError(
-            f"gradient_accumulation_steps={steps!r}: expected an integer of at least 1, the number of micro-batches in a "
-            f"window."
-        )
+    if steps is not None:
+        GradientAccumulationPlugin(num_steps=steps)  # which checks it
     option = resolve(steps, _STEPS_VARIABLE, as_steps, OPTIONS["gradient_accumulation_steps"])
     return GradientAccumulationPlugin(num_steps=option.value, **sections.share("accumulation")), option
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.errors import WorldError
+from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS, ONE_PROCESS, SEVERAL_PROCESSES, DistributedType
 from accel_core.facade.older_arguments import names_of, offered_name
 from accel_core.facade.process_methods import ProcessControl
@@ -68,12 +68,8 @@ class _State(ProcessControl):
     def destroy_process_group(self) -> None:
         """Ends the process group, after everything of ours that uses it has let go. A collective; twice is once.
 
-        Accelerators and `PartialState`s of this world know their ranks afterwards, but communicate
-        no more. In a world of one it does nothing. `Accelerator.end_training` does this by itself
-        when it is the last user.
-
-        Raises:
-            WorldError: if somebody else started the group: who started it ends it.
+        `end_training` does this by itself when it is the last user. In a world of one nothing
+        happens. Raises `WorldError` if somebody else started the group.
         """
         if self._world.source == "running group":
             raise WorldError(
@@ -90,16 +86,9 @@ class PartialState(_State):
         with state.main_process_first():
             prepare_the_files()
 
-    Building one is a collective when it starts the process group: the first one, on every rank that
-    the launcher started. Two of them share the process group and nothing else.
-
-    Args:
-        cpu: whether to compute on the CPU although there is an accelerator. Not given:
-            ACCELERATE_USE_CPU, else False.
-        backend, timeout, init_method: of the process group, as in `InitProcessGroupKwargs`.
-
-    Raises:
-        WorldError: as from `World.current`.
+    Building one is a collective when it starts the process group. Two of them share that and
+    nothing else. `cpu` is as for the Accelerator; `backend`, `timeout` and `init_method` are as in
+    `InitProcessGroupKwargs`. Raises `WorldError` as `World.current` does.
     """
 
     def __init__(
@@ -149,14 +138,10 @@ class PartialState(_State):
 class AcceleratorState(_State):
     """A read-only view of an Accelerator's set-up, as `accelerator.state`; printing it shows one fact a line.
 
-    Besides what `PartialState` has: the precision and the strategies. For a strategy with the name
-    `x` there are
-
-    - `x_plugin`: the strategy object, or None where another strategy is in use;
-    - `x_plugins`: all that were given, key → object, or None;
-    - `get_x_plugin(key)`: one of them; without a key the one in use;
-    - `select_x_plugin(key)`: nothing for the one in use, else an error: one Accelerator has one
-      strategy.
+    Besides what `PartialState` has: the precision and the strategies. For a strategy named `x`,
+    `x_plugin` is the object (None where another strategy is in use), `x_plugins` all that were
+    given by key, `get_x_plugin(key)` one of them, and `select_x_plugin(key)` an error for any but
+    the one in use: one Accelerator has one strategy.
     """
 
     _mixed_precision: str
@@ -179,16 +164,7 @@ class AcceleratorState(_State):
         active: str,
         name: str,
     ) -> AcceleratorState:
-        """The view for one Accelerator.
-
-        Args:
-            processes: its processes.
-            mixed_precision: the name of its precision.
-            strategies: what was given as strategy, by the keys of the user's dict; a single one by
-                its name.
-            active: the key of the one in use.
-            name: the name of the one in use: its entry point's, or its class's.
-        """
+        """That of an Accelerator, whose strategy in use has the key `active` and the name `name`."""
         state = object.__new__(cls)
         vars(state).update(
             _world=processes._world,
@@ -202,7 +178,7 @@ class AcceleratorState(_State):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The word that the strategy in use declares; where it declares none, its name: its entry point's, else its class's."""
+        """The word that the strategy in use declares for this device; where it declares none, its name."""
         return DistributedType(_word(self.strategy.distributed_type or self._own_name, self._world))
 
     @property
@@ -256,40 +232,33 @@ class AcceleratorState(_State):
 
     @functools.cached_property
     def _own_name(self) -> str:
-        """The name of the strategy in use: the same for an object and for what its entry point makes."""
         return offered_name(type(self.strategy)) or self._name
 
     @functools.cached_property
     def _names(self) -> Mapping[str, set[str]]:
-        """Under which names `<name>_plugin` finds the strategies, by key."""
         names = {key: names_of(type(each)) for key, each in self._strategies.items()}
         names[self._active].add(self._name.lower())
         return names
 
     def _is_strategy(self, name: str) -> bool:
-        """Whether anybody's strategy has this name: one of the given ones, or one that is known or installed."""
         if name in KNOWN_PROVIDERS["accel.strategies"] or any(name in names for names in self._names.values()):
             return True
         return any(offer.group == "accel.strategies" and offer.name == name for offer in list_offers())
 
     def _unknown(self, name: str) -> str:
         plugins = [f"{each}_plugin" for each in sorted(set().union(*self._names.values()))]
-        known = [each for each in dir(type(self)) if not each.startswith("_")]
-        near = difflib.get_close_matches(name, [*known, *plugins], n=3)
-        hint = f"Type {' or '.join(near)} if that was meant." if near else f"It has {', '.join([*known, *plugins])}."
+        known = [*(each for each in dir(type(self)) if not each.startswith("_")), *plugins]
+        near = nearest(name, known)
+        hint = f"It has {', '.join(known)}." if near is None else f"Type {near} if that was meant."
         return f"accelerator.state.{name} was asked for, but AcceleratorState has no such attribute. {hint}"
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
+    def __setattr__(self, name: str, *value: object) -> NoReturn:
         raise AttributeError(
-            f"accelerator.state.{name} = {value!r} was asked for, but the state is a read-only view of what the Accelerator was "
-            f"built with. Give it to the constructor: Accelerator(...)."
+            f"accelerator.state.{name} was to be changed, but the state is a read-only view of what the Accelerator was built "
+            f"with. Give it to the constructor: Accelerator(...)."
         )
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"del accelerator.state.{name} was asked for, but the state is a read-only view of what the Accelerator was built "
-            f"with. Drop the Accelerator instead: accelerator.end_training()."
-        )
+    __delattr__ = __setattr__
 
     def __repr__(self) -> str:
         """The set-up, one fact a line."""

@@ -110,7 +110,6 @@ def test_a_strategy_that_is_given_by_its_name_has_no_configured_objects() -> Non
     [
         ({"my_plugin": 3}, TypeError, "my_plugin=3 is a int, expected a strategy object. Build it in code"),
         ({"my_plugins": {"a": 3}}, TypeError, r"my_plugins\['a'\]=3 is a int, expected a strategy object"),
-        ({"my_plugins": {1: Single()}}, TypeError, "my_plugins has the key 1, a int: expected texts"),
         ({"my_plugins": {}}, ValueError, r"my_plugins=\{\} holds no strategy. Put at least one object into it"),
         (
             {"single_plugin": Single(), "single_plugins": {"a": Single()}},
@@ -141,7 +140,7 @@ def test_a_variable_beside_a_complete_plugin_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(
         ValueError,
-        match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='4' is set, and gradient_accumulation_plugin=.*Unset ACC",
+        match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='4' and gradient_accumulation_plugin=.*leave the other out",
     ):
         Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
 

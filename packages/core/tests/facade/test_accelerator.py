@@ -93,10 +93,10 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
             ValueError,
-            "gradient_accumulation_steps=2 and gradient_accumulation_plugin=.* were both given. Give one",
+            "gradient_accumulation_steps=2 and gradient_accumulation_plugin=.* were both given.* leave the other out",
         ),
-        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0: expected an integer of at le"),
-        ({"gradient_accumulation_steps": True}, ValueError, "gradient_accumulation_steps=True: expected an integer"),
+        ({"gradient_accumulation_steps": 0}, ValueError, r"num_steps=0\): expected an integer of at le"),
+        ({"gradient_accumulation_steps": True}, ValueError, r"num_steps=True\): expected an integer"),
         ({"gradient_accumulation_plugin": 2}, TypeError, "gradient_accumulation_plugin is a int, expected Gradient"),
         ({"mixed_precision": 16}, TypeError, "mixed_precision=16 .argument. gives a int, expected a name such as 'no'"),
         ({"mixed_precision": "bf17"}, PluginError, "'bf17' was asked for.*"),
@@ -341,7 +341,6 @@ def test_device_placement_is_refused_where_the_strategy_places_models() -> None:
             r"prepare_scheduler\(\) was given a object, expected an LR scheduler",
         ),
         (lambda a: a.prepare(None, device_placement=True), "device_placement=True is a bool: expected a list"),
-        (lambda a: a.clip_grad_norm_(None, 1.0), "expected parameters, found NoneType. Pass model.parameters"),
         (lambda a: a.save_model(3, "x"), r"save_model\(\) was given a int, expected a torch.nn.Module"),
     ],
 )
@@ -383,21 +382,9 @@ def test_an_optimizer_of_another_model_is_allowed_in_one_process() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "message"),
-    [
-        (
-            torch.ones(3, requires_grad=True),
-            ValueError,
-            r"a loss of shape \(3,\), expected a scalar. Reduce it, e.g. los",
-        ),
-        (1.5, TypeError, "given a float, expected the loss as a tensor: .* without .item"),
-        (None, TypeError, "given a NoneType, expected the loss"),
-    ],
-)
-def test_what_is_no_scalar_loss_is_refused(loss: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Accelerator().backward(loss)
+def test_what_is_no_scalar_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a loss of shape \(3,\), expected a scalar. Reduce it, e.g. loss.mean"):
+        Accelerator().backward(torch.ones(3, requires_grad=True))
 
 
 def test_backward_takes_what_torch_takes() -> None:
@@ -418,11 +405,6 @@ def test_accumulate_inside_accumulate_is_refused() -> None:
         accelerator.accumulate(),
     ):
         pass
-
-
-def test_parameters_to_clip_must_be_tensors() -> None:
-    with pytest.raises(TypeError, match=r"expected parameters, found str. Pass model.parameters\(\)"):
-        Accelerator().clip_grad_norm_(["weight"], 1.0)  # type: ignore[list-item]
 
 
 def test_outputs_of_a_low_precision_model_are_in_the_dtype_of_the_policy() -> None:

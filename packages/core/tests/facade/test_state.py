@@ -191,13 +191,9 @@ def test_the_strategy_in_use_cannot_be_exchanged() -> None:
 def test_a_view_refuses_assignments_and_deletions() -> None:
     state = state_of({"ddp": DDP()})
     for name in ("mixed_precision", "something_new"):
-        with pytest.raises(
-            AttributeError, match=rf"state\.{name} = 'fp16' was asked for, but the state is a read-only"
-        ):
+        with pytest.raises(AttributeError, match=rf"state\.{name} was to be changed, but the state is a read-only"):
             setattr(state, name, "fp16")
-    with pytest.raises(
-        AttributeError, match=r"del accelerator\.state\.device was asked for, but the state is a read-only"
-    ):
+    with pytest.raises(AttributeError, match=r"accelerator\.state\.device was to be changed"):
         del state.device  # type: ignore[misc]
 
 

@@ -12,14 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from accel_core import DDP, Accelerator, Precision
+from accel_core import DDP, Accelerator
 
 ON_TWO = Together(2)
 DATA = TensorDataset(torch.arange(8.0).view(8, 1))
-
-
-class Half(Precision):
-    pass
 
 
 def said(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -96,19 +92,9 @@ def test_a_loader_without_a_batch_is_told() -> None:
         accelerator.prepare(DataLoader(DATA, batch_size=16, drop_last=True))
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("bf16", r"Type Accelerator\(mixed_precision='bf16'\) if that was meant"),
-        ("ddp", r"Type Accelerator\(strategy='ddp'\) if that was meant"),
-        (Half(), r"Type Accelerator\(mixed_precision=<"),
-        (DDP(), r"Type Accelerator\(strategy=<"),
-        ("elsewhere", r"expected True or False\.$"),
-        (None, r"device_placement=None is a NoneType: expected True or False\.$"),
-    ],
-)
-def test_what_is_given_in_the_place_of_device_placement_is_refused_with_what_was_meant(given: Any, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"device_placement=.*: expected True or False\..*{meant}|{meant}"):
+@pytest.mark.parametrize("given", ["bf16", DDP()])
+def test_what_is_given_in_the_place_of_device_placement_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"device_placement=.*: expected True or False\."):
         Accelerator(given)
 
 

@@ -160,9 +160,9 @@ def test_options_of_the_compiler_hold() -> None:
             r"TorchDynamoPlugin\(backend='inducter'\) is not a backend .* Known: .*eager.* Type 'inductor' if",
         ),
         (
-            lambda: Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="max-autotone")),
-            ValueError,
-            "mode='max-autotone'. is not a mode of 'inductor'. Known: default, .* Type 'max-autotune' if",
+            lambda: Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="max-autotone")).prepare(nn.Linear(1, 1)),
+            RuntimeError,
+            "Unrecognized mode=max-autotone, should be one of: default",
         ),
         (lambda: Accelerator(dynamo_plugin="eager"), TypeError, "dynamo_plugin is a str, expected TorchDynamoPlugin"),
         (

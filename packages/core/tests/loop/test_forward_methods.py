@@ -143,7 +143,5 @@ def test_only_methods_of_prepared_models_are_marked() -> None:
     with pytest.raises(ValueError, match=r"was given a Agent that is not prepared\. Pass the model that prepare\(\)"):
         accelerator.mark_forward_method(Agent(), "act")
     model = accelerator.prepare(Agent())
-    with pytest.raises(ValueError, match=r"Agent has no method of that name\. Did you mean 'act'\?"):
-        accelerator.mark_forward_method(model, "atc")
-    with pytest.raises(ValueError, match=r"Give the name of one of its methods"):
+    with pytest.raises(ValueError, match=r"Agent has no method of that name"):
         accelerator.mark_forward_method(model, "config")

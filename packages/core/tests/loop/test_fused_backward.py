@@ -89,22 +89,15 @@ def test_a_learning_rate_without_such_an_optimizer_is_refused() -> None:
         accelerator.lomo_backward(loss_of(model), 0.1)
 
 
-@pytest.mark.parametrize(
-    "rate, found", [(None, "no learning_rate"), ([0.1], r"learning_rate=\[0.1\]"), (True, "=True")]
-)
-def test_a_learning_rate_is_a_number(rate, found) -> None:
+def test_without_a_learning_rate_nothing_is_updated() -> None:
     accelerator, model, _ = prepared()
-    with pytest.raises(
-        TypeError, match=rf"called with .*{found}, but FusedSGD .* needs a number.*get_last_lr\(\)\[0\]"
-    ):
-        accelerator.backward(loss_of(model), learning_rate=rate)
+    with pytest.raises(TypeError, match=r"FusedSGD .* needs a learning rate.*get_last_lr\(\)\[0\]"):
+        accelerator.backward(loss_of(model))
 
 
 def test_other_arguments_of_the_backward_are_refused() -> None:
     accelerator, model, _ = prepared()
-    with pytest.raises(
-        TypeError, match=r"backward\(retain_graph=\.\.\.\) was called with learning_rate=, but .* FusedSGD takes"
-    ):
+    with pytest.raises(TypeError, match=r"FusedSGD .* takes a loss and a learning rate\. Leave retain_graph out"):
         accelerator.backward(loss_of(model), learning_rate=0.1, retain_graph=True)
 
 
@@ -120,9 +113,7 @@ def test_beside_other_optimizers_a_loss_is_ambiguous() -> None:
     other = net()
     accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=1.0))
     for options in ({"learning_rate": 0.1}, {}):
-        with pytest.raises(
-            RuntimeError, match=r"one of several prepared optimizers .*: FusedSGD, SGD\..*an Accelerator of its own"
-        ):
+        with pytest.raises(RuntimeError, match=r"one of several .*\(FusedSGD, SGD\).*an Accelerator of its own"):
             accelerator.backward(loss_of(model), **options)
 
 

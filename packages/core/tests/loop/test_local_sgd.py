@@ -264,12 +264,8 @@ def test_steps_belong_into_the_block() -> None:
         local_sgd.step()
 
 
-@pytest.mark.parametrize("steps, kind, message", [
-    (0, ValueError, "expected at least 1, an average after every step"),
-    (2.0, TypeError, "expected an int, found a float"),
-    (True, TypeError, "expected an int, found a bool"),
-])  # fmt: skip
-def test_the_interval_is_a_number_of_steps(steps, kind, message) -> None:
+@pytest.mark.parametrize("steps", [0, 2.0, True])
+def test_the_interval_is_a_number_of_steps(steps) -> None:
     loop = Loop()
-    with pytest.raises(kind, match=message):
+    with pytest.raises(ValueError, match="expected an integer of at least 1, the number of steps between two averages"):
         LocalSGD(loop.accelerator, loop.model, steps, enabled=False)

@@ -109,31 +109,6 @@ def test_other_errors_pass_at_once() -> None:
     assert sizes == [128]
 
 
-def test_a_batch_size_given_by_hand_is_refused() -> None:
-    @find_executable_batch_size
-    def train(batch_size: int, model: str, epochs: int = 1) -> None:
-        raise AssertionError
-
-    with pytest.raises(
-        TypeError, match=r"`train` was called with \(int, str, int\)\. .*Leave the batch size out; .*epochs: "
-    ):
-        train(64, "net", 3)
-    with pytest.raises(TypeError, match=r"called with \(str, batch_size=\.\.\.\).*multiple values"):
-        train("net", batch_size=64)
-
-
-def test_a_function_that_takes_no_batch_size_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"put on `empty`, whose parameters are \(\): its first one is to take"):
-
-        @find_executable_batch_size
-        def empty() -> None: ...
-
-    with pytest.raises(TypeError, match="Add a parameter `batch_size` before the others"):
-
-        @find_executable_batch_size()
-        def keywords(*, batch_size: int) -> None: ...
-
-
 @pytest.mark.parametrize("start", [0, -1, 2.5, True, "8"])
 def test_the_first_size_is_an_int_of_at_least_one(start) -> None:
     with pytest.raises(ValueError, match=r"starting_batch_size=.*expected an int of at least 1"):

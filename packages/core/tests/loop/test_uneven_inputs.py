@@ -181,7 +181,7 @@ def test_what_cannot_join_is_refused_and_nothing_at_all_is_fine() -> None:
     for first, second, third in run_ranks(refusals, 2):
         assert "was given a Sequential, which cannot join" in first
         assert "even_batches=True" in first
-        assert "even_batches=1) was given a int" in second
+        assert "even_batches=1 is a int: expected True or False" in second
         assert third == "False False"
 
 

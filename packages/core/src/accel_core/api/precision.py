@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from accel_core.loop.gradients import Gradients
-from accel_core.loop.preparation import Prepared, held_by
+from accel_core.loop.optimizer_gate import held_by
+from accel_core.loop.preparation import Prepared
 
 __all__ = [
     "Gradients",

@@ -1,8 +1,8 @@
-"""The classes that prepared optimizers and schedulers are instances of.
+"""The classes of which prepared optimizers and schedulers are instances.
 
 Preparing wraps nothing: it gates the user's own object, in place (see
-`accel_core.loop.optimizer_gate` for why). So these classes are answers to `isinstance`, and calls
-of them gate one object without an Accelerator.
+`accel_core.loop.optimizer_gate`). So these classes are answers to `isinstance`, and calls of them
+gate one object without an Accelerator.
 """
 
 from __future__ import annotations
@@ -32,38 +32,26 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
     True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has an
     attribute `step_was_skipped`, and otherwise everything that the user's own class has.
 
-    Called, it makes one optimizer such an instance without an Accelerator, in place, and returns
-    it. Its steps are then held back by no window.
+    Called, it makes any of torch's optimizers such an instance in place, without an Accelerator,
+    and returns it; no window holds its steps back. `device_placement`: whether state that it has
+    already is moved to the device of its parameters. `scaler`: a loss scaler, which `step()` steps
+    and updates.
 
-    Args:
-        optimizer: any of torch's.
-        device_placement: whether the state that it has already is moved to the device of its
-            parameters.
-        scaler: a loss scaler: `step()` steps and updates it. Scale the loss with it before the
-            backward.
-
-    Raises:
-        TypeError: if the optimizer or the scaler is of another type.
-        ValueError: if an Accelerator has prepared the optimizer.
+    Raises `TypeError` for arguments of another type, `ValueError` if an Accelerator has prepared
+    it.
     """
 
     def __new__(  # type: ignore[misc]  # an instance all the same, by the metaclass
         cls, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> Optimizer:
-        """Makes `optimizer` an instance of this class in place, and returns it."""
-        if cls is not AcceleratedOptimizer:
-            _refuse_subclass(cls, "optimizer")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"AcceleratedOptimizer() was given a {type(optimizer).__name__}, expected a torch.optim.Optimizer."
-            )
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(
-                f"AcceleratedOptimizer(scaler={scaler!r}) is a {type(scaler).__name__}, expected a torch.amp.GradScaler or None."
-            )
+        """The optimizer itself, which is an instance of this class from now on."""
+        _refuse_subclass(cls)
+        _check("AcceleratedOptimizer", "optimizer", optimizer, Optimizer)
+        _check("AcceleratedOptimizer", "scaler", scaler, (torch.amp.GradScaler, type(None)))
         gate = gate_of(optimizer)
         if gate is not None:
-            _refuse_prepared(optimizer, gate)
+            if gate.owner() is not None:
+                _refuse_prepared(optimizer)
             gate.keeps = ""  # replaced by what is given now
             gate.remove(optimizer)
         if device_placement:
@@ -85,21 +73,13 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
     True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has everything
     that the user's own class has.
 
-    Called, it makes one scheduler such an instance without an Accelerator, in place, and returns
-    it: it steps only if its optimizers have stepped.
+    Called, it makes one scheduler such an instance in place, without an Accelerator, and returns
+    it: it steps only if all `optimizers`, the one that it drives among them, have stepped.
+    `step_with_optimizer=False`: `step()` is never held back. `split_batches` changes nothing: one
+    `step()` is one step.
 
-    Args:
-        scheduler: any of torch's, or what behaves like one.
-        optimizers: the one that it drives, or a list of those for which it waits, that one among
-            them.
-        step_with_optimizer: False: `step()` is never held back.
-        split_batches: one `step()` is one step for any number of processes, whether their batches
-            are parts of one or not: both values mean the same.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if the scheduler drives an optimizer that is not among `optimizers`, or an
-            Accelerator has prepared it.
+    Raises `TypeError` for arguments of another type, `ValueError` if the scheduler drives an
+    optimizer that is not among `optimizers`, or an Accelerator has prepared it.
     """
 
     def __new__(
@@ -109,26 +89,27 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
         step_with_optimizer: bool = True,
         split_batches: bool = False,
     ) -> Any:
-        """Makes `scheduler` an instance of this class in place, and returns it."""
-        if cls is not AcceleratedScheduler:
-            _refuse_subclass(cls, "scheduler")
+        """The scheduler itself, which is an instance of this class from now on."""
+        _refuse_subclass(cls)
         if not is_scheduler(scheduler):
             raise TypeError(
                 f"AcceleratedScheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
                 f"step(), state_dict(), and the optimizer that it drives as `optimizer`."
             )
-        for name, value in (("step_with_optimizer", step_with_optimizer), ("split_batches", split_batches)):
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"AcceleratedScheduler({name}={value!r}) is a {type(value).__name__}: expected True or False."
-                )
-        others = _others(scheduler, optimizers)
+        _check("AcceleratedScheduler", "step_with_optimizer", step_with_optimizer, bool)
+        _check("AcceleratedScheduler", "split_batches", split_batches, bool)
+        given: list[Any] = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        for each in given:
+            _check("AcceleratedScheduler", "optimizers", each, Optimizer)
+        if not any(each is scheduler.optimizer for each in given):
+            raise ValueError(
+                f"This {type(scheduler).__name__} drives an optimizer that is not among the {len(given)} given as optimizers=, so it "
+                f"would wait for steps that it has nothing to do with. Pass its own, scheduler.optimizer, too."
+            )
         rule = rule_on(scheduler)
         if rule is not None and not rule.by_hand:
-            raise ValueError(
-                f"This {type(scheduler).__name__} is prepared by an Accelerator, which holds it back already. Use it as it is, "
-                f"or call free_memory() of that Accelerator first."
-            )
+            _refuse_prepared(scheduler)
+        others = tuple(each for each in given if each is not scheduler.optimizer)
         gate_scheduler(scheduler, SchedulerRule(step_with_optimizer, others=others, by_hand=True))
         return scheduler
 
@@ -161,31 +142,24 @@ class _Alone:
         raise AssertionError(f"a window of one micro-batch was to be shortened, by {factor}")
 
 
-def _others(scheduler: Any, optimizers: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    if not isinstance(given, (list, tuple)) or not all(isinstance(each, Optimizer) for each in given):
-        raise TypeError(
-            f"AcceleratedScheduler(optimizers={optimizers!r}) is a {type(optimizers).__name__}, expected an optimizer or a list of "
-            f"optimizers."
-        )
-    if not any(each is scheduler.optimizer for each in given):
-        raise ValueError(
-            f"This {type(scheduler).__name__} drives an optimizer that is not among the {len(given)} given as optimizers=, so it "
-            f"would wait for steps that it has nothing to do with. Pass its own, scheduler.optimizer, too."
-        )
-    return tuple(each for each in given if each is not scheduler.optimizer)
-
-
-def _refuse_prepared(optimizer: Optimizer, gate: OptimizerGate) -> None:
-    if gate.owner() is not None:
-        raise ValueError(
-            f"This {type(optimizer).__name__} is prepared by an Accelerator, whose windows hold its steps back. Use it as it is, "
-            f"or call free_memory() of that Accelerator first."
-        )
-
-
-def _refuse_subclass(cls: type, noun: str) -> NoReturn:
-    raise TypeError(
-        f"{cls.__name__}() was called, a subclass of {cls.__bases__[0].__name__}, which no {noun} is made from: prepared ones keep "
-        f"their own class, and would not have what the subclass says. Subclass that of the {noun}, or torch's base class."
+def _refuse_prepared(given: object) -> NoReturn:
+    raise ValueError(
+        f"This {type(given).__name__} is prepared by an Accelerator, which holds its steps back. Use it as it is, or call "
+        f"free_memory() of that Accelerator first."
     )
+
+
+def _check(call: str, argument: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise TypeError(
+            f"{call}({argument}={value!r}) is a {type(value).__name__}, expected {' or '.join(each.__name__ for each in kinds)}."
+        )
+
+
+def _refuse_subclass(cls: type) -> None:
+    if cls not in (AcceleratedOptimizer, AcceleratedScheduler):
+        raise TypeError(
+            f"{cls.__name__}() was called, a subclass of {cls.__bases__[0].__name__}, which nothing is made from: what is prepared "
+            f"keeps its own class, and would not have what the subclass says. Subclass that one, or torch's base class."
+        )

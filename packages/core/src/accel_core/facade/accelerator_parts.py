@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from accel_core.facade.process_methods import ProcessControl
@@ -48,8 +47,4 @@ class AcceleratorParts(ProcessControl):
     _trigger: Trigger
     _preemption: Preemption | None
     _run_made: Run | None
-    _seed: int | None
-
-    @abstractmethod
-    def explain(self) -> Explanation:
-        """The active set-up, with the source of each choice and the owner of each hook."""
+    _explain: Callable[[], Explanation]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from accel_core.contract.tensor_layouts import State
-    from accel_core.facade.accelerator_parts import AcceleratorParts
     from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook
-    from accel_core.plugins.explain import Explanation
 
 
 class CheckpointMethods(PreparationMethods):
@@ -35,14 +32,9 @@ class CheckpointMethods(PreparationMethods):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state of a model, under the user's parameter names. Collective under every strategy.
 
-        Args:
-            model: a prepared model, or any other.
-            unwrap: False keeps the names that a wrapper adds.
-
-        Returns:
-            Under a strategy that replicates parameters, the live state on every rank; under one
-            that lays them out in its own way, all of it in the CPU memory of the main process, and
-            nothing on the others.
+        Under a strategy that replicates parameters, the live state on every rank; under one that
+        lays them out in its own way, all of it in the CPU memory of the main process, and nothing
+        on the others. `unwrap=False` keeps the names that a wrapper adds.
         """
         self._world.arrive("get_state_dict()")
         if unwrap and self._is_laid_out(model):
@@ -60,13 +52,9 @@ class CheckpointMethods(PreparationMethods):
     ) -> None:
         """Writes a model's weights as plain files that any library reads. Collective; the main process writes.
 
-        Args:
-            model: a prepared model, or any other.
-            save_directory: is made if it does not exist; files of the user's own beside ours are
-                left alone.
-            max_shard_size: the largest size of a file, in bytes, or as text ("10GB" is 10^10 bytes,
-                "10GiB" 10 * 2^30).
-            safe_serialization: safetensors; False: torch's format.
+        The folder is made if need be, and other files in it are left alone. `max_shard_size` is the
+        largest size of a file, in bytes or as text: "10GB" is 10^10 bytes, "10GiB" 10 * 2^30.
+        `safe_serialization=False` writes torch's format.
         """
         require("save_model()", model, nn.Module, "a torch.nn.Module")
         checkpoints = self._parts.defaults.checkpoints("save_model()")
@@ -78,13 +66,9 @@ class CheckpointMethods(PreparationMethods):
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
 
-        With `ProjectConfiguration(save_on_each_node=True)` the first process of each machine
-        writes.
-
-        Args:
-            obj: what `torch.save` takes; a dict of tensors with `safe_serialization`.
-            f: the file.
-            safe_serialization: safetensors instead of torch's format.
+        `safe_serialization` writes a dict of tensors as safetensors instead of what `torch.save`
+        writes. With `ProjectConfiguration(save_on_each_node=True)` the first process of each
+        machine writes.
         """
         each_node = self._project.save_on_each_node
         self._parts.defaults.checkpoints("save()").save_object(obj, f, safe_serialization, self._world, each_node)
@@ -99,30 +83,13 @@ class CheckpointMethods(PreparationMethods):
     ) -> str:
         """Saves all of the run: any strategy on any number of processes goes on from it. Collective; every rank writes.
 
-        Saved are the prepared models, optimizers, schedulers and loaders with their positions, what
-        was registered, the random streams of every rank, and the gradients of a window that is
-        open. A kill or a full disk at any moment leaves what was saved before in that folder; other
-        files in it are left alone. (What hooks write there is theirs: a hook that takes models had
-        better be given a new folder by every save, as automatic names do.)
-
-        Args:
-            output_dir: the folder; with `automatic_checkpoint_naming` it is given by that.
-            safe_serialization: True: a checkpoint is never pickled.
-            asynchronous: True or "eager": returns when everything is copied, and a thread writes.
-                "lazy": returns at once; the next step of a prepared optimizer waits for the copies,
-                and whoever else changes parameters before `wait_for_checkpoint` makes the save
-                fail. Failures are raised by the next `save_state`, `load_state`,
-                `wait_for_checkpoint` or `end_training`.
-            save_model_func_kwargs: none: a format of checkpoints takes its options in its constructor.
-
-        Returns:
-            The folder.
-
-        Raises:
-            CheckpointError: on every rank, for what cannot be saved, and for a folder that holds
-                something else.
-            OSError: on every rank, if one cannot write.
-            ValueError: without a folder, or with one too many.
+        Saved are prepared objects, loaders with their positions, what was registered, random
+        streams, and gradients of an open window. A kill or a full disk leaves what was saved
+        before. `asynchronous`: True or "eager" returns when all is copied; "lazy" at once, and the
+        next step of a prepared optimizer waits. Failures are raised by the next `save_state`,
+        `load_state`, `wait_for_checkpoint` or `end_training`. Returns the folder. Raises, on every
+        rank: `CheckpointError` for what cannot be saved and a folder that holds something else,
+        `OSError`, `ValueError` without a folder or with one too many.
         """
         if not safe_serialization:
             raise ValueError(
@@ -153,21 +120,12 @@ class CheckpointMethods(PreparationMethods):
     ) -> None:
         """Restores all of a run that `save_state` saved, on any number of processes and under any strategy. Collective.
 
-        Prepare and register the same objects first, in the same order. The next iteration over each
-        prepared loader goes on at its position, and the epochs after it are whole. Every rank that
-        was there goes on with its random streams, those of a device if it is of the same kind;
-        ranks that were not get new ones.
-
-        Args:
-            input_dir: the folder; None: the newest complete one of the automatic names.
-            load_kwargs: none, as for `save_state`.
-            load_model_func_kwargs: the same; `map_location` is accepted: state goes where the
-                prepared objects are.
-
-        Raises:
-            CheckpointError: on every rank: for a folder without a complete checkpoint, for a
-                damaged file, which is named; and, before anything is changed, for what does not
-                fit, all of it listed.
+        Prepare and register the same objects first, in the same order. Each loader goes on at its
+        position, and every rank that was there with its random streams; new ranks get new ones.
+        `input_dir` None: the newest complete checkpoint of the automatic names. Of keywords only
+        `map_location` is accepted, without effect. Raises `CheckpointError`, on every rank, for a
+        folder without a complete checkpoint, a damaged file, and, before anything is changed, for
+        what does not fit, all of it listed.
         """
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
@@ -179,9 +137,8 @@ class CheckpointMethods(PreparationMethods):
     def wait_for_checkpoint(self) -> None:
         """Returns when the asynchronous save that is under way is complete on every rank. Collective, if there is one.
 
-        Raises:
-            CheckpointError, OSError: on every rank, if it failed. What was saved before is
-                untouched.
+        Raises its `CheckpointError` or `OSError` on every rank, if it failed; what was saved before
+        is untouched.
         """
         if self._run_made is not None:
             self._relay.wait_for_checkpoint(self._run_made)
@@ -189,34 +146,24 @@ class CheckpointMethods(PreparationMethods):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Has objects of the user's saved by `save_state` and restored by `load_state`, in the order of registration.
 
-        Args:
-            objects: each with `state_dict()`, of plain data, tensors and arrays, and
-                `load_state_dict(state)`.
-
-        Raises:
-            ValueError: naming those without, by their position.
+        Each has `state_dict()`, of plain data, tensors and arrays, and `load_state_dict(state)`;
+        those without are a `ValueError`.
         """
         self._run.register(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Has `hook(models, weights, output_dir)` called by `save_state`, on every rank, before anything else is written.
 
-        `weights[i]` is a mapping from names to tensors, as `get_state_dict(models[i])` gives it;
-        only what is read is gathered. An entry that the hook takes out of `weights`, on the main
-        process, is left to it.
-
-        Returns:
-            A handle; its `remove()` takes the hook away again.
+        `weights[i]` maps names to tensors, as `get_state_dict(models[i])` does; only what is read
+        is gathered. An entry that the hook takes out of `weights`, on the main process, is left to
+        it. Returns a handle with `remove()`.
         """
         return self._run.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Has `hook(models, input_dir)` called by `load_state`, on every rank, before anything is loaded.
 
-        A model that the hook takes out of `models` is left to it.
-
-        Returns:
-            A handle; its `remove()` takes the hook away again.
+        A model that the hook takes out of `models` is left to it. Returns a handle with `remove()`.
         """
         return self._run.on_load(hook)
 
@@ -226,48 +173,35 @@ class CheckpointMethods(PreparationMethods):
             from accel_core.loop.run import Run
 
             parts = self._parts
-            this: weakref.ref[AcceleratorParts] = weakref.ref(self)
+            prepared = self._prepared
             plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
             components = {"precision": parts.precision, "strategy": parts.strategy}
             components |= {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
             self._run_made = Run(
                 world=self._world,
                 relay=self._relay,
-                prepared=self._prepared,
+                prepared=prepared,
                 accumulation=self._accumulation,
                 strategy=parts.strategy,
                 components=components,
                 project=self._project,
                 recorder=self._trackers,
                 declares_layout=self._declares_layout,
-                seed=partial(_seed_of, this),
-                explain=partial(_explanation_of, this),
+                seed=lambda: prepared.seed,
+                explain=self._explain,
             )
         return self._run_made
 
     @property
     def _declares_layout(self) -> bool:
-        """Whether the strategy says by hooks how it lays out models and optimizers."""
         return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
 
     def _is_laid_out(self, model: nn.Module) -> bool:
-        """Whether this is a prepared model, or a part of one, that the strategy has laid out in its own way."""
         return self._declares_layout and self._prepared.find_part(model) is not None
 
     def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str]:
-        """A function that gives the state of a laid-out model; and the prefix of a part's names in it."""
+        """The state of a laid-out model, and the prefix of a part's names in it."""
         found = self._prepared.find_part(model)
         assert found is not None, "a prepared model, or a part of one"
         record, prefix = found
         return partial(self._relay.model_state, record.original, record.prepared), prefix
-
-
-def _seed_of(reference: weakref.ref[AcceleratorParts]) -> int | None:
-    accelerator = reference()
-    return None if accelerator is None else accelerator._seed
-
-
-def _explanation_of(reference: weakref.ref[AcceleratorParts]) -> Explanation:
-    accelerator = reference()
-    assert accelerator is not None, "a call of its own asks for it"
-    return accelerator.explain()

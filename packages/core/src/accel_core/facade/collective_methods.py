@@ -32,11 +32,7 @@ class CollectiveMethods(AcceleratorParts):
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since this was last true; the same answer on every rank. Collective.
-
-        if accelerator.check_trigger():
-            break                                   # on all ranks, so that nobody waits for the others
-        """
+        """Whether any rank has called `set_trigger` since this was last true; the same answer on every rank. Collective."""
         return self._trigger.check()
 
     def check_breakpoint(self) -> bool:
@@ -47,15 +43,10 @@ class CollectiveMethods(AcceleratorParts):
     def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
         """From now on a signal does not end this process, but makes `should_stop` true. No collective.
 
-        One that arrives 5 seconds after the first, or later, does what it did before.
-        `end_training` gives signals back what they did before.
-
-        Args:
-            signals: such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a
-                machine away.
-
-        Raises:
-            ValueError: for what is no signal here, or cannot be caught; outside of the main thread.
+        `signals` are such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a
+        machine away. One that arrives 5 seconds after the first, or later, does what it did before,
+        and so do all after `end_training`. Raises `ValueError` for what is no signal here or cannot
+        be caught, and outside of the main thread.
         """
         self._preempted().watch(*signals)
 
@@ -71,44 +62,27 @@ class CollectiveMethods(AcceleratorParts):
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
 
-        Args:
-            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure on all
-                ranks. Sizes may differ in dim 0 only. A 0-d tensor gives one element per rank.
-
-        Returns:
-            The same structure, detached, on every rank.
-
-        Raises:
-            CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+        Takes and returns a tensor, or nested tuples, lists and dicts of them, of one structure on
+        all ranks, detached. Sizes may differ in dim 0 only; a 0-d tensor gives one element per
+        rank. Raises `CollectiveMismatchError` on every rank if structures, dtypes or other dims
+        differ.
         """
         return reduce_gather.gather(tensor, self._world)
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
-        """Combines tensors over the ranks: their sum, mean or maximum. Collective.
+        """Combines tensors over the ranks: "sum", "mean", "max", or "none"; times `scale`. Collective.
 
-        Args:
-            tensor: a tensor, or nested tuples, lists and dicts of them, of one structure and shape
-                on all ranks.
-            reduction: "sum", "mean", "max", or "none", which returns the input.
-            scale: a factor for the result.
-
-        Raises:
-            CollectiveMismatchError: on every rank, if structures, dtypes or shapes differ.
+        Takes a tensor, or nested tuples, lists and dicts of them. Raises `CollectiveMismatchError`
+        on every rank if structures, dtypes or shapes differ.
         """
         return reduce_gather.reduce_tree(tensor, self._world, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
 
-        Args:
-            tensor: a tensor, or nested tuples, lists and dicts of them; those without that dim stay
-                as they are.
-            dim: the dim in which ranks may differ; negative ones count from the end.
-            pad_index: the value that fills up.
-            pad_first: whether it stands before the values instead of behind them.
-
-        Raises:
-            CollectiveMismatchError: on every rank, if structures, dtypes or numbers of dims differ.
+        Takes a tensor, or nested tuples, lists and dicts; tensors without that `dim` stay as they
+        are. `pad_index` is the value that fills up, before the values with `pad_first`. Raises
+        `CollectiveMismatchError` on every rank if structures, dtypes or numbers of dims differ.
         """
         from accel_core.collectives.padding import pad_across_processes
 
@@ -121,19 +95,12 @@ class CollectiveMethods(AcceleratorParts):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
 
-        Samples that only fill the last batch are left out. Which those are is known of the batch
-        that a prepared loader has yielded last: call it inside the loop, before the next batch is
-        drawn (not on a list of batches drawn before).
-
-        Args:
-            input_data: tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a
-                list of per-sample objects.
-            use_gather_object: whether `input_data` is a list of objects although it holds tensors.
-
-        Raises:
-            ValueError: in a world larger than one, if a tensor has another number of rows than the
-                batch.
-            CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+        Takes tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of
+        objects, one per sample, which `use_gather_object` says where they hold tensors. Samples
+        that only fill the last batch are left out; which those are is known of the batch that a
+        prepared loader has yielded last, so call it before the next is drawn. Raises `ValueError`
+        in a larger world for another number of rows than the batch's, `CollectiveMismatchError` on
+        every rank for what differs.
         """
         rows = self._feed.current_rows()
         return metrics.gather_for_metrics(input_data, rows, self._world, self._layout.data_group, use_gather_object)

@@ -47,14 +47,12 @@ class CoreDefaults:
 
     @hookimpl
     def layout(self, world: World) -> Layout:
-        """Pure data parallelism."""
         return Layout.data_parallel(world)
 
     @hookimpl
     def prepare_loader(
         self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None
     ) -> DataLoader[Any]:
-        """Places batches and reports them, in a world of one."""
         from accel_core.loading.prepared_loader import prepare_local_loader
 
         if shard.count > 1:
@@ -67,35 +65,10 @@ class CoreDefaults:
 
     @hookimpl
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
-        """All of it, here."""
         model = factory()
         if checkpoint is not None:
             self.checkpoints("build_model(checkpoint=...)").load_checkpoint_in_model(model, checkpoint)
         return model
-
-    @hookimpl
-    def convert_model(self) -> None:
-        """Modules stay what they are."""
-
-    @hookimpl
-    def revert_model(self) -> None:
-        """Modules are what they were."""
-
-    @hookimpl
-    def release_model(self) -> None:
-        """Nothing was made beside the model."""
-
-    @hookimpl
-    def check_optimizer(self) -> None:
-        """Parameters are plain tensors, which every optimizer can step."""
-
-    @hookimpl
-    def synchronise_gradients(self) -> None:
-        """Nothing is left local."""
-
-    @hookimpl
-    def check_gradients(self) -> None:
-        """Every gradient may be used."""
 
     @hookimpl
     def gradient_state(self, model: nn.Module) -> GradientState:
@@ -106,23 +79,7 @@ class CoreDefaults:
         return {name: [Partial(parameter.grad)] for name, parameter in named if parameter.grad is not None}
 
     @hookimpl
-    def context_parallel(self) -> AbstractContextManager[None]:
-        """Every rank has whole sequences."""
-        return _NOTHING
-
-    @hookimpl
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing travels, so nothing is held back."""
-        return _NOTHING
-
-    @hookimpl
-    def trigger_sync_in_backward(self) -> AbstractContextManager[None]:
-        """Nothing travels, so nothing is triggered."""
-        return _NOTHING
-
-    @hookimpl
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is."""
         return loss
 
     @hookimpl
@@ -136,69 +93,63 @@ class CoreDefaults:
             loss.backward(self._seed(loss, weight), **options)
 
     @hookimpl
-    def unscale_gradients(self) -> None:
-        """Nothing was scaled."""
-
-    @hookimpl
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """torch's clipping; every rank holds the whole gradient."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     @hookimpl
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
-        """The step is taken."""
         return step()
 
     @hookimpl
     def apply_step(self, step: Callable[[], Any]) -> Any:
-        """The optimizer's own step."""
         return step()
+
+    @hookimpl
+    def convert_model(self) -> None:
+        """Modules stay what they are, nothing is left local or scaled, and every gradient may be used."""
+
+    revert_model = release_model = model_loaded = convert_model
+    check_optimizer = check_gradients = synchronise_gradients = unscale_gradients = convert_model
+
+    @hookimpl
+    def no_sync(self) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    trigger_sync_in_backward = context_parallel = no_sync
 
     @hookimpl
     def forward_backward(
         self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs
     ) -> torch.Tensor:
-        """A loop over the window."""
         return self.window_loop.run(model, micro_batches, loss_fn, inputs)
 
     @hookimpl
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
-        """Saves with the neutral checkpoint, if it is installed."""
         return self.checkpoints("save_state()").save_checkpoint(run, folder, asynchronous)
 
     @hookimpl
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """Loads with the neutral checkpoint, if it is installed."""
         self.checkpoints("load_state()").load_checkpoint(run, folder)
 
     @hookimpl
     def wait_for_checkpoint(self, run: Run) -> None:
-        """Nothing is under way where nothing was saved."""
         if self._checkpoints is not None:
             self._checkpoints.wait_for_checkpoint(run)
 
     @hookimpl
     def model_state(self, model: nn.Module) -> State:
-        """All of it, whole."""
         return self.checkpoints("The state of a model").capture_model(model)
 
     @hookimpl
-    def model_loaded(self) -> None:
-        """The loop computes with what was read."""
-
-    @hookimpl
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
-        """Parameters are whole."""
         return self.checkpoints("The state of an optimizer").capture_optimizer(optimizer, names)
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """Parameters are whole."""
         return self.checkpoints("The state of an optimizer").optimizer_problems(optimizer, names, saved)
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
-        """Parameters are whole."""
         self.checkpoints("The state of an optimizer").restore_optimizer(optimizer, names, saved)
 
     def checkpoints(self, call: str) -> CheckpointComponent:

@@ -14,10 +14,9 @@ from accel_core.facade.accelerator_parts import AcceleratorParts
 from accel_core.loop import fused_backward, gradients
 from accel_core.loop.accumulation import Accumulate
 from accel_core.loop.forward_backward import default_inputs
-from accel_core.loop.optimizer_gate import gate_of
+from accel_core.loop.optimizer_gate import gate_of, held_by
 from accel_core.loop.preparation import (
     check_reading,
-    held_by,
 )
 from accel_core.options.handlers import GradientAccumulationPlugin
 
@@ -70,43 +69,37 @@ class LoopMethods(AcceleratorParts):
     def accumulate(self, *models: nn.Module, closes: bool | None = None) -> AbstractContextManager[None]:
         """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
 
-        A window has `gradient_accumulation_steps` micro-batches, and closes early at the end of a
-        prepared loader. Its gradient is the mean over the micro-batches that are in it.
+        A window has `gradient_accumulation_steps` micro-batches, fewer at the end of a prepared
+        loader; its gradient is their mean. Gradients of `models` (none given: all prepared ones)
+        stay local until it closes.
 
-        Args:
-            models: the prepared models whose gradients need not be synchronised before the window
-                closes; none: all.
-            closes: for loops that count themselves: whether this micro-batch closes the window,
-                however many are in it. Say it in all micro-batches, and the same on every rank.
-                None: the number of micro-batches decides.
+        `closes` is for loops that count themselves: whether this micro-batch closes the window. Say
+        it in all micro-batches, and the same on every rank.
         """
         return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync, closes)
 
     def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
         """Use it instead of `loss.backward()`: scales for the window and the precision, and synchronises when it closes.
 
-        Outside `accumulate` the gradient is divided by `gradient_accumulation_steps`.
-
-        Args:
-            loss: a scalar tensor, the mean over this rank's micro-batch.
-            learning_rate: for an optimizer that updates the parameters during the backward, such as
-                LOMO's, and only for such a one: see `accel_core.loop.fused_backward`.
-            kwargs: of `torch.Tensor.backward`, such as `retain_graph`; with `gradient` the loss may
-                have dimensions.
-
-        Raises:
-            TypeError: if the loss is not a tensor.
-            ValueError: if it is not a scalar.
-            RuntimeError: in a world larger than one, if an optimizer holds parameters of no
-                prepared model.
+        `loss` is a scalar, the mean over this rank's micro-batch; outside `accumulate` its gradient
+        is divided by `gradient_accumulation_steps`. `learning_rate` is for optimizers that step in
+        the backward (`accel_core.loop.fused_backward`); other keywords are those of
+        `torch.Tensor.backward`. Raises `TypeError` or `ValueError` for what is no scalar, and
+        `RuntimeError` in a larger world if an optimizer holds parameters of no prepared model.
         """
         if self._prepared.unchecked:
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
-        if type(loss) is not torch.Tensor or loss.dim():
-            _check_loss(loss, kwargs)
+        if loss.dim() and loss.numel() != 1 and "gradient" not in kwargs:
+            raise ValueError(
+                f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
+                f"pass gradient=."
+            )
         if learning_rate is not None or self._prepared.fused:
-            self._fused_backward(loss, learning_rate, kwargs)
+            owners = self._parts.activation.owners
+            fused_backward.fused_backward(
+                loss, learning_rate, self._prepared.optimizers, self._accumulation, self._world, owners, kwargs
+            )
             return
         accumulation = self._accumulation
         accumulation.count_backward()
@@ -131,31 +124,15 @@ class LoopMethods(AcceleratorParts):
         loss_fn: LossFn,
         inputs: Inputs | None = None,
     ) -> torch.Tensor:
-        """Runs a whole window, so that batches of different sizes weigh what they hold.
+        """Runs a whole window, so that batches of different sizes weigh what they hold. Collective.
 
-        The gradient is that of (sum of all losses) / (sum of all weights), over the micro-batches
-        and the data-parallel ranks: the same as one big batch on one rank. Step, clip and schedule
-        afterwards as usual, without `accumulate`. Collective over the data-parallel ranks, which
-        may have different numbers of micro-batches.
-
-        Args:
-            model: a prepared model.
-            micro_batches: the batches of this rank's window, at least one.
-            loss_fn: `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, a scalar
-                tensor, and its weight, a number: over how many tokens or samples it is summed. A
-                weight of 0 is fine.
-            inputs: `inputs(batch)` gives the positional arguments (a tuple) and keyword arguments
-                (a dict) of the model. Not given: a mapping is passed as keywords, of a tuple or
-                list the first element, anything else as it is.
-
-        Returns:
-            The weighted mean loss over the window and the ranks: 0-d, detached, on `device`; nan if
-                all weights are 0.
-
-        Raises:
-            ValueError: without a micro-batch, or if the sum is not a scalar.
-            RuntimeError: inside `accumulate`, while a window is open, or where `join_uneven_inputs`
-                joins models.
+        The gradient is that of (sum of losses) / (sum of weights) over the micro-batches of all
+        ranks, of which each has at least one. `loss_fn(output, batch)` gives the loss *summed* over
+        the micro-batch, 0-d, and its weight: over how many tokens or samples. `inputs(batch)` gives
+        the model's arguments, a tuple and a dict; None: a mapping as keywords, of a tuple or list
+        the first element. Returns the weighted mean loss, 0-d, detached, on `device`; nan if all
+        weights are 0. Raises `ValueError` without a micro-batch, `RuntimeError` while a window is
+        open or inside `join_uneven_inputs`.
         """
         if self._prepared.fused:
             fused_backward.refuse("forward_backward()", self._prepared.optimizers)
@@ -181,15 +158,13 @@ class LoopMethods(AcceleratorParts):
         return mean
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Forwards inside lead to backwards that keep their gradients local; nothing happens where nothing travels.
+        """Backwards of forwards inside keep their gradients local, of `model` or of all that are trained.
 
-        A backward outside stays local too if its forward ran inside, until
-        `trigger_sync_in_backward` or the next forward outside.
-
-        Args:
-            model: a prepared model; None: all that are trained.
+        A backward outside stays local too if its forward ran inside, until `trigger_sync_in_backward`
+        or the next forward outside.
         """
-        return self._on_models(self._relay.no_sync, model)
+        hook = self._relay.no_sync
+        return _on_all(hook, self._prepared.trained()) if model is None else hook(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """The next backward of `model` synchronises all its gradients, although its forward ran inside `no_sync`."""
@@ -197,24 +172,13 @@ class LoopMethods(AcceleratorParts):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """A block in which ranks may train on different numbers of batches, none included; at its end all ranks agree again.
+        """A block in which ranks may train on different numbers of batches. Collective at its end, if models are joined.
 
-        A rank that has ended takes part in the others' steps with zeros, which still count in the
-        mean. Then models, prepared optimizers and schedulers are those of the rank that went on
-        longest. Inside, windows of accumulation close by count alone, and one that is open at the
-        end is dropped with a warning. Leave other collectives, evaluation too, out of the block: a
-        rank that has ended does not make them. Collective, if models are joined.
-
-        Args:
-            joinables: the prepared models that are trained, and other objects of torch's
-                `Joinable`. None at all: only `even_batches` acts, for loops that communicate
-                nothing.
-            even_batches: overrides the option of that name for iterations of prepared loaders that
-                begin inside; None leaves it.
-
-        Raises:
-            TypeError: in a world larger than one, for a model that cannot join; for an
-                `even_batches` of another type.
+        A rank that has ended takes part in the others' steps with zeros; then models, optimizers
+        and schedulers are those of the rank that went on longest. Windows close by count alone
+        inside, and one that is open at the end is dropped with a warning. Make no other collectives
+        there. `joinables`: the prepared models that are trained, and others of torch's `Joinable`;
+        `even_batches` overrides that option for iterations that begin inside.
         """
         from accel_core.loop.uneven_inputs import as_joinables, evenness, joined
 
@@ -230,18 +194,10 @@ class LoopMethods(AcceleratorParts):
     ) -> torch.Tensor:
         """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
 
-        While a window is open nothing is clipped: the gradients are parts, and local ones.
-        Collective under a strategy whose gradients lie in parts on the ranks.
-
-        Args:
-            parameters: one, or any iterable of them: all, a subset, a generator. Those without
-                gradient count nothing.
-            max_norm: the largest norm.
-            norm_type: the order of the norm; `inf` for the largest component.
-
-        Returns:
-            The norm before clipping, 0-d; while a window is open that of this rank's pending
-            gradients, still scaled.
+        Takes one parameter or any iterable of them. Returns the norm before clipping, 0-d, of order
+        `norm_type` (`inf`: the largest component). While a window is open nothing is clipped, and
+        the norm is that of this rank's pending gradients, still scaled. Collective under a strategy
+        whose gradients lie in parts on the ranks.
         """
         if self._prepared.fused:
             fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
@@ -268,11 +224,7 @@ class LoopMethods(AcceleratorParts):
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Undoes the loss scaling of gradients, once between two steps; nothing happens where nothing is scaled.
-
-        Args:
-            optimizer: one, or several; None: all that are prepared.
-        """
+        """Undoes the loss scaling of the gradients of one, several or all (None) optimizers, once between two steps."""
         given = self._prepared.optimizers if optimizer is None else optimizer
         for each in [given] if isinstance(given, Optimizer) else given:
             gate = gate_of(each)
@@ -289,10 +241,8 @@ class LoopMethods(AcceleratorParts):
     ) -> AbstractContextManager[None]:
         """Runs a block in the precision's compute dtype; in full precision nothing happens.
 
-        Args:
-            cache_enabled: whether weights that were cast are kept until the block ends; None: as
-                the handler says.
-            autocast_handler: options for this block instead of the Accelerator's.
+        `cache_enabled`: whether weights that were cast are kept until the block ends (None: as the
+        handler says); `autocast_handler`: options for this block instead of the Accelerator's.
         """
         compute = self._parts.precision.policy.compute
         if compute is None:
@@ -309,39 +259,22 @@ class LoopMethods(AcceleratorParts):
     ) -> AbstractContextManager[None]:
         """Shares sequences out over the ranks of a context-parallel strategy; without one, nothing happens.
 
-        with accelerator.maybe_context_parallel([ids, labels], [1, 1]):
-            loss = loss_fn(model(ids), labels)      # each rank has a part of every sequence
-            accelerator.backward(loss)
+            with accelerator.maybe_context_parallel([ids, labels], [1, 1]):
+                accelerator.backward(loss_fn(model(ids), labels))   # each rank has a part of every sequence
 
-        Args:
-            buffers: tensors that lie along the sequence: ids, labels, masks, tables of positions.
-                They are changed in place.
-            buffer_seq_dims: for each of them, the dim of the sequence.
-            no_restore_buffers: those of them that are not needed whole behind the block.
-
-        Raises:
-            ValueError: if there is not one dim per tensor, or a tensor has no such dim.
+        `buffers` are changed in place; `buffer_seq_dims` has the dim of the sequence of each. Those
+        in `no_restore_buffers` stay cut behind the block. Raises `ValueError` if there is not one
+        dim per tensor, or a tensor has no such dim.
         """
-        given, dims = list(buffers or ()), list(buffer_seq_dims or ())
-        if len(given) != len(dims):
-            raise ValueError(
-                f"maybe_context_parallel() was given {len(given)} buffers and {len(dims)} buffer_seq_dims. Give the dim of the "
-                f"sequence for each tensor, in the same order."
-            )
-        for number, (buffer, dim) in enumerate(zip(given, dims, strict=True)):
-            if not -buffer.dim() <= dim < buffer.dim():
-                raise ValueError(
-                    f"maybe_context_parallel(): buffer {number} has the shape {tuple(buffer.shape)}, and buffer_seq_dims says that its "
-                    f"sequence lies along dim {dim}. Give one of its dims."
-                )
-        return self._relay.context_parallel(given, dims, list(no_restore_buffers or ()))
+        return self._relay.context_parallel(
+            list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
+        )
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
 
-        Args:
-            profile_handler: options for this block instead of those among `kwargs_handlers`. With
-                `output_trace_dir` each rank writes a Chrome trace there.
+        `profile_handler` holds for this block instead of the one among `kwargs_handlers`; with its
+        `output_trace_dir` each rank writes a Chrome trace there.
         """
         from accel_core.loop.profiling import ProfileKwargs, profile
 
@@ -350,29 +283,11 @@ class LoopMethods(AcceleratorParts):
         return profile(handler, self._world)
 
     def _scales(self) -> list[Any]:
-        """The objects that change with a rank's steps and must agree on all ranks: a precision with a state."""
         from accel_core.loop.run import has_state
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
 
-    def _fused_backward(self, loss: torch.Tensor, learning_rate: float | None, options: dict[str, Any]) -> None:
-        fused_backward.fused_backward(
-            loss,
-            learning_rate,
-            self._prepared.optimizers,
-            self._accumulation,
-            self._world,
-            self._parts.activation.owners,
-            options,
-        )
-
-    def _on_models(
-        self, hook: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module | None
-    ) -> AbstractContextManager[None]:
-        return hook(model) if model is not None else _on_all(hook, self._prepared.trained())
-
     def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Stand-ins whose `.grad` are the gradients that the strategy keeps, all of them here."""
         strategy = self._parts.strategy
         if not strategy.replicates_parameters:
             raise RuntimeError(
@@ -398,16 +313,3 @@ def _on_all(hook: Callable[[nn.Module], AbstractContextManager[None]], models: S
         for model in models:
             stack.enter_context(hook(model))
         yield
-
-
-def _check_loss(loss: object, options: dict[str, Any]) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"backward() was given a {type(loss).__name__}, expected the loss as a tensor: what the loss function "
-            f"returned, without .item()."
-        )
-    if loss.numel() != 1 and "gradient" not in options:
-        raise ValueError(
-            f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
-            f"pass gradient=."
-        )

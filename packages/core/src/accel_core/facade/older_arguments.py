@@ -11,11 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from accel_core.base.deprecation import Deprecation, level_of_the_user
-from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS, PREFIX, variable_of
-from accel_core.plugins import Group, list_offers
+from accel_core.plugins import list_offers
 
 T = TypeVar("T")
 
@@ -31,14 +29,8 @@ OLDER_ARGUMENTS: Mapping[str, Deprecation] = {
 def renamed(older: dict[str, object], name: str, given: T, default: T) -> T:
     """The value of an argument that may stand in `older` under its older spelling, which is taken out with a warning.
 
-    Args:
-        older: the keyword arguments that the constructor does not name.
-        name: the argument, one of `OLDER_ARGUMENTS`.
-        given: what it was given.
-        default: what it is when it was not given.
-
-    Raises:
-        ValueError: if both spellings were given.
+    `given` is what it has under its name `name`, one of `OLDER_ARGUMENTS`. Raises `ValueError` if
+    both spellings were given.
     """
     deprecation = OLDER_ARGUMENTS[name]
     spelling = deprecation.old
@@ -59,8 +51,7 @@ class ChosenStrategy(NamedTuple):
 
     Args:
         active: a name or an object; None: nothing was given.
-        name: that of `<name>_plugin`, under which the objects were configured; empty if they were
-            not.
+        name: that of `<name>_plugin`, under which the objects were configured; else empty.
         configured: key → object, in the order that was given; the first is the active one.
     """
 
@@ -72,12 +63,8 @@ class ChosenStrategy(NamedTuple):
 def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
     """`<name>_plugin=` and `<name>_plugins=` are `strategy=` under an older name: takes such arguments out of `older`.
 
-    The value is an object, or a dict of configured objects, the first of which is active. The name
-    is one of theirs: see `names_of`.
-
-    Raises:
-        TypeError: if an object is not a strategy, or a key of the dict no text.
-        ValueError: if two strategies were given, a dict is empty, or an object has other names.
+    Raises `TypeError` if an object is no strategy, `ValueError` if two strategies were given, or an
+    object goes by other names.
     """
     chosen, by = ChosenStrategy(strategy), f"strategy={strategy!r}"
     for argument in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
@@ -113,15 +100,8 @@ def offered_name(kind: type) -> str:
 def _configured(argument: str, name: str, given: object) -> Mapping[str, Strategy]:
     objects = given if isinstance(given, Mapping) else {"default": given}
     if not objects:
-        raise ValueError(
-            f"{argument}={given!r} holds no strategy. Put at least one object into it, the one to begin with first, or "
-            f"leave it out."
-        )
+        raise ValueError(f"{argument}={given!r} holds no strategy. Put at least one object into it, or leave it out.")
     for key, each in objects.items():
-        if not isinstance(key, str):
-            raise TypeError(
-                f"{argument} has the key {key!r}, a {type(key).__name__}: expected texts, by which to get the objects."
-            )
         found = f"{argument}={each!r}" if objects is not given else f"{argument}[{key!r}]={each!r}"
         if not isinstance(each, Strategy):
             raise TypeError(
@@ -135,28 +115,6 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
                 f"{type(each).__name__}(...), or strategy={type(each).__name__}(...)."
             )
     return dict(objects)
-
-
-def checked_placement(value: object) -> bool:
-    """`device_placement` as it was given. Raises `TypeError`, with the argument that was meant, for what is no truth value.
-
-    It is the first argument: what stands there without a name is often a precision.
-    """
-    if isinstance(value, bool):
-        return value
-    meant = next((argument for group, argument in _MEANT.items() if _is_choice(group, value)), None)
-    hint = "" if meant is None else f" Type Accelerator({meant}={value!r}) if that was meant."
-    raise TypeError(f"device_placement={value!r} is a {type(value).__name__}: expected True or False.{hint}")
-
-
-_MEANT: Mapping[Group, str] = {"accel.precisions": "mixed_precision", "accel.strategies": "strategy"}
-
-
-def _is_choice(group: Group, value: object) -> bool:
-    """Whether a value chooses a component of this group."""
-    if isinstance(value, str):
-        return value in KNOWN_PROVIDERS[group] or any(each.name == value for each in list_offers(group))
-    return isinstance(value, Strategy if group == "accel.strategies" else Precision)
 
 
 def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:

@@ -69,21 +69,12 @@ class PreparationMethods(AcceleratorParts):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
 
-        Models, optimizers, loaders and LR schedulers are prepared, in any order, in any number of
-        calls. Anything else is passed through, unless it would be trained on half prepared. An
-        object that was prepared before comes back as it is. Collective under strategies that
-        exchange parameters (DDP does), and when the first loader is prepared.
-
-        Args:
-            objects: what the loop uses.
-            device_placement: per object, whether it is moved to the device; None: as the
-                Accelerator was told.
-
-        Raises:
-            TypeError: for a list or dict of models and the like, and for a bare tensor that
-                requires a gradient.
-            ValueError: if `device_placement` does not fit the objects, or the strategy places
-                models by itself.
+        Takes models, optimizers, loaders and LR schedulers in any order; anything else is passed
+        through, and what was prepared before comes back as it is. `device_placement` has one entry
+        per object: whether it is moved to the device. Collective for the first loader, and under
+        strategies that exchange parameters (DDP does). Raises `TypeError` for a list or dict of
+        models and for a bare tensor that requires a gradient, `ValueError` if `device_placement`
+        does not fit.
         """
         check_device_placement(device_placement, objects, self._parts.strategy.places_models)
         kinds = [kind_of(obj) for obj in objects]
@@ -101,11 +92,8 @@ class PreparationMethods(AcceleratorParts):
     ) -> ModelT:
         """Prepares one model.
 
-        Args:
-            model: the user's model.
-            device_placement: whether it is moved to the device; None: as the Accelerator was told.
-            evaluation_mode: whether it is only evaluated: precision and compilation apply, and
-                nothing else.
+        `device_placement`: whether it is moved to the device; None: as the Accelerator was told.
+        With `evaluation_mode` precision and compilation apply, and nothing else.
         """
         check_device_placement(
             None if device_placement is None else [device_placement], [model], self._parts.strategy.places_models
@@ -120,26 +108,22 @@ class PreparationMethods(AcceleratorParts):
     ) -> DataLoader[Any]:
         """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
 
-        Args:
-            data_loader: the user's loader, which is not changed; or any iterable of batches that
-                has `state_dict` and `load_state_dict`.
-            device_placement: whether batches are moved to the device; None: as the Accelerator was
-                told.
-            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts
-                the part of one process out of a global batch, where batches are dispatched from one
-                process; None: every tensor along dim 0.
+        Takes a `DataLoader`, which is not changed, or an iterable of batches that has `state_dict`
+        and `load_state_dict`. Where one process dispatches batches, `slice_fn_for_dispatch(batch,
+        slice, process_index=…, num_processes=…)` cuts out the part of one process; None: every
+        tensor along dim 0.
         """
         data_loader = as_data_loader(data_loader)
         if any(data_loader is known for known in self._prepared.loaders):
             return data_loader
-        if self._seed is None:
-            self._seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
+        if self._prepared.seed is None:
+            self._prepared.seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
         prepared = self._relay.prepare_loader(
             data_loader,
             self._layout.shard,
             self._feed,
             self._placement(device_placement),
-            self._seed,
+            self._prepared.seed,
             len(self._prepared.loaders),
             self._layout.data_group,
             slice_fn_for_dispatch,
@@ -151,20 +135,10 @@ class PreparationMethods(AcceleratorParts):
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
 
-        They are counted from the beginning of the epoch, also where `load_state` has put the loader
-        inside it: a script that skips by hand lands in the same place. 0 leaves out nothing, and
-        goes on where `load_state` has put it.
-
-        It shares the epochs of the prepared loader: loop over it for the rest of an epoch, and over
-        the loader itself from then on. Samples that have indices are not read.
-
-        Args:
-            dataloader: a prepared loader.
-            num_batches: how many batches are left out.
-
-        Raises:
-            TypeError: if the loader is not prepared, or its component cannot leave out batches.
-            ValueError: if the number is negative, or no whole number.
+        They are counted from the beginning of the epoch, also after `load_state`. It shares the
+        epochs of the prepared loader: loop over it for the rest of an epoch, and over the loader
+        itself from then on. Samples that have indices are not read. Raises `TypeError` for a loader
+        that is not prepared, `ValueError` for what is no whole number of at least 0.
         """
         behind = getattr(dataloader, "behind", None)
         if not callable(behind):
@@ -178,10 +152,8 @@ class PreparationMethods(AcceleratorParts):
     def prepare_optimizer(self, optimizer: OptimizerT, device_placement: bool | None = None) -> OptimizerT:
         """Prepares one optimizer, in place: `step` and `zero_grad` wait for the end of the window.
 
-        Args:
-            optimizer: built before or after its model was prepared.
-            device_placement: whether the state that it has already is moved to the device of its
-                parameters; None: as the Accelerator was told.
+        It may be built before or after its model was prepared. `device_placement`: whether state
+        that it has already is moved to the device of its parameters.
         """
         require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
         self._relay.check_optimizer(optimizer)
@@ -212,13 +184,10 @@ class PreparationMethods(AcceleratorParts):
         return scheduler
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
-        """The user's model inside a prepared one.
+        """The user's model inside a prepared one; any other model as it is.
 
-        Args:
-            model: a prepared model, or one that was compiled since; any other model is returned as
-                it is.
-            keep_fp32_wrapper: whether calls of the result still go through the precision's casts.
-                False gives the model its original class back, for good.
+        Calls of the result still go through the precision's casts; `keep_fp32_wrapper=False` gives
+        the model its original class back, for good.
         """
         inner = getattr(model, "_orig_mod", model)
         record = self._prepared.find_model(inner)
@@ -231,20 +200,13 @@ class PreparationMethods(AcceleratorParts):
         return inner
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        """Has another method of a prepared model run as its forward does: under the strategy, and in the precision.
+        """Has another method of a prepared model run as its forward does. No collective.
 
-            model = accelerator.prepare(agent)
-            accelerator.mark_forward_method(model, "act")
-            loss = loss_fn(model.act(observation))  # gradients are averaged as after model(observation)
+            accelerator.mark_forward_method(agent, "act")
+            loss = loss_fn(agent.act(observation))  # gradients are averaged as after agent(observation)
 
-        No collective. Copies of the model have it too; `free_memory` takes it away.
-
-        Args:
-            model: a prepared model.
-            name: of a method that computes with parameters.
-
-        Raises:
-            ValueError: if the model is not prepared, or has no such method.
+        Copies of the model have it too; `free_memory` takes it away. Raises `ValueError` if the
+        model is not prepared, or has no such method.
         """
         record = self._prepared.find_model(model)
         if record is None:
@@ -259,28 +221,14 @@ class PreparationMethods(AcceleratorParts):
     def build_model(
         self, factory: Callable[[], nn.Module], checkpoint: str | os.PathLike[str] | None = None
     ) -> nn.Module:
-        """Builds a model that may be too large for one process; pass it to `prepare`, and build its optimizer from it as usual.
+        """Builds a model that may be too large for one process. Collective, as `prepare` is, to which it is passed next.
 
-            model = accelerator.build_model(lambda: GPT(config))
-
-        Under a strategy that cuts models it has no data until `prepare`, where each process is
-        given its part. Elsewhere it is what the factory gives. Collective, as `prepare` is.
-
-        Args:
-            factory: builds the model, called without arguments, the same on every rank. What it
-                does beside that, such as printing, may happen on any rank, and more than once.
-            checkpoint: a file or a folder whose weights the model gets, as in
-                `load_checkpoint_in_model`. None: those that the factory gives on rank 0.
-
-        Raises:
-            TypeError: if the factory gives no module.
-            CheckpointError: if the weights do not fit, or cannot be read.
+        Under a strategy that cuts models it has no data until `prepare`. `factory` is called
+        without arguments, possibly more than once; it gives the same model on every rank. The
+        weights come from `checkpoint`, a file or folder as for `load_checkpoint_in_model`; None:
+        from the factory, on rank 0. Raises `TypeError` if the factory gives no module,
+        `CheckpointError` if the weights do not fit.
         """
-        if not callable(factory):
-            raise TypeError(
-                f"build_model() was given a {type(factory).__name__}, expected what builds the model: a function without arguments, "
-                f"e.g. build_model(lambda: GPT(config)). A model that is built already goes to prepare()."
-            )
         with self._world.collective("build_model()"):
             model = self._relay.build_model(factory, None if checkpoint is None else Path(checkpoint))
         require("build_model()", model, nn.Module, "a factory that returns a torch.nn.Module")
@@ -291,14 +239,9 @@ class PreparationMethods(AcceleratorParts):
         return has_device_map(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Undresses and forgets everything that was prepared, and frees what memory that gives.
+        """Forgets everything that was prepared, and frees its memory. Returns a None for each object.
 
-        Args:
-            objects: what the caller is about to drop:
-                `model, optimizer = accelerator.free_memory(model, optimizer)`.
-
-        Returns:
-            As many times None as objects were given.
+        model, optimizer = accelerator.free_memory(model, optimizer)
         """
         count = len(objects)
         del objects

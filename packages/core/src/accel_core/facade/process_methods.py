@@ -20,11 +20,7 @@ _LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", r
 
 
 class ProcessControl(ABC):
-    """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world.
-
-    Nothing here is shared between objects but the world itself: torch's process group, and who is
-    in it.
-    """
+    """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world."""
 
     _world: World
 
@@ -83,55 +79,38 @@ class ProcessControl(ABC):
         self._world.barrier()
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`.
+        """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`. No collective.
 
-        Parts are consecutive, and the first `len(inputs) % num_processes` processes get one element
-        more; where there are too few, parts are empty. One process gets the input as it is. No
-        collective: all have to pass the same.
-
-        Args:
-            inputs: a list or another sequence, a tuple, a tensor or an array (split along dim 0), a
-                dataset with `select(indices)` or of torch's with a length, or a dict of such
-                values, all of one length. It is not changed.
-            apply_padding: whether shorter parts repeat the last element of `inputs`, so that all
-                have one length.
-
-        Raises:
-            TypeError: for anything else, such as a string or a 0-d tensor.
-            ValueError: if the values of a dict differ in length.
+        Takes a sequence, a tensor or array (split along dim 0), a dataset with a length, or a dict
+        of such values of one length, the same on all ranks. Parts are consecutive; the first
+        `len(inputs) % num_processes` are one element longer, unless `apply_padding` repeats the
+        last element. Raises `TypeError` for anything else, `ValueError` for a dict of uneven
+        lengths.
         """
         return split_between_processes(inputs, self._world, apply_padding)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the main process runs before all others, which enter it when the main process has left it.
+        """A block that the main process runs before all others: `with accelerator.main_process_first(): download()`.
 
-            with accelerator.main_process_first():
-                dataset = download_or_read_from_cache()
-
-        Collective, and no place for other collectives. The others wait for as long as it takes,
-        beyond the timeout of the process group, unless the main process fails or is gone. In a
-        world of one it does nothing.
-
-        Raises:
-            RuntimeError: on the others, if the main process fails in its block: with its rank, the
-                type and the message.
+        Collective, and no place for other collectives. The others wait as long as it takes, beyond
+        the timeout of the process group. If the main process fails in its block, they raise
+        `RuntimeError` with its rank, the type and the message.
         """
         return leader_first(self._world, local=False)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """A block that the first process of each machine runs before the others there: see `main_process_first`.
 
-        A collective of all processes, so that all of them hear of a failure. It does not mix with
-        `main_process_first`, one inside the other, where there are several machines.
+        A collective of all processes. It does not nest with `main_process_first` where there are
+        several machines.
         """
         return leader_first(self._world, local=True)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """A decorator: the function runs on the main process; elsewhere it does nothing and returns None.
+        """A decorator: the function runs on the main process; elsewhere it does nothing and returns None. No collective.
 
-        Like all of these, it decides at each call, also works on methods and coroutine functions,
-        and keeps name, signature and docstring. It may be written with or without parentheses. No
-        collective: nobody waits.
+        Like all of these, it decides at each call, and works on methods and coroutine functions,
+        with or without parentheses.
         """
         return self._only(function, lambda: self.is_main_process)
 
@@ -146,17 +125,11 @@ class ProcessControl(ABC):
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """A decorator: the function runs on the process of this index. See `on_main_process`.
+        """A decorator: the function runs on the process of this index: `@accelerator.on_process(process_index=2)`.
 
-            @accelerator.on_process(process_index=2)
-            def report(): ...
-
-        Negative indices count from the end: -1 is the last. In a world of one it runs whatever the
-        index, because the one process stands for all.
-
-        Raises:
-            ValueError: where it is written, if there is no such process.
-            TypeError: where it is written, if the index is no integer.
+        Negative indices count from the end. In a world of one it runs whatever the index. Raises
+        where it is written: `ValueError` if there is no such process, `TypeError` if the index is
+        no integer.
         """
         mine = is_process("on_process", "process_index", process_index, self.process_index, self._world, local=False)
         return self._only(function, lambda: mine)
@@ -170,10 +143,7 @@ class ProcessControl(ABC):
     ) -> Callable[..., Any]:
         """A decorator: the function runs on the process of this index on each machine. See `on_process`.
 
-        Args:
-            function: what to decorate.
-            local_process_index: the index within the machine.
-            local_process_idx: an older spelling of it.
+        `local_process_idx` is an older spelling of the index.
         """
         if local_process_idx is not None:
             if local_process_index is not None:

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 class BatchStream(IterableDataset[Any]):
     """A dataset whose elements are the batches of an iterable that has `state_dict` and `load_state_dict`.
 
-    Args:
-        batches: the iterable. Other attributes of it are reachable through this object.
+    Other attributes of the iterable are reachable through this object.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -48,11 +47,7 @@ def is_batch_stream(obj: object) -> bool:
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:
-    """A `DataLoader` as it is, a stream of batches as the dataset of one.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """A `DataLoader` as it is, a stream of batches as the dataset of one. Raises `TypeError` for anything else."""
     if isinstance(loader, DataLoader):
         return loader
     if not is_batch_stream(loader):

@@ -1,8 +1,8 @@
 """From index batches to batches, as torch's default does it, without its detours: the bare loop of a plain loader.
 
-torch's collation walks any structure. Most samples are flat dicts or tuples of tensors, which can
-be stacked directly, and the rows of a `TensorDataset` can be indexed at once. What this gives is
-what torch gives, bit for bit; whatever is not plainly of these shapes is left to torch.
+Most samples are flat dicts or tuples of tensors, which can be stacked directly, and the rows of a
+`TensorDataset` can be indexed at once. What this gives is what torch gives, bit for bit; whatever
+is not plainly of these shapes is left to torch.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def plain_batches(dataset: Any, opening: SourceIteration, outlet: Outlet) -> Ite
 
 
 def fetching(dataset: Any) -> Callable[[list[int]], Any]:
-    """A function from an index batch to the batch that `default_collate` would make of the samples of `dataset`.
-
-    Valid for one iteration: the dataset and torch's table of collations are looked at once.
-    """
+    """A function from an index batch to the batch that `default_collate` would make of it. Valid for one iteration."""
     collate = _stacked if _collates_plainly() else default_collate
     if getattr(dataset, "__getitems__", None):
         return lambda indices: collate(dataset.__getitems__(indices))
@@ -110,8 +107,7 @@ def _rows_at(tensors: tuple[torch.Tensor, ...], indices: Any, fetch: Callable[[A
 def _stacked(samples: Any) -> Any:
     """`default_collate(samples)`, without its detours for flat dicts and tuples of tensors, or tensors.
 
-    Only the first sample is looked at, as torch does. What cannot be stacked, for whatever reason,
-    is torch's to collate or to refuse.
+    Only the first sample is looked at, as torch does. What cannot be stacked is torch's to collate.
     """
     if type(samples) is list and samples:
         first = samples[0]

@@ -33,9 +33,7 @@ _TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRando
 class SourceProgress:
     """The progress of an iteration in its epoch: by what was yielded, not by what was fetched.
 
-    Args:
-        epoch: which one.
-        samples: samples of the epoch, over all ranks, that are behind it.
+    `samples` of the epoch, over all ranks, are behind it.
     """
 
     __slots__ = ("epoch", "finished", "samples")
@@ -49,9 +47,8 @@ class SourceProgress:
 class SourceIteration:
     """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered.
 
-    Attributes:
-        before: what a position needs until the iteration is advanced, as it was before torch asked
-            for it: to open one may draw random numbers.
+    `before` is what a position needs until the iteration is advanced, as it was before torch asked
+    for it: to open one may draw random numbers.
     """
 
     __slots__ = ("__weakref__", "before", "notes", "progress", "reads")
@@ -67,11 +64,7 @@ class SourceIteration:
 
 
 class IndexSource(Protocol):
-    """The source of index batches that a prepared loader reads.
-
-    Attributes:
-        skipped: batches of this rank that every iteration leaves out at its beginning.
-    """
+    """The source of index batches that a prepared loader reads; every iteration leaves out its first `skipped` ones."""
 
     skipped: int
 
@@ -84,11 +77,8 @@ class IndexSource(Protocol):
 class LocalSource:
     """The source for a single process: all index batches, in the order of the loader's own sampler.
 
-    Args:
-        sampler: a batch sampler, or a sampler of single indices.
-        batched: which of the two it is.
-        endless: the indices mean nothing, because the set is iterable; only the data will tell the
-            end.
+    `batched`: whether that gives batches, or single indices. `endless`: the indices mean nothing,
+    as the set is iterable; only the data will tell the end.
     """
 
     def __init__(self, sampler: Any, *, batched: bool, endless: bool) -> None:
@@ -129,9 +119,8 @@ def length_of(obj: Any) -> int | None:
 def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> Iterator[tuple[T, int]]:
     """Each item with the number of those that follow it: exact for the last `ahead` items.
 
-    Before these, it is what `total` says, or `ahead` if that is larger: a total that turns out
-    wrong does no harm. An error of `items` is raised once all items before it have been yielded;
-    none of these is the last.
+    Before these, it is what `total` says, or `ahead` if that is larger. An error of `items` is
+    raised once all items before it have been yielded; none of these is the last.
     """
     waiting: deque[T] = deque()
     passed = 0

@@ -1,13 +1,10 @@
 """Prepared loaders: copies of the user's loaders that place their batches and report them to the feed.
 
 Here is what every loader component shares, and the core's own loader for a world of one:
-
-- `prepare_copy` makes a copy of a loader that reads from a source
-  (`accel_core.loading.index_source`). The copy keeps class, attributes and worker settings; the
-  user's loader is not changed;
-- `PreparedLoader` iterates. torch's own machinery fetches the batches; an exact `DataLoader`
-  without workers, pinning and a collate function of its own takes a bare loop instead, whose
-  batches and random draws equal torch's.
+`prepare_copy` makes a copy of a loader, of its class and with its attributes, that reads from a
+source (`accel_core.loading.index_source`). `PreparedLoader` iterates: torch's own machinery fetches
+the batches; an exact `DataLoader` without workers, pinning and a collate function of its own takes
+a bare loop instead, whose batches and random draws equal torch's.
 """
 
 from __future__ import annotations
@@ -53,10 +50,8 @@ class Outlet:
     """The feed of a prepared loader, and the device to which it moves batches (None: they stay).
 
     The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled
-    loader reports to a feed of its own.
-
-    Args:
-        non_blocking: do not wait for copies out of pinned memory.
+    loader reports to a feed of its own. `non_blocking`: copies out of pinned memory are not waited
+    for.
     """
 
     def __init__(self, feed: Feed, device: torch.device | None, non_blocking: bool = False) -> None:
@@ -87,10 +82,8 @@ class Outlet:
 class IndexBatches:
     """Stands where the user's batch sampler stood, and hands torch what the source reads.
 
-    Other attributes are those of the user's batch sampler.
-
-    Args:
-        strict: whether each batch has to be matched with its index batch, because it may be padded.
+    Other attributes are those of the user's batch sampler. `strict`: whether each batch has to be
+    matched with its index batch, because it may be padded.
 
     Attributes:
         delivered: by torch's latest iterator, where the loader's class iterates in its own way.
@@ -164,10 +157,7 @@ class BatchCount:
 class CountingIterator:
     """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out.
 
-    Args:
-        inner: torch's iterator.
-        count: where the count is kept: whoever reads it does not hold on to the iterator, which
-            holds on to all else.
+    The count is kept elsewhere: whoever reads it does not hold on to the iterator.
     """
 
     def __init__(self, inner: Any, count: BatchCount) -> None:
@@ -205,9 +195,8 @@ else:
 class PreparedLoader(_Base):
     """The overrides of a prepared loader, put before the user's class in a subclass of both.
 
-    A copy or deep copy is a prepared loader that reports to the same feed. A pickle is a prepared
-    loader too, at the same epoch, but it reports to a feed of its own, for the Accelerator is not
-    pickled with it. Running workers stay behind.
+    A copy or deep copy reports to the same feed; a pickle, at the same epoch, to a feed of its own.
+    Running workers stay behind.
     """
 
     _accel_outlet: Outlet
@@ -238,18 +227,13 @@ class PreparedLoader(_Base):
         return CountingIterator(inner, count)
 
     def behind(self, batches: int) -> PreparedLoader:
-        """A copy of which every iteration leaves out so many more batches of this rank.
-
-        Raises:
-            ValueError: if the number is negative, or no whole number.
-        """
+        """A copy of which every iteration leaves out so many more batches of this rank."""
         source = source_after(self._accel_indices.source, batches)
         twin = copy.copy(self)
         twin.__dict__.update(self._reading_from(source))
         return twin
 
     def _reading_from(self, source: IndexSource) -> dict[str, Any]:
-        """The attributes by which a copy reads from another source."""
         indices = copy.copy(self._accel_indices)
         indices.source = source
         places = [name for name in ("batch_sampler", "sampler") if self.__dict__[name] is self._accel_indices]
@@ -268,13 +252,10 @@ class PreparedLoader(_Base):
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
     """A copy of `loader` that puts its batches on `device` and reports them to `feed`: all that a world of one needs.
 
-    Any `DataLoader` will do: with a batch sampler, without batching (`batch_size=None`), over an
-    `IterableDataset`, of a subclass. Where the number of batches is not certain (iterable sets,
-    samplers of the user's own, subclasses that iterate in their own way), `feed.lookahead` batches
-    are looked ahead: in the sampler where there is one, else in the data.
-
-    Raises:
-        ValueError: if the loader is a prepared one.
+    Any `DataLoader` will do. Where the number of batches is not certain (iterable sets, samplers of
+    the user's own, subclasses that iterate in their own way), `feed.lookahead` batches are looked
+    ahead: in the sampler where there is one, else in the data. Raises `ValueError` for a prepared
+    one.
     """
     sampler = index_sampler(loader)
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -292,14 +273,9 @@ def prepare_copy(
 ) -> DataLoader[Any]:
     """A copy of `loader` that reads index batches from `source`, of a subclass of `overrides` and the loader's own class.
 
-    Args:
-        strict: batches may be padded, so each must be matched with its index batch: a loader class
-            with an `__iter__` of its own then has to yield exactly one batch for each one that it
-            takes from `super().__iter__()`.
-        attributes: what else the copy is to have.
-
-    Raises:
-        ValueError: if the loader is a prepared one.
+    With `strict` batches may be padded, so a loader class with an `__iter__` of its own has to
+    yield one batch for each that it takes from `super().__iter__()`. `attributes` are what else the
+    copy is to have. Raises `ValueError` for a prepared loader.
     """
     return overridden_copy(loader, overrides, **source_attributes(loader, source, outlet, strict), **attributes)
 
@@ -316,8 +292,7 @@ def source_attributes(
 def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
     """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes.
 
-    Raises:
-        ValueError: if the loader is a prepared one.
+    Raises `ValueError` if the loader is a prepared one.
     """
     if isinstance(loader, PreparedLoader):
         raise ValueError(
@@ -382,7 +357,6 @@ def _matched_batches(
 
 
 def _started(opening: SourceIteration | None) -> SourceIteration | None:
-    """The opening, which begins its epoch."""
     if opening is not None:
         opening.start()
     return opening

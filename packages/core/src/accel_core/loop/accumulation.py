@@ -35,31 +35,8 @@ class Accumulation:
         sync_with_dataloader: whether windows close at the end of a loader.
         sync_each_batch: whether gradients are synchronised at each micro-batch.
         synchronises: whether gradients stay local until the backward of the closing micro-batch.
-        mean_over_steps: whether each micro-batch weighs 1/steps, also in a window that has other
-            than `steps` of them.
+        mean_over_steps: whether each micro-batch weighs 1/steps, also in another window.
     """
-
-    __slots__ = (
-        "_deferred",
-        "_mean_over_steps",
-        "_rescale",
-        "_sync_with_dataloader",
-        "backwards",
-        "by_caller",
-        "feed",
-        "inside",
-        "micro_backwards",
-        "open",
-        "optimizers",
-        "position",
-        "serial",
-        "size",
-        "steps",
-        "sync_each_batch",
-        "synchronises",
-        "total_backwards",
-        "weight",
-    )
 
     def __init__(
         self,
@@ -97,11 +74,7 @@ class Accumulation:
         self._deferred: list[Callable[[], None]] = []
 
     def enter(self, closes: bool | None = None) -> bool:
-        """A micro-batch begins. Returns whether it closes the window.
-
-        Args:
-            closes: what the caller says of it; None: its number does, and the end of a loader.
-        """
+        """A micro-batch begins. Returns whether it closes the window; None: its number decides."""
         self.inside = True
         self.micro_backwards = 0
         if closes is None and self.by_caller and self.open:
@@ -170,7 +143,6 @@ class Accumulation:
         self._deferred.clear()
 
     def _share(self) -> float:
-        """The weight of each micro-batch in the mean."""
         return 1.0 / (self.steps if self._mean_over_steps else self.size)
 
     def _settle_size(self) -> None:
@@ -199,7 +171,6 @@ class Accumulation:
 
     @property
     def _has_windows(self) -> bool:
-        """Whether a window may have several micro-batches."""
         return self.steps > 1 or self.by_caller
 
     def refuse_in_window(self, option: str, value: object) -> None:
@@ -219,11 +190,9 @@ class Accumulation:
     def lacks_backward(self, settled: int) -> bool:
         """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
 
-        Args:
-            settled: the serial number of the last window in which the optimizer stepped.
-
-        It holds behind the `accumulate` block too. Where `accumulate` is never called there is no
-        window to speak of.
+        `settled` is the serial number of the last window in which the optimizer stepped. It holds
+        behind the `accumulate` block too; where `accumulate` is never called there is no window to
+        speak of.
         """
         return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
@@ -236,10 +205,7 @@ class Accumulation:
         )  # fmt: skip
 
     def is_pending(self, settled: int) -> bool:
-        """Whether `zero_grad` would destroy gradients of the present window.
-
-        Args:
-            settled: the serial number of the last window in which the optimizer stepped.
+        """Whether `zero_grad` would destroy gradients of the present window; `settled` is as for `lacks_backward`.
 
         In a window of one micro-batch nothing is protected: there `zero_grad` means what it means
         in a plain loop.
@@ -251,10 +217,9 @@ class Accumulation:
     def defer(self, drop: Callable[[], None]) -> None:
         """`drop` is called before the next window begins, or the next backward behind the block.
 
-        On the closing micro-batch nobody can tell yet what a `zero_grad` means: it may stand first
-        in the body, with the step to come, or last, with the step left out (a loss that was not
-        finite, say) and the gradients to be dropped. With several optimizers that holds after a
-        backward too, which may have been for another one.
+        On the closing micro-batch a `zero_grad` may stand first in the body, with the step to come,
+        or last, with the step left out (a loss that was not finite, say). With several optimizers
+        that holds after a backward too, which may have been for another one.
         """
         self._deferred.append(drop)
 

@@ -26,15 +26,9 @@ def resolve_compilation(
 ) -> tuple[Option[Any], Mapping[str, Any] | None]:
     """The chosen backend with its source, and the options for `compile_calls`: None to compile nothing.
 
-    Args:
-        backend: what was given as `dynamo_backend`; None: nothing.
-        plugin: what was given as `dynamo_plugin`; None: nothing.
-        outside: gives what was said outside of the code for the other fields of a plugin; asked
-            only if models are compiled.
-
-    Raises:
-        TypeError: if `plugin` is of another class.
-        ValueError: if the backend or the mode does not exist, or if both were given.
+    `backend` and `plugin` are what was given as `dynamo_backend` and `dynamo_plugin`; `outside`
+    gives what was said outside of the code for the plugin's other fields. Raises `TypeError` for a
+    plugin of another class, `ValueError` if both were given, or the backend does not exist.
     """
     if plugin is None:
         option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
@@ -42,38 +36,42 @@ def resolve_compilation(
         return option, None if chosen is None else _handed_over(TorchDynamoPlugin(backend=chosen, **outside()), chosen)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(f"dynamo_plugin is a {type(plugin).__name__}, expected TorchDynamoPlugin(...).")
-    _refuse_beside(plugin, backend)
+    refuse_beside("dynamo_plugin", plugin, "dynamo_backend", backend, VARIABLE)
     chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
     return Option(plugin.backend, "argument"), _handed_over(plugin, chosen)
 
 
 def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] | None:
-    if backend == "inductor":
-        _check_mode(plugin.mode)
     given = {**plugin.to_kwargs(), "backend": backend}
     off = given.pop("disable", False) or backend is None
     return None if off else given
 
 
+def refuse_beside(argument: str, plugin: object, option: str, value: object, variable: str) -> None:
+    """Raises `ValueError` if an option was given, in code or outside of it, beside the object that has it too."""
+    outside = given_outside(variable)
+    if value is not None or outside is not None:
+        other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
+        raise ValueError(
+            f"{other} and {argument}={plugin} were both given. An object that is built in code is complete: give it the option, "
+            f"and leave the other out."
+        )
+
+
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Makes calls of `model` run compiled; there is no wrapper, so nothing is named `_orig_mod`.
 
-    `nn.Module.compile` does the same for classes of the user's own. Modules of torch's own classes
-    (an `nn.Sequential` as the whole model) it leaves uncompiled without a word, because the
-    compiler skips every frame of theirs that it is entered through. A function that is not torch's,
-    around the call, is not skipped.
+    `nn.Module.compile` leaves modules of torch's own classes (an `nn.Sequential` as the whole
+    model) uncompiled without a word, because the compiler skips every frame of theirs that it is
+    entered through. A function that is not torch's, around the call, is not skipped.
 
     With `use_regional_compilation=True` the model itself runs as it is, and its repeated blocks run
-    compiled: the members of each outermost `nn.ModuleList` or `nn.Sequential` whose members are of
-    one class, and of which at least two have the same parameters in name, shape and dtype. Those
-    share one compilation. What stands around the blocks is not compiled. A model without such
-    blocks is one region: it is compiled as a whole, with a warning.
+    compiled: the members of each outermost `nn.ModuleList` or `nn.Sequential` that are of one class
+    and have, two of them at least, the same parameters in name, shape and dtype. Those share one
+    compilation. A model without such blocks is compiled as a whole, with a warning.
 
-    Copies and pickles of the model run uncompiled.
-
-    Args:
-        model: is called through compiled functions from now on.
-        options: of `torch.compile`, and `use_regional_compilation`.
+    Copies and pickles of the model run uncompiled. The other `options` are those of
+    `torch.compile`.
     """
     given = dict(options)
     regions = [model]
@@ -101,8 +99,8 @@ def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None
     """Compiles the calls of `model`; the answer makes those of an equal module share what was compiled.
 
     The compiler keeps what it compiled with the code object that it was entered through, and stops
-    compiling after the eighth variant of one. Were there a single one for all models, the ninth
-    model of a process would run uncompiled.
+    after the eighth variant of one: with a single one the ninth model of a process would run
+    uncompiled.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +116,6 @@ def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None
 
 
 def _before(module: nn.Module) -> Callable[..., Any] | None:
-    """The compiled call that the user's own code gave a module, if any."""
     current = module._compiled_call_impl
     return getattr(current, _BEFORE, current)
 
@@ -132,21 +129,9 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """A key that is equal for modules that can share a compilation, as far as it can be seen from outside."""
+    """A key that is equal for modules that can share a compilation."""
     parameters = ((name, value.shape, value.dtype, value.requires_grad) for name, value in module.named_parameters())
     return type(module), tuple(parameters)
-
-
-def _refuse_beside(plugin: TorchDynamoPlugin, backend: object) -> None:
-    outside = given_outside(VARIABLE)
-    if backend is not None or outside is not None:
-        other = f"dynamo_backend={backend!r}"
-        if backend is None and outside is not None:
-            other = f"{outside.source}={outside.text!r}"
-        raise ValueError(
-            f"{other} and dynamo_plugin={plugin} were both given, and both say how models are compiled. Give the backend to "
-            f"the object, TorchDynamoPlugin(backend=...), and leave the other out."
-        )
 
 
 def _known_backend(backend: Any, asked: str) -> Any:
@@ -154,28 +139,10 @@ def _known_backend(backend: Any, asked: str) -> Any:
     if callable(backend):
         return backend
     name = str(getattr(backend, "value", backend))  # an enumeration's member stands for its value
-    if name.lower() == "no":
-        return None
-    known = ["eager", *torch.compiler.list_backends(exclude_tags=())]
+    known = ["no", "eager", *torch.compiler.list_backends(exclude_tags=())]
+    name = name if name in known else name.lower()
     if name not in known:
-        name = name.lower()
-    if name not in known:
-        raise ValueError(
-            f"{asked} is not a backend of torch.compile. Known: {', '.join(sorted({'no', *known}))}.{_hint(name, known)}"
-        )
-    return name
-
-
-def _check_mode(mode: str | None) -> None:
-    from torch._inductor import list_mode_options  # a second; the compiler is needed anyway
-
-    known = list(list_mode_options())
-    if mode is not None and mode not in known:
-        raise ValueError(
-            f"TorchDynamoPlugin(mode={mode!r}) is not a mode of 'inductor'. Known: {', '.join(known)}.{_hint(mode, known)}"
-        )
-
-
-def _hint(name: str, known: list[str]) -> str:
-    meant = nearest(name, known)
-    return "" if meant is None else f" Type {meant!r} if that was meant."
+        meant = nearest(name, known)
+        hint = "" if meant is None else f" Type {meant!r} if that was meant."
+        raise ValueError(f"{asked} is not a backend of torch.compile. Known: {', '.join(sorted(set(known)))}.{hint}")
+    return None if name == "no" else name

@@ -46,13 +46,10 @@ _EMPTY = (
 class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other.
 
-    Args:
-        together: whether all ranks have to run equally many, because their forwards communicate.
-            Those that have fewer run their last micro-batch again, weighing nothing: it adds zero
-            to the gradients, but a forward is a forward, and draws random numbers and moves running
-            statistics (those of batch normalisation) once more. Numbers are exchanged before the
-            first forward, so of an iterator the whole window is read then; of a sequence each
-            micro-batch when it is due.
+    With `together` all ranks run equally many, because their forwards communicate. Those that have
+    fewer run their last micro-batch again, weighing nothing: it adds zero to the gradients, but
+    draws random numbers and moves running statistics once more. Numbers are exchanged before the
+    first forward, so of an iterator the whole window is read then.
     """
 
     def __init__(
@@ -105,10 +102,7 @@ class WindowLoop:
         return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Equally many micro-batches on every rank, and whether each counts. A collective.
-
-        Raises `ValueError` if a rank has none.
-        """
+        """Equally many micro-batches on every rank, and whether each counts. A collective."""
         if isinstance(micro_batches, Sequence):
             given = micro_batches
             own: Iterator[Any] = (given[number] for number in range(len(given)))
@@ -209,16 +203,4 @@ def _checked(result: object) -> Part:
             f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: "
             f"reduction='sum', or loss.sum()."
         )
-    if isinstance(weight, torch.Tensor):
-        weight = weight.detach()
-        if weight.numel() != 1:
-            raise ValueError(
-                f"loss_fn(output, batch) returned a weight of shape {tuple(weight.shape)}, expected one number: over "
-                f"how many tokens or samples the loss is summed."
-            )
-    elif not isinstance(weight, (int, float)):
-        raise TypeError(
-            f"loss_fn(output, batch) returned a weight of type {type(weight).__name__}, expected a number: over how many "
-            f"tokens or samples the loss is summed."
-        )
-    return loss.reshape(()), weight
+    return loss.reshape(()), weight.detach() if isinstance(weight, torch.Tensor) else float(weight)

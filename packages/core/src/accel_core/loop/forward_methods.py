@@ -11,8 +11,6 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.suggestions import nearest
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -22,10 +20,8 @@ _ABSENT: Any = object()
 class ForwardMethod:
     """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own.
 
-    Args:
-        prepared: what the loop calls.
-        path: where the user's model is in it.
-        function: the method, not bound.
+    `path` is where the user's model is in `prepared`, which the loop calls; `function` is not
+    bound.
     """
 
     def __init__(self, prepared: nn.Module, path: str, function: Callable[..., Any]) -> None:
@@ -56,20 +52,13 @@ class ForwardMethod:
 
 
 def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> None:
-    """Has a method of the user's model run through calls of the prepared one.
-
-    Raises:
-        ValueError: if the model has no such method.
-    """
+    """Has a method of the user's model run through calls of the prepared one, or raises `ValueError`."""
     if isinstance(vars(prepared).get(name), ForwardMethod) or name == "forward":
         return
     method = getattr(original, name, None)
     if not inspect.ismethod(method):
-        methods = [each for each, _ in inspect.getmembers(type(original), inspect.isfunction) if each[0] != "_"]
-        close = nearest(name, methods)
-        hint = f"Did you mean {close!r}?" if close else "Give the name of one of its methods."
         raise ValueError(
-            f"mark_forward_method(model, {name!r}) was asked for, but {type(original).__name__} has no method of that name. {hint}"
+            f"mark_forward_method(model, {name!r}) was asked for, but {type(original).__name__} has no method of that name."
         )
     path = next(path for path, module in prepared.named_modules() if module is original)
     vars(prepared)[name] = ForwardMethod(prepared, path, method.__func__)

@@ -5,8 +5,7 @@ LOMO (Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limi
 2023) and AdaLomo are such optimizers. They are known by one method, `fused_backward(loss, lr)`: it
 runs the backward, and the parameters are new when it returns.
 
-Whatever comes between the backward and the step elsewhere has no place here: accumulation,
-unscaling, clipping, averages over ranks. Each of these raises and says so.
+Accumulation, unscaling, clipping and averages over ranks have no place there: each raises.
 """
 
 from __future__ import annotations
@@ -46,36 +45,35 @@ def fused_backward(
     owners: Mapping[str, Selected | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Runs the backward of a loss, and updates the parameters meanwhile.
+    """Runs the backward of a loss, and the one optimizer that is prepared updates the parameters meanwhile.
 
-    Args:
-        loss: a scalar.
-        learning_rate: of this update.
-        optimizers: all that are prepared; exactly one, and a fused one.
-        accumulation: the window, of one micro-batch.
-        world: of one process.
-        owners: by hook, which component owns it, None for the core.
-        options: further arguments of `backward`; none can be passed on.
-
-    Raises:
-        TypeError: if there is a learning rate and no such optimizer, or the reverse; for options.
-        RuntimeError: where the update could not be right.
+    Raises `TypeError` if a learning rate and such an optimizer do not come together, and for
+    `options`, further arguments of a backward; `RuntimeError` where the update could not be right.
     """
-    optimizer: Any = _only(optimizers, learning_rate)
-    _check_learning_rate(learning_rate, optimizer)
-    name = type(optimizer).__name__
-    if options:
+    fused: Any = next(filter(is_fused, optimizers), None)
+    if fused is None:
         raise TypeError(
-            f"backward({', '.join(f'{option}=...' for option in options)}) was called with learning_rate=, but the backward "
-            f"of {name} takes a loss and a learning rate. Leave the other arguments out."
+            f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters during the "
+            f"backward; prepared: {_named(optimizers) or 'none'}. Leave learning_rate out, or prepare an optimizer that has a method "
+            f"`fused_backward`."
         )
-    reason = _obstacle(accumulation, world, owners)
+    asked = f"backward() was called, and {type(fused).__name__} updates parameters during the backward."
+    reason = _obstacle(optimizers, accumulation, world, owners)
     if reason is not None:
-        raise RuntimeError(
-            f"backward(learning_rate=...) was called, and {name} updates parameters during the backward. {reason}"
+        raise RuntimeError(f"{asked} {reason}")
+    if learning_rate is None:
+        raise TypeError(
+            f"{asked} That needs a learning rate. Call accelerator.backward(loss, learning_rate=1e-3), or with "
+            f"scheduler.get_last_lr()[0]."
         )
+    if options:
+        raise TypeError(f"{asked} That takes a loss and a learning rate. Leave {', '.join(options)} out.")
     accumulation.count_backward()
-    optimizer.fused_backward(loss, learning_rate)
+    fused.fused_backward(loss, learning_rate)
+
+
+def _named(optimizers: Sequence[Optimizer]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
 def refuse(call: str, optimizers: Sequence[Optimizer]) -> None:
@@ -99,34 +97,15 @@ def refuse_detection(optimizer: Optimizer) -> None:
         )
 
 
-def _only(optimizers: Sequence[Optimizer], learning_rate: float | None) -> Optimizer:
-    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-    if not any(map(is_fused, optimizers)):
-        raise TypeError(
-            f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters during the "
-            f"backward; prepared: {names}. Leave learning_rate out, or prepare an optimizer that has a method `fused_backward`."
-        )
-    if len(optimizers) > 1:
-        raise RuntimeError(
-            f"backward() was called, and one of several prepared optimizers updates parameters during the backward: {names}. "
-            f"Which of them a loss is for, and how that one has scaled it, cannot be known. Call accelerator.free_memory() "
-            f"before the next optimizer is prepared, or give each of them an Accelerator of its own."
-        )
-    return optimizers[0]
-
-
-def _check_learning_rate(learning_rate: object, optimizer: Optimizer) -> None:
-    if isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool):
-        return
-    found = "no learning_rate" if learning_rate is None else f"learning_rate={learning_rate!r}"
-    raise TypeError(
-        f"backward() was called with {found}, but {type(optimizer).__name__} updates parameters during the backward and needs "
-        f"a number. Call accelerator.backward(loss, learning_rate=1e-3), or with scheduler.get_last_lr()[0]."
-    )
-
-
-def _obstacle(accumulation: Accumulation, world: World, owners: Mapping[str, Selected | None]) -> str | None:
+def _obstacle(
+    optimizers: Sequence[Optimizer], accumulation: Accumulation, world: World, owners: Mapping[str, Selected | None]
+) -> str | None:
     """The reason why the update would be wrong, and what to do; None if it is right."""
+    if len(optimizers) > 1:
+        return (
+            f"It is one of several prepared optimizers ({_named(optimizers)}), and which of them a loss is for cannot be known. Give "
+            f"each an Accelerator of its own."
+        )
     if world.size > 1:
         return (
             f"In a world of {world.size} ranks gradients are averaged at the end of the backward, after the update, so the "

@@ -17,19 +17,13 @@ if TYPE_CHECKING:
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """One parameter, or any iterable of them (a generator is consumed once), as a list."""
-    if not isinstance(parameters, Iterable):
-        raise _no_parameters(parameters)
-    found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    for parameter in found:
-        if not isinstance(parameter, torch.Tensor):
-            raise _no_parameters(parameter)
-    return found  # type: ignore[return-value]
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return list(given)
 
 
-def _no_parameters(found: object) -> TypeError:
-    return TypeError(
-        f"expected parameters, found {type(found).__name__}. Pass model.parameters(), or a list of tensors."
-    )
+def listed(names: Sequence[str]) -> str:
+    """The first eight names of parameters, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 class Earlier(NamedTuple):
@@ -42,8 +36,7 @@ class Earlier(NamedTuple):
 class Gradients:
     """Reads and changes gradients where nobody owns the hook `gradient_state`: all of them are in `.grad`.
 
-    Attributes:
-        are_elsewhere: whether the strategy says where they are.
+    `are_elsewhere` says whether the strategy keeps them.
     """
 
     are_elsewhere = False

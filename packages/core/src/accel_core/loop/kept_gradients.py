@@ -19,11 +19,9 @@ GradientHook = Callable[[nn.Module, nn.Module], GradientState]
 
 
 class KeptGradients(Gradients):
-    """Reads and changes the gradients of the trained models of one Accelerator. For other parameters `.grad` counts.
+    """Those of trained models, as the hook `gradient_state` gives them; of other parameters, `.grad`.
 
-    Args:
-        models: what is prepared; the list grows.
-        state: the hook `gradient_state`.
+    `models` is what is prepared; the list grows.
     """
 
     are_elsewhere = True
@@ -33,7 +31,7 @@ class KeptGradients(Gradients):
         self._state = state
 
     def kept(self, parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Elementwise | Partial]]:
-        """The terms of the gradients that the strategy keeps, by the `id` of the parameter."""
+        """See `Gradients`."""
         wanted = set(map(id, parameters))
         found: dict[int, Sequence[Elementwise | Partial]] = {}
         for record, state in self._states():
@@ -47,7 +45,7 @@ class KeptGradients(Gradients):
         return found
 
     def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each part that this rank has of the gradients, live, with its parameter."""
+        """See `Gradients`."""
         given = {id(parameter): parameter for parameter in parameters}
         kept = self.kept(given.values())
         for key, parameter in given.items():
@@ -57,22 +55,22 @@ class KeptGradients(Gradients):
                 yield parameter, parameter.grad
 
     def tensors(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts that this rank has of the gradients of `parameters`, live."""
+        """See `Gradients`."""
         return [part for _, part in self.of(parameters)]
 
     def waiting(self) -> Iterator[torch.Tensor]:
-        """Terms that no backward has sent to the other ranks."""
+        """See `Gradients`."""
         for _, state in self._states():
             yield from (term.data for terms in state.values() for term in terms if isinstance(term, Partial))
 
     def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Makes zero what the strategy keeps of the gradients of `parameters`, in its memory."""
+        """See `Gradients`."""
         if any(state for _, state in self._states()):  # nothing as a rule, where it keeps some beside `.grad`
             for terms in self.kept(parameters).values():
                 _zero(terms)
 
     def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
-        """Clears those of `parameters`, and all that is kept; `earlier` ones stay, as zeros."""
+        """See `Gradients`."""
         names = set() if earlier is None else {place[:2] for place in earlier.kept}
         stays = set()
         for record, state in self._states():
@@ -82,7 +80,7 @@ class KeptGradients(Gradients):
         super().drop([parameter for parameter in parameters if id(parameter) not in stays])
 
     def set_aside(self, parameters: Iterable[torch.Tensor]) -> Earlier:
-        """Takes the gradients that are there away, so that those to come can be scaled alone."""
+        """See `Gradients`."""
         kept = {}
         for record, state in self._states():
             parameters = [each for each in parameters if id(each) not in record.ids]
@@ -92,7 +90,7 @@ class KeptGradients(Gradients):
         return Earlier(kept, super().set_aside(parameters).taken)
 
     def bring_back(self, earlier: Earlier) -> None:
-        """Adds what `set_aside` took to what has come since."""
+        """See `Gradients`."""
         now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
         for place, gradient in earlier.kept.items():
             if place not in now:

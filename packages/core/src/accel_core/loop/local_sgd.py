@@ -37,27 +37,29 @@ if TYPE_CHECKING:
 class LocalSGD:
     """A block in which gradients stay local, and parameters are averaged over the data-parallel ranks every few steps.
 
-    Entering is no collective. `step()` is one when an average is due, and so is the end of the
-    block, after which all ranks hold the same model, bit by bit. An average is the mean of the
-    parameters that are, or were, trained in the block. Buffers, such as the running statistics of a
-    BatchNorm, are those of the first rank, as under DDP; optimizers keep their own state. An
-    exception leaves the block without communication.
+    `step()` is a collective when an average is due, and so is the end of the block, after which all
+    ranks hold the same model, bit by bit. An average is the mean of the parameters that are, or
+    were, trained in the block. Buffers are those of the first rank, as under DDP; optimizers keep
+    their own state. An exception leaves the block without communication.
 
     Args:
         accelerator: whose ranks train.
         model: a prepared model.
         local_sgd_steps: how many calls of `step()` make an average due, at least 1.
-        enabled: False: the block does nothing, and the model trains as it would without it. It does
-            nothing in a world of one either.
+        enabled: False: the block does nothing, as in a world of one.
 
     Raises:
-        TypeError: if `local_sgd_steps` is no int.
-        ValueError: if it is below 1, if the model is not prepared for training, or, in a larger
-            world, if the strategy does not keep whole parameters on every rank.
+        TypeError, ValueError: if `local_sgd_steps` is no int of at least 1; if the model is not prepared
+            for training, or, in a larger world, if the strategy does not keep whole parameters on every
+            rank.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        _check_steps(local_sgd_steps)
+        if type(local_sgd_steps) is not int or local_sgd_steps < 1:
+            raise ValueError(
+                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected an integer of at least 1, the number of steps between two "
+                f"averages. Pass enabled=False to train without LocalSGD."
+            )
         self._accelerator = accelerator
         self._model = model
         self._steps = local_sgd_steps
@@ -95,13 +97,9 @@ class LocalSGD:
     def step(self) -> None:
         """Counts a step, and averages when `local_sgd_steps` were counted. Call it after `optimizer.step()`.
 
-        Inside `accumulate` it may be called in every micro-batch, as the optimizer: each call
-        counts, and an average that falls due in the middle of a window waits for its end.
-        Collective when it averages: all ranks call it equally often.
-
-        Raises:
-            RuntimeError: outside of the block, or inside `join_uneven_inputs`.
-            CollectiveMismatchError: on every rank, if the ranks have not called it equally often.
+        Inside `accumulate` it may be called in every micro-batch: each call counts, and an average
+        waits for the end of the window. Collective when it averages: all ranks call it equally
+        often, or all raise `CollectiveMismatchError`. Raises `RuntimeError` outside of the block.
         """
         if not self._inside:
             raise RuntimeError(
@@ -149,7 +147,7 @@ class LocalSGD:
 
 
 def _take_from_first(tensors: list[torch.Tensor], channel: Channel) -> None:
-    """Overwrites tensors with those of the group's first rank: one collective per dtype. Their shapes are the same."""
+    """Overwrites tensors with those of the group's first rank: one collective per dtype."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1).to(channel.device) for tensor in same])
@@ -160,7 +158,6 @@ def _take_from_first(tensors: list[torch.Tensor], channel: Channel) -> None:
 
 
 def _check_counts(ranks: list[list[int]]) -> None:
-    """Raises unless all ranks have counted the same calls, and are at the same place."""
     if all(rank == ranks[0] for rank in ranks):
         return
     lines = [
@@ -174,19 +171,6 @@ def _check_counts(ranks: list[list[int]]) -> None:
         + "\nGive all ranks equally many batches (a prepared loader does, with even_batches=True), leave the loop at the "
         "same step, and pass the same local_sgd_steps."
     )
-
-
-def _check_steps(steps: object) -> None:
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        raise TypeError(
-            f"LocalSGD(local_sgd_steps={steps!r}): expected an int, found a {type(steps).__name__}. Give the number of "
-            f"steps between two averages, such as 8."
-        )
-    if steps < 1:
-        raise ValueError(
-            f"LocalSGD(local_sgd_steps={steps}): expected at least 1, an average after every step. Pass enabled=False to "
-            f"train without LocalSGD."
-        )
 
 
 def _check_model(accelerator: Accelerator, model: nn.Module) -> None:

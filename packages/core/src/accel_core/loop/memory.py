@@ -8,8 +8,7 @@
 
     train(accelerator)
 
-In a larger world all ranks train with one batch size: see `accel_core.loop.oom_vote` for how they
-agree, and for what happens if a rank runs out of memory alone.
+In a larger world all ranks train with one batch size: see `accel_core.loop.oom_vote`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 
@@ -28,8 +27,6 @@ from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
 from accel_core.loop.oom_vote import all_done, cast_error
 from accel_core.processes.watch.collective_scope import explain
 from accel_core.processes.watch.failure_notices import is_broken_connection
-
-R = TypeVar("R")
 
 REDUCTION = 0.9
 """By what a batch size that did not fit is multiplied."""
@@ -39,10 +36,9 @@ PATIENCE = 60.0
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that torch keeps for reuse back to the accelerator; on a CPU there is none to give back. No collective.
+    """Gives memory that torch keeps for reuse back to the accelerator; on a CPU there is none. No collective.
 
-    Args:
-        garbage_collection: whether Python's unreachable objects are collected first.
+    `garbage_collection`: whether Python's unreachable objects are collected first.
     """
     if garbage_collection:
         gc.collect()
@@ -53,14 +49,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Drops references, and gives back the memory of what nobody else holds: `model, loss = release_memory(model, loss)`.
 
-    What the caller still holds during the call is freed when the result is assigned. No collective.
-    For what an Accelerator has prepared there is `Accelerator.free_memory`, which forgets it first.
-
-    Args:
-        objects: what the caller is about to drop.
-
-    Returns:
-        As many times None as objects were given.
+    Returns as many times None as objects were given. No collective. For what an Accelerator has
+    prepared there is `Accelerator.free_memory`, which forgets it first.
     """
     count = len(objects)
     del objects
@@ -78,28 +68,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(part in str(error) for part in OUT_OF_MEMORY_MESSAGES)
 
 
-@overload
 def find_executable_batch_size(
-    function: Callable[..., R],
-    starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[..., int] | None = ...,
-    *,
-    patience: float = ...,
-) -> Callable[..., R]: ...
-
-
-@overload
-def find_executable_batch_size(
-    function: None = ...,
-    starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[..., int] | None = ...,
-    *,
-    patience: float = ...,
-) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
-
-
-def find_executable_batch_size(
-    function: Callable[..., R] | None = None,
+    function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
     *,
@@ -109,9 +79,8 @@ def find_executable_batch_size(
 
     `function(batch_size, ...)` is called as `function(...)`. When it runs out of memory, what its
     frames held is freed, and it is called again from its beginning; any other error passes. Later
-    calls start with the size that was found. It works with and without parentheses. In a larger
-    world each call is a collective, and all ranks use one size; see `accel_core.loop.oom_vote` for
-    what happens if a rank runs out of memory alone.
+    calls start with the size that was found. In a larger world each call is a collective, and all
+    ranks use one size; see `accel_core.loop.oom_vote` for a rank that runs out of memory alone.
 
     Args:
         function: takes the batch size as its first argument.
@@ -122,7 +91,6 @@ def find_executable_batch_size(
             the others to end the attempt.
 
     Raises:
-        TypeError: if the function cannot take a batch size, or a call hands it one.
         ValueError: if a size is below 1 at the start, or not smaller than the one before.
         RuntimeError: if no size fits, or the ranks cannot go on together.
     """
@@ -148,21 +116,17 @@ class _Search:
     def __init__(
         self, function: Callable[..., Any], size: int, reduce: Callable[..., int] | None, patience: timedelta
     ) -> None:
+        if not _is_int(size) or size < 1:
+            raise ValueError(
+                f"find_executable_batch_size(starting_batch_size={size!r}): expected an int of at least 1. Give the largest batch "
+                f"size that is worth a try, such as 128."
+            )
         self._name = getattr(function, "__name__", repr(function))
-        self._signature = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
         self._function, self._reduce, self._patience = function, reduce, patience
         self._start = self._size = size
-        _check_start(size)
-        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
-        if not kinds or kinds[0] in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-            raise TypeError(
-                f"find_executable_batch_size was put on `{self._name}`, whose parameters are {self._signature}: its first "
-                f"one is to take the batch size. Add a parameter `batch_size` before the others."
-            )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tries until an attempt has ended on all ranks."""
-        self._check_call(args, kwargs)
         tried = []
         problem: str | None = None
         while self._size >= 1:
@@ -204,29 +168,9 @@ class _Search:
             )
         return smaller
 
-    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            self._signature.bind(self._size, *args, **kwargs)
-        except TypeError as error:
-            given = ", ".join([*(type(each).__name__ for each in args), *(f"{name}=..." for name in kwargs)])
-            names = [str(parameter) for parameter in self._signature.parameters.values()][1:]
-            raise TypeError(
-                f"`{self._name}` was called with ({given}). find_executable_batch_size puts the batch size before that, and "
-                f"{self._signature} cannot take all of it: {error}. Leave the batch size out; what is left to pass is "
-                f"({', '.join(names)})."
-            ) from None
-
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_start(size: int) -> None:
-    if not _is_int(size) or size < 1:
-        raise ValueError(
-            f"find_executable_batch_size(starting_batch_size={size!r}): expected an int of at least 1. Give the largest batch "
-            f"size that is worth a try, such as 128."
-        )
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -1,15 +1,13 @@
 """A vote on each attempt of `find_executable_batch_size`: all ranks had room, or all try a smaller batch.
 
-All ranks have to train with one batch size. So they vote after every attempt, and if any of them
-ran out of memory, all reduce. The vote travels through the store at which the ranks have met and
-not through the process group, where the others may be waiting in a collective of the attempt: a
-second collective would be taken for that one.
+The vote goes through the store at which the ranks have met and not through the process group, where
+the others may be waiting in a collective of the attempt: a second collective would be taken for
+that one.
 
-What can be promised: ranks that run out at the same place go on together. A rank that runs out
-alone, between two collectives, leaves the others inside one that nobody can take back; they can go
-on only by starting anew. So the vote compares how many collectives each rank has begun, and one
-whose peers do not come waits for its patience only. Both end in an error that says so, instead of a
-hang or of sums of things that do not belong together.
+Ranks that run out at the same place go on together. A rank that runs out alone, between two
+collectives, leaves the others inside one that nobody can take back. So the vote compares how many
+collectives each rank has begun, and one whose peers do not come waits for its patience only. Both
+end in an error that says so, instead of a hang or of sums of things that do not belong together.
 """
 
 from __future__ import annotations
@@ -32,13 +30,7 @@ _DONE, _NO_ROOM = "done", "ran out of memory"
 
 @dataclass(frozen=True)
 class Vote:
-    """The outcome of an attempt on one rank.
-
-    Args:
-        function, size: what was tried; the same on all ranks, or they have lost each other.
-        outcome: `_DONE`, `_NO_ROOM`, or which error was raised.
-        begun: how many collectives of the default group this rank has begun.
-    """
+    """The outcome of an attempt on one rank, and how many collectives it has begun."""
 
     function: str
     size: int
@@ -47,7 +39,7 @@ class Vote:
 
 
 class Ballot:
-    """The votes of all ranks about one attempt, in the store at which they have met."""
+    """The votes of all ranks about one attempt."""
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -69,10 +61,7 @@ class Ballot:
     def read(self, patience: timedelta | None) -> list[Vote]:
         """The votes in rank order. Waits for them, without `patience` as long as the store does by itself."""
         keys = [self._key(rank) for rank in range(self._size)]
-        if patience is None:
-            self._store.wait(keys)
-        else:
-            self._store.wait(keys, patience)
+        self._store.wait(keys, *([] if patience is None else [patience]))
         return [Vote(**json.loads(self._store.get(key))) for key in keys]
 
     def missing(self) -> list[int]:
@@ -84,7 +73,6 @@ class Ballot:
 
 
 def _collectives_begun(group: dist.ProcessGroup) -> int:
-    """The number of collectives, ended or not, that this rank has begun in a group and those beside it."""
     groups = [group, *groups_beside(group)]
     backends: list[Any] = [each._get_backend(device) for each in groups for device in each._device_types]
     return sum(backend._get_sequence_number_for_group() for backend in dict.fromkeys(backends))
@@ -121,7 +109,6 @@ def all_done(function: str, size: int, problem: str | None, patience: timedelta)
 
 
 def _check(votes: list[Vote]) -> None:
-    """Raises unless all ranks have tried the same, and those that are to try again are at the same collective."""
     table = "\n".join(
         f"  rank {rank}: `{vote.function}` with a batch size of {vote.size} {vote.outcome}, after {vote.begun} "
         f"collectives"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -20,6 +20,7 @@ import torch
 
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.loop.fused_backward import is_fused, no_step
+from accel_core.loop.gradients import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +44,7 @@ SKIPPED: Final = _Skipped()
 
 
 class Steps(Protocol):
-    """The hooks that a gate calls; a `Relay` has them."""
+    """The hooks that a gate calls, as `Relay` has them."""
 
     @property
     def optimizer_step(self) -> Callable[[Optimizer, Callable[[], Any]], Any]:
@@ -61,37 +62,14 @@ class OptimizerGate:
     they were.
 
     Args:
-        optimizer: is dressed in place, until `remove`.
+        optimizer: is gated in place, until `remove`.
         accumulation: the window that holds it back.
         relay: the bound hooks.
-        prepared: what the Accelerator has prepared; checked for orphans before the first step.
-            None: there is no Accelerator.
+        prepared: what the Accelerator has prepared; None: there is no Accelerator.
         needs_backward: whether gradients that did not come from `Accelerator.backward` would be
             wrong, because a scaler or an engine takes part.
-        engine: the hook `apply_step`; None: nobody owns it, and the optimizer's own step is taken.
+        engine: the hook `apply_step`; None: the optimizer's own step is taken.
     """
-
-    __slots__ = (
-        "_checked",
-        "_checks_gradients",
-        "_engine",
-        "_frozen",
-        "_inside",
-        "_keeps_elsewhere",
-        "_needs_backward",
-        "_own_add_param_group",
-        "_own_step",
-        "_own_zero_grad",
-        "_relay",
-        "_shadowed",
-        "_unscaled",
-        "accumulation",
-        "keeps",
-        "owner",
-        "seen_backwards",
-        "settled",
-        "was_skipped",
-    )
 
     def __init__(
         self,
@@ -184,13 +162,13 @@ class OptimizerGate:
             self.was_skipped = vars(optimizer)[_SKIPPED] = skipped
         return None if skipped else result
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, unless they belong to the open window."""
         accumulation = self.accumulation
         if self._inside or not accumulation.is_pending(self.settled):
-            self._clear(*args, **kwargs)
+            self._clear(optimizer, *args, **kwargs)
         elif not accumulation.open:
-            self._clear_on_closing(partial(self._clear, *args, **kwargs))
+            self._clear_on_closing(partial(self._clear, optimizer, *args, **kwargs))
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds the group; its parameters are checked before the next step."""
@@ -224,17 +202,16 @@ class OptimizerGate:
         return kept | {name: value for name, value in self._shadowed.items() if name in state}
 
     def _applied(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The step as the engine takes it; a `partial` if `step` is, which tells of arguments."""
         engine = self._engine
         assert engine is not None, "the caller looks"
         return partial(engine, optimizer, step) if isinstance(step, partial) else lambda: engine(optimizer, step)
 
-    def _clear(self, *args: Any, **kwargs: Any) -> None:
+    def _clear(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
         if self._keeps_elsewhere:
             prepared = self.owner()
             if prepared is not None:
-                prepared.clear_kept(self)
+                prepared.gradients.clear_kept(held_by(optimizer))
         self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
     def _clear_on_closing(self, clear: Callable[[], None]) -> None:
@@ -273,9 +250,8 @@ class OptimizerGate:
     def _check_frozen(self, optimizer: Optimizer) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
-            shown = ", ".join(thawed[:8]) + (f" and {len(thawed) - 8} more" if len(thawed) > 8 else "")
             raise RuntimeError(
-                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {shown}. Their model was frozen as "
+                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {listed(thawed)}. Their model was frozen as "
                 f"a whole when it was prepared, so nobody averages their gradients, and the ranks would drift apart. Unfreeze before "
                 f"prepare(); or call accelerator.free_memory(), and prepare the model and its optimizer again."
             )
@@ -326,6 +302,12 @@ def gate_of(optimizer: object) -> OptimizerGate | None:
     return gate
 
 
+def held_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """The parameters in an optimizer's groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def _gated_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     return vars(optimizer)[_GATE].step(optimizer, *args, **kwargs)
 
@@ -344,7 +326,7 @@ def _is_known(step: Any) -> bool:
 
 
 def _gated_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    vars(optimizer)[_GATE].zero_grad(*args, **kwargs)
+    vars(optimizer)[_GATE].zero_grad(optimizer, *args, **kwargs)
 
 
 def _watched_add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:

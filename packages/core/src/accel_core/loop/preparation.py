@@ -19,8 +19,8 @@ from accel_core.contract.precision_policy import remove_policy
 from accel_core.loading.batch_stream import is_batch_stream
 from accel_core.loop.compilation import forget_compiled
 from accel_core.loop.forward_methods import unmark
-from accel_core.loop.gradients import Gradients
-from accel_core.loop.optimizer_gate import gate_of
+from accel_core.loop.gradients import Gradients, listed
+from accel_core.loop.optimizer_gate import gate_of, held_by
 from accel_core.loop.scheduler_gate import is_scheduler, ungate_scheduler
 from accel_core.options.handlers import AutocastKwargs
 from accel_core.options.resolution import as_sequence
@@ -70,8 +70,7 @@ class PreparedModel:
         named: those of the user's model by name, at that time.
 
     Attributes:
-        frozen: whether none of them was trained at that time: strategies leave such a model as it
-            is, and nobody averages its gradients.
+        frozen: whether none of them was trained then, so that nobody averages its gradients.
         ids: of all these parameters.
     """
 
@@ -89,15 +88,10 @@ class PreparedModel:
 
 
 class Prepared:
-    """The objects that one Accelerator has prepared, in order.
+    """The objects that one Accelerator has prepared, in order; `gradients` are those of the models.
 
-    Args:
-        world: in a larger one, optimizers of models that are not prepared are refused.
-        gradient_state: the hook of that name; None: nobody owns it.
-        check_gradients: the hook of that name; None: nobody owns it.
-
-    Attributes:
-        gradients: those of the models.
+    `gradient_state` and `check_gradients` are the hooks of these names, None where nobody owns
+    them.
     """
 
     def __init__(
@@ -113,6 +107,7 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
+        self.seed: int | None = None  # of the run, agreed when the first loader was prepared
         self.unchecked = False  # whether optimizers came since the last check for orphans
         self.fused = False  # whether one of the optimizers updates parameters during the backward
         self.drifted = False  # whether each rank's optimizers have stepped by themselves
@@ -185,12 +180,6 @@ class Prepared:
         """Multiplies the gradients that are pending."""
         self.gradients.scale(self.learned(), factor)
 
-    def clear_kept(self, gate: OptimizerGate) -> None:
-        """Makes the gradients zero that the strategy keeps of the parameters of one optimizer."""
-        for optimizer in self.optimizers:
-            if gate_of(optimizer) is gate:
-                self.gradients.clear_kept(held_by(optimizer))
-
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
         """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
         own = {id(parameter) for parameter in model.parameters()}
@@ -200,27 +189,21 @@ class Prepared:
 
     def check_orphans(self) -> None:
         """Raises when an optimizer trains parameters whose gradients no strategy averages. Cheap after the first time."""
-        if self._world.size == 1 or not self.unchecked:
-            self.unchecked = False
-            return
-        known = {id(each) for record in self.models if not record.evaluation for each in record.parameters}
-        for optimizer in self.optimizers:
-            orphans = [name for name, parameter in _named(optimizer) if id(parameter) not in known]
-            if orphans:
-                shown = ", ".join(orphans[:8]) + (f" and {len(orphans) - 8} more" if len(orphans) > 8 else "")
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {shown}. In a world "
-                    f"of {self._world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
-                    f"build the optimizer from the parameters of the model that you prepare; what a model got after it was prepared is "
-                    f"averaged by nobody: change the model first, then prepare it."
-                )
+        if self._world.size > 1 and self.unchecked:
+            known = {id(each) for record in self.models if not record.evaluation for each in record.parameters}
+            for optimizer in self.optimizers:
+                orphans = [name for name, parameter in _named(optimizer) if id(parameter) not in known]
+                if orphans:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {listed(orphans)}. In a world "
+                        f"of {self._world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
+                        f"build the optimizer from the parameters of the model that you prepare; what a model got after it was prepared is "
+                        f"averaged by nobody: change the model first, then prepare it."
+                    )
         self.unchecked = False
 
     def frozen_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """The parameters of an optimizer that are from models wholly frozen when prepared, by name.
-
-        Empty in a world of one.
-        """
+        """By name, the parameters of an optimizer that are from models wholly frozen when prepared."""
         trained = [record for record in self.models if not record.evaluation]
         frozen = [record for record in trained if record.frozen]
         if self._world.size == 1 or not frozen:
@@ -241,7 +224,7 @@ class Prepared:
             hook(record.original, record.prepared)
 
     def release(self) -> None:
-        """Undresses everything and forgets it."""
+        """Takes gates, overrides and marks off everything, and forgets it."""
         self._released = 0
         for scheduler in self.schedulers:
             ungate_scheduler(scheduler)
@@ -261,9 +244,8 @@ class Prepared:
 def kind_of(obj: object) -> Kind:
     """The kind of `obj` for `prepare`.
 
-    Raises:
-        TypeError: for what would be trained on half prepared: a container of models, optimizers or
-            loaders, or a tensor that requires a gradient.
+    Raises `TypeError` for what would be trained on half prepared: a container of models, optimizers
+    or loaders, or a tensor that requires a gradient.
     """
     if isinstance(obj, nn.Module):
         return "model"
@@ -296,12 +278,6 @@ def require(call: str, obj: object, kind: type, wanted: str) -> None:
         raise TypeError(
             f"{call} was given a {type(obj).__name__}, expected {wanted}. prepare() takes objects of any kind."
         )
-
-
-def held_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters in an optimizer's groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def check_device_placement(given: Sequence[bool] | None, objects: Sequence[object], places_models: bool) -> None:
@@ -340,13 +316,8 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
 def check_reading(feed: Feed, ranks: int) -> None:
     """Warns where every data-parallel rank trains on all samples of a loader that nobody prepared. Called once, before the first backward.
 
-    A loop over a prepared loader costs nothing here. Else iterators of torch's loaders are looked
-    for, of those that take the samples of a data set in torch's own orders: other samplers, and
-    iterable data sets, may share samples out by themselves.
-
-    Args:
-        feed: where prepared loaders report.
-        ranks: how many there are.
+    Looks for iterators of torch's loaders that take the samples of a data set in torch's own
+    orders: other samplers, and iterable data sets, may share samples out by themselves.
     """
     if ranks == 1 or feed.newest() is not None:
         return
@@ -379,26 +350,21 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
 
 
 def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
-    """Raises for a model with a device map in a larger world, or with weights that nobody can cast.
-
-    Args:
-        model: the user's.
-        world: the processes.
-        param: the dtype that parameters are to have; None: their own.
-    """
+    """Raises for a device map in a larger world, or with weights that nobody can cast to `param`."""
     if world.size > 1 and has_device_map(model):
         raise ValueError(
             f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "
             f"started, which would each spread it over the same devices. Load it without a device map, or start one "
             f"process."
         )
-    offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
-    if param is not None and offloaded and stays_in_place(model):
-        raise ValueError(
-            f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, are "
-            f"offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision that leaves "
-            f"parameters alone, such as mixed_precision='bf16'."
-        )
+    if param is not None and stays_in_place(model):
+        offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
+        if offloaded:
+            raise ValueError(
+                f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, are "
+                f"offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision that leaves "
+                f"parameters alone, such as mixed_precision='bf16'."
+            )
 
 
 def stays_in_place(model: nn.Module) -> bool:
@@ -421,8 +387,7 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _refuse_container(container: Any) -> None:
-    members = container.values() if isinstance(container, dict) else container
-    for member in members:
+    for member in container.values() if isinstance(container, dict) else container:
         if isinstance(member, (nn.Module, Optimizer, DataLoader, nn.Parameter)) or is_scheduler(member):
             raise TypeError(
                 f"prepare() was given a {type(container).__name__} that holds a {type(member).__name__}. It takes the "

@@ -25,24 +25,19 @@ class ProfileKwargs(KwargsHandler):
     """Options of `Accelerator.profile`. All but `output_trace_dir` are those of `torch.profiler.profile`.
 
     Args:
-        activities: what is recorded: names of `torch.profiler.ProfilerActivity` in either case,
-            such as "cpu", or its members. None: the CPU, and the accelerator if there is one.
-        schedule_option: arguments of `torch.profiler.schedule`, in steps:
-            `dict(wait=1, warmup=1, active=3, repeat=2)` leaves out a step, warms up for one,
-            records three, and does so twice (`repeat=0`: to the end), after the first `skip_first`
-            steps. A step ends where the block calls `step()` of the profiler. None: everything.
+        activities: names of `torch.profiler.ProfilerActivity`, such as "cpu", or its members. None: the
+            CPU, and the accelerator if there is one.
+        schedule_option: arguments of `torch.profiler.schedule`, in steps; a step ends where the block
+            calls `step()` of the profiler. None: everything is recorded.
         on_trace_ready: called with the profiler at the end of each recorded cycle; without a
             schedule at the end of the block.
         record_shapes: whether the shapes of the inputs of operators are recorded.
         profile_memory: whether allocations are recorded.
         with_stack: whether source lines are recorded.
-        with_flops: whether floating-point operations are estimated, for products of matrices and 2d
-            convolutions.
-        with_modules: whether the hierarchy of modules is recorded; torch does so for TorchScript
-            only.
+        with_flops: whether floating-point operations are estimated.
+        with_modules: whether the hierarchy of modules is recorded (of TorchScript only).
         output_trace_dir: the folder for a Chrome trace of each recorded cycle, see `profile`. None:
             no files.
-
     """
 
     on_request: ClassVar[bool] = True
@@ -60,53 +55,45 @@ class ProfileKwargs(KwargsHandler):
     def build(self) -> torch.profiler.profile:
         """A new profiler with these options, which writes no files by itself. Raises what torch raises for them.
 
-        Raises:
-            ValueError: for an activity that torch does not know, or cannot record here.
+        Raises `ValueError` for an activity that torch cannot record here: it leaves some out in
+        silence.
         """
-        schedule = self.schedule_option
-        return _Profiler(
-            activities=None if self.activities is None else list(dict.fromkeys(map(_activity, self.activities))),
-            schedule=None if schedule is None else torch.profiler.schedule(**schedule),
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
+        given = self.to_kwargs()
+        given.pop("output_trace_dir", None)
+        if self.activities is not None:
+            given["activities"] = list(dict.fromkeys(map(_activity, self.activities)))
+        if (schedule := given.pop("schedule_option", None)) is not None:
+            given["schedule"] = torch.profiler.schedule(**schedule)
+        return _Profiler(**given)
 
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Profiles the block on this rank: `with profile(handler, world) as profiler:`.
+    """Profiles the block on this rank: `with profile(handler, world) as profiler:`. No collective.
 
     With `output_trace_dir`, each recorded cycle becomes a file there: `profile_<rank>.json`, or,
-    where that exists, `profile_<rank>_1.json` and so on. Nothing is overwritten: neither by later
-    cycles nor by later blocks or runs. What was recorded until an error is written too.
-
-    No collective: any rank may profile alone, and files of other ranks may not be complete yet when
-    the block is left (`wait_for_everyone()` sees to that).
-
-    Args:
-        handler: the options.
-        world: says which rank this is.
-
-    Raises:
-        RuntimeError: a trace cannot be written, for instance because `on_trace_ready` has exported
-            it: torch does so once.
-        ValueError: if `output_trace_dir` is a file.
+    where that exists, `profile_<rank>_1.json` and so on. Nothing is overwritten. What was recorded
+    until an error is written too. Files of other ranks may not be complete yet when the block is
+    left (`wait_for_everyone()` sees to that).
     """
-    traces = _Traces(handler, world.rank)
+    folder = None if handler.output_trace_dir is None else Path(handler.output_trace_dir)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    recorded = 0
+
+    def ready(profiler: torch.profiler.profile) -> None:
+        nonlocal recorded
+        recorded += 1
+        if handler.on_trace_ready is not None:
+            handler.on_trace_ready(profiler)
+        if folder is not None:
+            profiler.export_chrome_trace(str(_new_file(folder, f"profile_{world.rank}")))
+
     profiler = handler.build()
-    profiler.on_trace_ready = traces
-    profiler.__enter__()
-    try:
+    profiler.on_trace_ready = ready
+    with profiler:
         yield profiler
-    except BaseException as error:
-        _leave_after(error, profiler)
-        raise
-    profiler.__exit__(None, None, None)
-    if traces.ready == 0:
+    if not recorded:
         warnings.warn(
             f"ProfileKwargs(schedule_option={handler.schedule_option!r}) was asked for, but nothing was recorded: "
             f"step() of the profiler was called {profiler.step_num} times. Call it at the end of every step of the loop.",
@@ -128,63 +115,10 @@ class _Profiler(torch.profiler.profile):
             raise
 
 
-class _Traces:
-    """Called at the end of each recorded cycle: by the user's function first, and then written."""
-
-    def __init__(self, handler: ProfileKwargs, rank: int) -> None:
-        self._handler = handler
-        self._rank = rank
-        self.ready = 0
-        self._folder = None if handler.output_trace_dir is None else Path(handler.output_trace_dir)
-        if self._folder is not None:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as error:
-                raise ValueError(
-                    f"ProfileKwargs(output_trace_dir={str(self._folder)!r}) was asked for, but {error.filename} is a file. "
-                    f"Give the name of a folder; it is made if it does not exist."
-                ) from error
-
-    def __call__(self, profiler: torch.profiler.profile) -> None:
-        self.ready += 1
-        if self._handler.on_trace_ready is not None:
-            self._handler.on_trace_ready(profiler)
-        if self._folder is not None:
-            self._write(profiler, _new_file(self._folder, f"profile_{self._rank}"))
-
-    def _write(self, profiler: torch.profiler.profile, path: Path) -> None:
-        try:
-            profiler.export_chrome_trace(str(path))
-        except BaseException as error:
-            path.unlink()
-            if not isinstance(error, RuntimeError):
-                raise
-            raise RuntimeError(
-                f"The trace was to be written to {path}, and torch says: {error} It writes each trace once: if on_trace_ready "
-                f"exports it, leave output_trace_dir out of ProfileKwargs."
-            ) from error
-
-
 def _new_file(folder: Path, stem: str) -> Path:
-    for number in count():
-        path = folder / (f"{stem}_{number}.json" if number else f"{stem}.json")
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("numbers do not end")
-
-
-def _leave_after(error: BaseException, profiler: torch.profiler.profile) -> None:
-    """Stops the profiler after an error in the block, which no second error may hide."""
-    try:
-        profiler.__exit__(type(error), error, error.__traceback__)
-    except Exception as second:  # noqa: BLE001  (shown)
-        warnings.warn(
-            f"An error ended the profiled block, and its trace was lost to another one: {type(second).__name__}: {second}",
-            stacklevel=4,  # the `with` statement, below contextlib
-        )
+    """A name in the folder that is free; ranks have stems of their own."""
+    names = (f"{stem}_{number}.json" if number else f"{stem}.json" for number in count())
+    return next(path for path in map(folder.joinpath, names) if not path.exists())
 
 
 def _activity(given: str | ProfilerActivity) -> ProfilerActivity:

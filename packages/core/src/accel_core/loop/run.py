@@ -45,8 +45,7 @@ class Run:
         seed: of the run, as far as it is known by now; None: no loader was prepared.
         explain: as `Accelerator.explain`.
         registered: what the user registered, in order.
-        save_hooks: what is called by a save, before anything else is written, in this order.
-        load_hooks: what is called by a load, before anything is restored, in this order.
+        save_hooks, load_hooks: what is called before anything is written or restored, in this order.
     """
 
     world: World
@@ -118,11 +117,7 @@ class Run:
 
 
 def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
-    """A name for every parameter of some models, by its `id`: the number of the model, a dot, and its name there.
-
-    That is the one that it has in `state_dict()`, where wrappers around modules leave their own
-    names out.
-    """
+    """By its `id`, a name for every parameter: the number of the model, a dot, its name in `state_dict()`."""
     found: dict[int, str] = {}
     for number, model in models.items():
         for name, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):

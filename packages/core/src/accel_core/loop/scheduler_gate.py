@@ -1,8 +1,8 @@
 """Gating LR schedulers: one `scheduler.step()` is one step per real optimizer step.
 
-The gate is a dress (see `accel_core.base.class_override`), because instance attributes would appear
-in the scheduler's `state_dict`. For the same reason the rule lives on the optimizer that the
-scheduler drives: the dressed `step` looks it up there.
+The gate is a class override (see `accel_core.base.class_override`), because instance attributes
+would appear in the scheduler's `state_dict`. For the same reason the rule lives on the optimizer
+that the scheduler drives.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.base.class_override import ClassOverride, override_class, restore_class
 from accel_core.loop.optimizer_gate import gate_of
+from accel_core.options.resolution import flag
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -26,13 +27,11 @@ class SchedulerRule:
     """The rule for how many steps a call of `scheduler.step()` really makes.
 
     Args:
-        with_optimizer: False: always once, whatever the optimizer does (the user steps it per
-            epoch, say).
+        with_optimizer: False: always once, whatever the optimizer does.
         repeat: steps per real optimizer step (the peer's rule is one per process).
         per_micro_batch: whether it advances by the micro-batches of the window.
         others: further optimizers that have to have stepped too.
-        stops: whether a schedule of a fixed length stays at its end, as its length was counted
-            otherwise; else it raises there.
+        stops: whether a schedule of a fixed length stays at its end instead of raising there.
         by_hand: whether it was made for this scheduler alone.
     """
 
@@ -55,24 +54,10 @@ class SchedulerRule:
         micro_batches = accumulation.size if accumulation.serial else 1  # 0: `accumulate` was never called
         return self.repeat * (micro_batches if self.per_micro_batch else 1)
 
-    def contradicts(self, other: SchedulerRule) -> bool:
-        """Whether the two wait for different things."""
-        return self.with_optimizer is not other.with_optimizer or self.others != other.others
-
 
 def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
-    """The rule that the Accelerator's arguments ask for.
-
-    Args:
-        with_optimizer: `step_scheduler_with_optimizer`.
-        processes: how many, if `step_scheduler_per_process` was asked for and multiplies; else
-            None.
-        adjust: `GradientAccumulationPlugin(adjust_scheduler=...)`.
-    """
-    if not isinstance(with_optimizer, bool):
-        raise TypeError(
-            f"step_scheduler_with_optimizer={with_optimizer!r} is a {type(with_optimizer).__name__}: expected True or False."
-        )
+    """The rule that the Accelerator's arguments ask for; `processes`: by how many steps are multiplied."""
+    with_optimizer = flag("step_scheduler_with_optimizer", with_optimizer, "", True).value
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(
@@ -100,16 +85,13 @@ def is_scheduler(obj: object) -> bool:
 
 
 def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
-    """Holds `scheduler.step()` back as long as its optimizer is.
-
-    Raises:
-        ValueError: if `AcceleratedScheduler` gave it a rule that this one contradicts.
-    """
-    standing = rule_on(scheduler)
-    if standing is not None and standing.by_hand and not rule.by_hand and standing.contradicts(rule):
+    """Holds `scheduler.step()` back as long as its optimizer is, unless another rule was made by hand."""
+    old = rule_on(scheduler)
+    undone = old is not None and (old.with_optimizer, old.others) != (rule.with_optimizer, rule.others)
+    if old is not None and undone and old.by_hand and not rule.by_hand:
         raise ValueError(
             f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with step_with_optimizer="
-            f"{standing.with_optimizer} and {1 + len(standing.others)} optimizer(s), which preparing it would undo. Leave one "
+            f"{old.with_optimizer} and {1 + len(old.others)} optimizer(s), which preparing it would undo. Leave one "
             f"of the two out; Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
         )
     vars(scheduler.optimizer)[_RULE] = rule

@@ -2,18 +2,12 @@
 
 torch's `Join` does the work: a rank that has ended takes part in the others' collectives with zeros
 until all have ended, and then every rank takes the parameters and buffers of the one that went on
-longest. What torch leaves out is added here:
+longest. What torch leaves out is added here: optimizers and schedulers come from that rank too,
+else the ranks would drift apart from the next step on; and the joining mode, in which a forward on
+one rank alone hangs, and the filters of `warnings` are put back.
 
-- **Optimizers and schedulers.** A rank that ended early has made fewer steps, so its moments and
-  learning rates are older ones; from the next step on the ranks' parameters would drift apart. They
-  too come from the rank that went on longest.
-- **Afterwards.** torch leaves the models in joining mode, in which each forward costs two
-  collectives and a forward on one rank alone hangs, and it changes the filters of `warnings`. Both
-  are put back.
-
-While ranks may end at different batches, no rank knows whether the others end too. So windows of
-accumulation close by count alone (see `Feed.begin_step`): one that closed at the end of a loader
-would synchronise gradients on some ranks only.
+Meanwhile windows of accumulation close by count alone (see `Feed.begin_step`): one that closed at
+the end of a loader would synchronise gradients on some ranks only.
 """
 
 from __future__ import annotations
@@ -27,6 +21,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from accel_core.collectives import reduce_gather
+from accel_core.options.resolution import flag
 from accel_core.processes.watch.collective_scope import collective
 
 if TYPE_CHECKING:
@@ -38,16 +33,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[None]:
-    """Sets within a block what the feed asks of loaders: see the attributes of `Feed`. No collective.
-
-    Raises:
-        TypeError: if `even_batches` is no bool and not None.
-    """
-    if even_batches is not None and not isinstance(even_batches, bool):
-        raise TypeError(
-            f"join_uneven_inputs(even_batches={even_batches!r}) was given a {type(even_batches).__name__}. Pass True, False, or "
-            f"None to leave the loaders as they are."
-        )
+    """Sets within a block what the feed asks of loaders: see the attributes of `Feed`. No collective."""
+    flag("even_batches", even_batches, "", None)  # which raises for a text, say
     before = feed.even_batches, feed.joining
     feed.even_batches, feed.joining = even_batches, joining
     try:
@@ -57,11 +44,7 @@ def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[N
 
 
 def as_joinables(given: Sequence[Any]) -> list[Joinable]:
-    """The objects that are to join, out of what `torch.compile` put around them.
-
-    Raises:
-        TypeError: for one that cannot join.
-    """
+    """The objects that are to join, without what `torch.compile` put around them, or a `TypeError`."""
     found = [getattr(each, "_orig_mod", each) for each in given]
     for each in found:
         if not isinstance(each, Joinable):
@@ -84,13 +67,9 @@ def joined(
 ) -> Iterator[None]:
     """A block in which ranks may make different numbers of steps. A collective at its end, unless an exception ends it.
 
-    Args:
-        joinables: at least one; all of one process group.
-        world: the processes, more than one.
-        prepared: whose optimizers and schedulers agree afterwards.
-        accumulation: whose window, if it is open at the end, is dropped: it is open on some ranks
-            only.
-        others: what else has a state that changes with the steps, such as a loss scale.
+    `joinables` are of one process group, at least one. `prepared`'s optimizers and schedulers, and
+    `others`, such as a loss scale, agree afterwards; a window of `accumulation` that is open is
+    dropped.
     """
     before = [each._join_config for each in joinables]
     try:

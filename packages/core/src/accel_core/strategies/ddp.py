@@ -143,12 +143,10 @@ class DDP(Strategy):
 
     @hookimpl
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards of forwards inside stay local."""
         return _NoSync(model)
 
     @hookimpl
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward synchronises, although its forward did not announce it."""
         if getattr(model, "find_unused_parameters", False):
             raise ValueError(
                 "trigger_sync_in_backward() was called under DDP with find_unused_parameters=True: which parameters are "
@@ -184,7 +182,6 @@ class DDP(Strategy):
 
     @hookimpl
     def release_model(self, prepared: nn.Module) -> None:
-        """Takes the hooks off the parameters: what is prepared next may not want them."""
         _stop_watching(prepared)
 
     def _watch_gradients(self, wrapper: DistributedDataParallel) -> None:
@@ -246,7 +243,6 @@ class _Wrapper(ClassOverride):
             super().__setattr__(name, value)
 
     def __getstate__(self) -> Any:
-        """Raises for what torch would not give to the copy, or has no words for."""
         if vars(self)["_comm_hooks"]:
             raise TypeError(
                 "This DDP model was to be copied or pickled, but its gradients travel by a communication hook (comm_hook=), "

@@ -2,10 +2,9 @@
 
 torch's reducer averages in the first backward behind a forward of its wrapper, and ignores every
 other: that of a forward of the model inside the wrapper, a second one through one graph, those of
-forwards inside `no_sync`. Their gradients stay local, and a step with them lets the ranks drift
-apart. So every parameter notes that its gradient has changed, by a hook that is the bound method of
-a deque: no Python runs in the backward (0.06 µs for each parameter, against 0.8 µs for a Python
-function).
+forwards inside `no_sync`. A step with such gradients lets the ranks drift apart. So every parameter
+notes that its gradient has changed, by a hook that is the bound method of a deque: no Python runs
+in the backward (0.06 µs for each parameter, against 0.8 µs for a Python function).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.collectives import reduce_gather
+from accel_core.loop.gradients import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,17 +28,12 @@ if TYPE_CHECKING:
     from accel_core.processes.world import World
 
 _KEPT = 8  # so many backwards are told apart: more than one step needs
-_SHOWN = 8
 SYNC = "_accel_gradient_sync"
 _requires_grad = attrgetter("requires_grad")
 
 
 class GradientSync:
-    """The state of the gradients of one wrapper.
-
-    Args:
-        wrapper: torch's, whose reducer averages the parameters that require a gradient now.
-        earlier: that of its earlier reducer, which ends.
+    """The state of the gradients of one wrapper, whose reducer averages the parameters that require a gradient now.
 
     Attributes:
         known: the parameters that the reducer averages.
@@ -127,7 +122,7 @@ class GradientSync:
         """Averages what a further backward of the same forward has left local. A collective where there is such.
 
         The mean over the ranks of what is a mean already is that mean: so all gradients are
-        averaged as they are.
+        averaged.
         """
         if self._waiting or self.withheld or not self.averaged or wrapper._join_config.enable:
             return  # ranks that have ended take part in what the reducer does, and in nothing else
@@ -161,11 +156,9 @@ class GradientSync:
 def behind_the_first_backward(changed: Sequence[nn.Parameter], may_repeat: bool) -> Sequence[nn.Parameter]:
     """The parameters that have changed in later backwards of a forward: those from the first one on that had changed before.
 
-    Args:
-        changed: the parameters whose gradients have changed, in order.
-        may_repeat: whether one backward may change a parameter several times, as one that is
-            recomputed in two places does in a static graph. Then only a backward that changes all
-            of them again is a later one.
+    `may_repeat`: one backward may change a parameter several times, as one that is recomputed in
+    two places does in a static graph. Then only a backward that changes all of them again is a
+    later one.
     """
     seen: set[nn.Parameter] = set()
     for index, each in enumerate(changed):
@@ -230,11 +223,6 @@ def left_out_of_loss(names: Sequence[str], where: str) -> str:
         f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
         f"requires_grad_(False) on them before prepare."
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _remove(handles: Iterable[Any]) -> None:

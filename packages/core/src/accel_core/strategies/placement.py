@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 def check_alike(model: nn.Module, world: World) -> None:
     """Compares names, shapes and dtypes of parameters and buffers over the ranks, and which are trained. A collective.
 
-    Raises:
-        CollectiveMismatchError: on every rank, if they differ. Without it a rank would take the
-            parameters of others for its own.
+    Raises `CollectiveMismatchError` on every rank if they differ: else a rank would take the
+    parameters of others for its own.
     """
     if world.size == 1:
         return
@@ -44,13 +43,9 @@ def check_alike(model: nn.Module, world: World) -> None:
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
     """Moves, casts and compiles a model in place, as the request says; gradients and the rest are up to the strategy.
 
-    Every parameter stays the object that it is, on any device: optimizers hold it, and ties are
-    made of it. `param`, `compute`, `output` and `input` of the policy hold from here on. `reduce`
-    is the strategy's business.
-
-    Raises:
-        RuntimeError: from torch, if somebody has a weak reference to a parameter that goes to a
-            device of a kind whose tensors cannot be put into a CPU tensor (`tensor.data = …`).
+    Every parameter stays the object that it is: optimizers hold it, and ties are made of it.
+    `param`, `compute`, `output` and `input` of the policy hold from here on; `reduce` is the
+    strategy's business.
     """
     if request.device is not None:
         _move(model, request.device)

@@ -14,10 +14,9 @@ class TrackerHandle:
     """Records with one tracker as the Accelerator does with all: in its turn, in the tracker's thread, with a failure isolated.
 
     What it does not have itself it takes from the tracker: `handle.writer` of TensorBoard,
-    `handle.run` of Weights & Biases. Those are the service's own objects. They are used in the
-    caller's thread, when everything so far is recorded, and raise what they raise.
-
-    Made by the Accelerator; there is no reason to make one.
+    `handle.run` of Weights & Biases. Those are the service's own objects: they are used in the
+    caller's thread, when everything so far is recorded, and raise what they raise. Made by the
+    Accelerator.
     """
 
     def __init__(self, trackers: Recorder, tracker: Tracker) -> None:

@@ -47,34 +47,30 @@ class Chosen:
 def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Chosen:
     """The trackers that the argument, or what was said outside of the code, asks for. Imports no service.
 
-    Args:
-        log_with: of the constructor of the Accelerator.
-        offers: what is installed.
-        sections: options of those that are chosen by name.
-
-    Raises:
-        NotInstalledError: for a name whose distribution, or whose service, is not installed.
-        PluginError: for a name that nothing offers.
-        TypeError: for what is neither a name nor a tracker.
-        ValueError: for two trackers of one name.
+    Raises `NotInstalledError` for a name whose distribution or service is not installed,
+    `PluginError` for a name that nothing offers, `TypeError` for what is neither a name nor a
+    tracker, `ValueError` for two trackers of one name.
     """
     option: Option[Any] = resolve(log_with, VARIABLE, as_list, ())
     listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
-    listed = [name for each in listed for name in (as_list(each, "") if type(each) is str else [each])]
-    asked = list(dict.fromkeys(map(_asked, listed)))  # a name that is given twice is one tracker
+    listed = [each.value if isinstance(each, Enum) else each for each in listed]
+    listed = [name for each in listed for name in (as_list(each, "") if isinstance(each, str) else [each])]
     chosen = Chosen(option.source)
-    for each in asked:
-        if isinstance(each, _Object):
-            chosen.selected.append(_passed(each.value, offers, sections))
-        elif each != ALL:
+    names: set[str] = set()
+    for each in listed:
+        if not isinstance(each, str):
+            chosen.selected.append(_passed(each, offers, sections))
+        elif each not in names and each != ALL:  # a name that is given twice is one tracker
             selected, why = _named(find(GROUP, each, offers), offers, sections)
             if why is not None:
                 raise NotInstalledError(
                     f"The tracker {each!r} was asked for ({chosen.source}), and cannot be used here: {why}"
                 )
             chosen.selected.append(selected)
+        if isinstance(each, str):
+            names.add(each)
     _check_names(chosen)
-    if ALL in asked:
+    if ALL in names:
         _choose_all(chosen, offers, sections)
         if not chosen.selected and not chosen.left_out:
             warnings.warn(
@@ -87,19 +83,6 @@ def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Cho
 def name_of(tracker: object) -> str:
     """The name by which a tracker is asked for."""
     return str(getattr(tracker, "name", ""))
-
-
-@dataclass(frozen=True, eq=False)
-class _Object:
-    """A passed object, compared by identity: it may be equal to another, or not hashable."""
-
-    value: Any
-
-
-def _asked(each: object) -> str | _Object:
-    """A name, or an object. An enumeration's member stands for its value."""
-    value = each.value if isinstance(each, Enum) else each
-    return value if isinstance(value, str) else _Object(each)
 
 
 def _choose_all(chosen: Chosen, offers: Sequence[Offer], sections: Sections) -> None:

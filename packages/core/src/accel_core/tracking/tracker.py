@@ -1,9 +1,8 @@
 """Trackers: objects that record a run where people look at it, in a file or with a service.
 
-Two spellings serve. `Tracker` is the one that new trackers are written in. `GeneralTracker` is an
-older one, for classes that exist already. Both are handed plain Python values in dicts and lists of
-their own, and no tensor that the training goes on with. An object of another type is handed, as it
-is, to those that take it.
+New trackers are written as a `Tracker`; `GeneralTracker` is an older spelling, for classes that
+exist already. Both are handed plain Python values, and no tensor that the training goes on with. An
+object of another type is handed, as it is, to those that take it.
 """
 
 from __future__ import annotations
@@ -26,17 +25,14 @@ class TrackedRun:
     Args:
         project: its project, as given to `init_trackers`.
         run_id: of this run: the same for all trackers, and again when a run is resumed. Letters,
-            digits, "-" and "_"; unique enough to be the id of the run where a service lets one
-            choose it.
-        config: what the user configured, as JSON has it: None, booleans, numbers, texts, lists, and
-            dicts with texts as keys.
+            digits, "-" and "_"; fit to be the id of the run with a service.
+        config: what the user configured, as JSON has it.
         directory: a folder of this run alone, which need not exist yet; None unless the tracker
             requires one.
         options: `init_kwargs[name]`: what the user wants to be handed to the service's own start.
         resumed: what `state()` said in the run that goes on here; None: this is a new run.
-        step: the next step that will be recorded if nobody says another: 0 in a new run. What a
-            resumed run has recorded from here on came after the checkpoint, and is going to be
-            recorded again.
+        step: the next step that will be recorded if nobody says another. What a resumed run has
+            recorded from here on is going to be recorded again.
     """
 
     project: str
@@ -51,20 +47,18 @@ class TrackedRun:
 class Tracker:
     """Records runs; subclass it, and offer the class under `accel.trackers`, or pass an object to `Accelerator(log_with=...)`.
 
-    One object records one run, and no Accelerator shares it. All methods but the constructor and
-    `unusable` are called in one thread of the tracker's own, one after the other: `start`, then any
-    number of records, then `finish`. One that raises is reported once and the tracker is switched
-    off; the training goes on. A record that the service cannot hold is refused by a
-    `RecordRefusedError`, and only that one is left out. A method that takes minutes is given up, so
-    none needs a timeout of its own.
+    One object records one run. All methods but the constructor and `unusable` are called in one
+    thread of the tracker's own, one after the other: `start`, any number of records, `finish`. One
+    that raises is reported once and the tracker is switched off; the training goes on. A record
+    that the service cannot hold is refused by a `RecordRefusedError`, and only that one is left
+    out. A method that takes minutes is given up.
 
     The constructor is the schema of the tracker's options. It neither imports the service nor opens
-    anything: that is for `start`.
+    anything.
 
     Attributes:
         name: by which it is asked for: `get_tracker(name)`, `init_kwargs={name: ...}`.
-        requires_logging_directory: whether it is given a folder; an attribute, or a property if its
-            options decide.
+        requires_logging_directory: whether it is given a folder; an attribute or a property.
         main_process_only: whether the main process alone records; else every process does, each for
             itself.
     """
@@ -105,15 +99,12 @@ class Tracker:
         return {}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """Records values.
+        """Records values: name → int, float (also nan and inf), text, or an object that `records` accepts.
 
-        Args:
-            values: name → int, float (also nan and inf), text, or an object of which `records` says
-                that it is recorded. Names of nested dicts are joined by "/".
-            step: at least 0. It may be one that was recorded before, or an earlier one.
-            options: `log_kwargs[name]` of the user's call. If the record has histograms too,
-                `log_histograms` is given the same ones: pass over those that only the other method
-                has, and raise a TypeError that names what neither has.
+        Names of nested dicts are joined by "/". `step` is at least 0, and may be an earlier one
+        again. `options` are `log_kwargs[name]` of the user's call. If the record has histograms
+        too, `log_histograms` is given the same ones: pass over those that only the other method
+        has, and raise a TypeError that names what neither has.
         """
         raise NotImplementedError
 
@@ -150,10 +141,8 @@ class Tracker:
     def finish(self, failed: bool) -> None:
         """Closes the run; nothing is called after it.
 
-        Args:
-            failed: whether the run did, as `end_training` was told, or found; whether an exception
-                that nobody caught ended the program before (`sys.exit` is none); or the tracker was
-                switched off.
+        `failed`: whether the run did, as `end_training` was told, or found; whether an exception
+        ended the program before; or the tracker was switched off.
         """
 
 
@@ -161,17 +150,13 @@ class GeneralTracker:
     """The older way to write a tracker: subclass it, and pass an object of the class to `Accelerator(log_with=...)`.
 
     A subclass has the attributes `name` and `requires_logging_directory`, and `tracker`, the
-    service's own object. Its methods are called with plain Python values in place of tensors, in a
-    thread of its own, unless it says `in_thread = False`.
+    service's own object; else the constructor raises `NotImplementedError`. Its methods are called
+    with plain Python values in place of tensors, in a thread of its own.
 
     Attributes:
-        main_process_only: whether the main process alone records; else every process does, each for
-            itself.
-        in_thread: False: all methods are called in the thread that calls the Accelerator, which
-            then waits for them. For objects that are bound to the thread that made them.
-
-    Raises:
-        NotImplementedError: if the class lacks one of the three, naming all that are missing.
+        main_process_only: whether the main process alone records; else every process does.
+        in_thread: False: all methods are called in the thread that calls the Accelerator, which then
+            waits for them. For objects that are bound to the thread that made them.
     """
 
     name: Any
