@@ -162,13 +162,11 @@ class GeneralTracker:
 
     A subclass has the attributes `name` and `requires_logging_directory`, and `tracker`, the
     service's own object. Its methods are called with plain Python values in place of tensors, in a
-    thread of its own, unless it says `in_thread = False`.
+    thread of its own.
 
     Attributes:
         main_process_only: whether the main process alone records; else every process does, each for
             itself.
-        in_thread: False: all methods are called in the thread that calls the Accelerator, which
-            then waits for them. For objects that are bound to the thread that made them.
 
     Raises:
         NotImplementedError: if the class lacks one of the three, naming all that are missing.
@@ -178,7 +176,6 @@ class GeneralTracker:
     requires_logging_directory: Any
     tracker: Any
     main_process_only: bool = True
-    in_thread: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
