@@ -11,24 +11,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 LOGGERS = ("asyncio", "urllib3")  # of others, whose levels services set
 HOOKS = ((sys, "excepthook"), (sys, "exit"), (builtins, "__import__"))
 STREAMS = ((sys, "stdout"), (sys, "stderr"))
-
-
-def missing(module: str, extra: str) -> str | None:
-    """The reason why a service cannot be used: its client is not installed; None if it is.
-
-    Args:
-        module: the top-level module of the client, which is not imported.
-        extra: that of accel-trackers which installs it.
-    """
-    if find_spec(module) is not None:
-        return None
-    return f"{module} is not installed. Type: pip install 'accel-trackers[{extra}]'"
 
 
 def check_options(given: Collection[str], known: Collection[str], where: str, callee: str, hint: str = "") -> None:

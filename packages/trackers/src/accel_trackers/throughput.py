@@ -36,9 +36,7 @@ class Throughput:
 
     No collective, and no waiting for the device: this rank counts for itself, and totals are its
     counts times the number of data-parallel parts, which is exact where all ranks have batches of
-    one size. Time is that of the host between two reports. An accelerator works some steps behind
-    the host, by an amount that stays about the same: over several steps that is nothing, with
-    `every=1` single values jump.
+    one size. Time is that of the host between two reports, so with `every=1` single values jump.
 
     Recorded, each behind `prefix`:
 
