@@ -19,17 +19,10 @@ STREAMS = ((sys, "stdout"), (sys, "stderr"))
 
 
 def check_options(given: Collection[str], known: Collection[str], where: str, callee: str, hint: str = "") -> None:
-    """Refuses options that a service would not know, or would ignore.
+    """Refuses options that a service would not know, or would ignore: TypeError names them, and those that are known.
 
-    Args:
-        given: their names.
-        known: those that there are.
-        where: the user gave them: "init_kwargs={'wandb': ...}".
-        callee: what they go to.
-        hint: follows the message.
-
-    Raises:
-        TypeError: naming those that are unknown.
+    `where` is what the user gave them in: "init_kwargs={'wandb': ...}"; `callee` what they go to;
+    `hint` follows the message.
     """
     unknown = sorted(set(given) - set(known))
     if unknown:
@@ -44,13 +37,8 @@ def shared_options(
 ) -> list[dict[str, Any]]:
     """The options of a record for each of the calls that it takes, which know different ones.
 
-    Args:
-        given: `log_kwargs` of the user.
-        service: the name of the tracker.
-        calls: of the service → their parameters that the tracker fills itself.
-
-    Raises:
-        TypeError: naming those that none of the calls knows.
+    `calls` has the calls of the service, and their parameters that the tracker fills itself. TypeError
+    names those of the `log_kwargs` of the user that none of the calls knows.
     """
     if not given:
         return [{} for _ in calls]

@@ -114,15 +114,10 @@ class Throughput:
     ) -> None:
         """Counts a batch; reports when it ends an optimizer step at which a report is due. No collective; call it on every rank.
 
-        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block. While
-        the meter is paused nothing is counted.
-
-        Args:
-            samples: of this rank's batch.
-            tokens: of this rank's batch; 0: not counted.
-            gradient_norm: what `accelerator.clip_grad_norm_` has returned. The last one is
-                reported, and only read by trackers, so the device is not waited for.
-            step: under which values are logged. None: the number of optimizer steps.
+        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block, with the samples
+        and tokens (0: not counted) of this rank's batch. `gradient_norm` is what `clip_grad_norm_` has
+        returned; it is only read by trackers, so the device is not waited for. Values are logged under
+        `step`; None: the number of optimizer steps. While the meter is paused nothing is counted.
         """
         if self._pauses:
             return

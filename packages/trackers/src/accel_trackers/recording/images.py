@@ -20,20 +20,10 @@ _ROUNDING = 0.01  # by which floats may overstep 0…1: more than bfloat16 does,
 def as_images(values: Mapping[str, Any], dataformats: str | None = None) -> dict[str, list[torch.Tensor]]:
     """Images as trackers get them, by name: each (height, width, channels) with 1, 3 or 4 channels, uint8, on the CPU.
 
-    They are copies, taken now; images on a device are waited for. Names without any image, such as
-    an empty batch, are left out.
-
-    Args:
-        values: name → an image, a batch, or a list of these. Tensors are (C, H, W), (N, C, H, W) or
-            (H, W); arrays (H, W, C), (N, H, W, C) or (H, W); images of PIL are what they are.
-            Floats go from 0 to 1, but for rounding; nan and -inf are 0, inf is 1. uint8 goes from 0
-            to 255; False is black and True white.
-        dataformats: the order of the dimensions of tensors and arrays, one of `FORMATS`; the N may
-            stand there or not. None: as above.
-
-    Raises:
-        ValueError: for another format, for shapes and dtypes that no image has, and for floats in
-            another range, such as -1…1 or 0…255; each with the name.
+    They are copies, taken now; images on a device are waited for. A value is an image, a batch, or a
+    list of these: tensors (C, H, W), (N, C, H, W) or (H, W), arrays (H, W, C), (N, H, W, C) or (H, W),
+    images of PIL; `dataformats`, one of `FORMATS`, says another order. Floats go from 0 to 1, but for
+    rounding; nan and -inf are 0, inf is 1. False is black and True white. ValueError names what is none.
     """
     if dataformats is not None and dataformats not in FORMATS:
         raise ValueError(f"log_images(dataformats={dataformats!r}): expected one of {', '.join(FORMATS)}, or None.")

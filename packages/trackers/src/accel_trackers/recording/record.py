@@ -50,18 +50,11 @@ class View(NamedTuple):
 class Record:
     """Values as they were when it was made; what becomes of the caller's dicts, tensors, arrays and lists later does not show.
 
-    Numbers and texts become plain (see `plain_value`), tensors of one element too, and a `Histogram`
-    is copied. Numbers on a device are put into one tensor per dtype, which the device copies to the
-    host in its own time: making a record waits for no device, however many values there are, and is
-    no collective. Objects of other types are passed on as they are.
-
-    Args:
-        values: what was logged.
-        objects: False: what is neither a number, a text nor a histogram is left out, for there is
-            nobody who would take it.
-
-    Raises:
-        ValueError: if two values get one name.
+    Numbers and texts become plain (see `plain_value`), tensors of one element too, and a `Histogram` is
+    copied. Numbers on a device are put into one tensor per dtype, which the device copies to the host in
+    its own time: making a record waits for no device, and is no collective. Objects of other types are
+    passed on as they are, or left out where `objects` is False, for there is nobody who would take them.
+    ValueError is raised if two values get one name.
     """
 
     def __init__(self, values: Mapping[str, Any], *, objects: bool = True) -> None:

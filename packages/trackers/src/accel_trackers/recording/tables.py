@@ -13,19 +13,11 @@ from accel_trackers.recording.scalars import PLAIN, clean, describe, local, plai
 
 
 def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = None, dataframe: Any = None) -> Table:
-    """A table of plain values, taken now. Waits for the devices of cells that are tensors.
+    """A table of plain values, taken now, of columns and data, or of a dataframe. Waits for the devices of cells that are tensors.
 
-    Args:
-        columns: names of the columns.
-        data: rows with one cell per column. None, booleans, numbers and texts are kept, tensors of
-            one element become numbers, and all else the text that `str` makes of it.
-        dataframe: instead of both, one of pandas or polars, or what else has `columns`, and
-            `itertuples` or `rows`.
-
-    Raises:
-        TypeError: if the columns or the rows are none, or the dataframe is not, or a cell cannot be read.
-        ValueError: if neither or both were given, for two columns of one name, and for a row with
-            too many or too few cells.
+    None, booleans, numbers and texts are kept, tensors of one element become numbers, and all else the
+    text that `str` makes of it. A dataframe is one of pandas or polars, or what else has `columns`, and
+    `itertuples` or `rows`. TypeError or ValueError is raised for what is no table, naming row and column.
     """
     if dataframe is not None and columns is None and data is None:
         columns, data = _content(dataframe)
