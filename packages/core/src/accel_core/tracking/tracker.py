@@ -120,7 +120,7 @@ class Tracker:
     def records(self, value: object) -> bool:  # noqa: ARG002
         """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types.
 
-        Tensors on devices are brought to the host before, and lists and small tensors are copies.
+        Tensors are copies on the host; of a list the list itself is a copy, and not what stands in it.
         """
         return False
 
@@ -195,7 +195,7 @@ class GeneralTracker:
         """Stores the configuration of the run, as JSON has it."""
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Records values, nested as the user gave them, with lists in place of small tensors."""
+        """Records values, nested as the user gave them, with lists in place of tensors."""
 
     def finish(self) -> None:
         """Closes the run."""
