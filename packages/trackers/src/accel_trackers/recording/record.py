@@ -18,6 +18,7 @@ from accel_trackers.recording.scalars import PLAIN, clean, describe, is_array, l
 if TYPE_CHECKING:
     from accel_core import Bins
 
+_LEAVES = {*PLAIN, torch.Tensor}  # which need not be asked whether they are mappings
 _Path = tuple[str, ...]
 """The names of the dicts around a value, and its own."""
 
@@ -68,7 +69,7 @@ class Record:
             if (name := "/".join(path)) in names:
                 raise _same_name(name)
             names.add(name)
-            taken = self._values[path] = self._taken(value)
+            taken = self._values[path] = value if type(value) is float else self._taken(value)
             if isinstance(taken, torch.Tensor):  # until it is here, it holds the place of its number
                 numbers.setdefault((taken.device, taken.dtype), {})[path] = taken
         self._sent = [([*group], HostCopy(torch.stack([*group.values()]))) for group in numbers.values()]
@@ -105,14 +106,15 @@ class Record:
         try:
             if isinstance(value, Histogram):
                 return CopiedHistogram(value)
-            here = local(value) if isinstance(value, torch.Tensor) else plain_value(value)
-            if isinstance(here, torch.Tensor) and here.numel() == 1:
-                return plain_value(here.item()) if here.is_cpu else here.reshape(())
+            if isinstance(value, torch.Tensor):
+                here = value if type(value) is torch.Tensor else local(value)
+                if here.numel() == 1:
+                    return plain_value(here.item()) if here.is_cpu else here.detach().reshape(())
+                return HostCopy(here) if self._objects else LeftOut(describe(value))
+            here = plain_value(value)
             if type(here) in PLAIN:
                 return here
-            if not self._objects:
-                return LeftOut(describe(value))
-            return HostCopy(here) if isinstance(here, torch.Tensor) else copy_of(here)
+            return copy_of(here) if self._objects else LeftOut(describe(value))
         except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; it is reported, and the training goes on)
             return LeftOut(f"{describe(value)} that cannot be read: {said(error)}")
 
@@ -147,7 +149,7 @@ def _leaves(values: Mapping[Any, Any], above: _Path) -> Iterator[tuple[_Path, An
         if name in names:
             raise _same_name("/".join((*above, name)))
         names.add(name)
-        if isinstance(value, Mapping):
+        if type(value) is dict or (type(value) not in _LEAVES and isinstance(value, Mapping)):
             yield from _leaves(value, (*above, name))
         else:
             yield (*above, name), value
