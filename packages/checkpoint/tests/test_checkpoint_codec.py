@@ -14,9 +14,9 @@ import sys
 import time
 import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
-from datetime import date, datetime, timedelta, timezone, tzinfo
+from datetime import date
 from enum import Enum, Flag, IntEnum
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -153,12 +153,6 @@ def picture(value: Any) -> Any:
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, np.generic):
         return kind, value.dtype, value.tobytes()
-    if kind is slice:
-        return kind, [picture(part) for part in (value.start, value.stop, value.step)]
-    if kind is timezone:
-        return kind, value, value.tzname(None)
-    if isinstance(value, datetime):
-        return kind, value.isoformat(), value.fold, value.tzname()
     return kind, value
 
 
@@ -173,7 +167,6 @@ def ones(dtype: torch.dtype, shape: tuple[int, ...] = (2, 3), seed: int = 0) -> 
     return (content % 2 if dtype is torch.bool else content).view(dtype).view(shape)
 
 
-finite_zones = st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes, seconds=7)))
 tensors = st.builds(
     ones, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3).map(tuple), st.integers(0, 9)
 )
@@ -189,11 +182,7 @@ ATOMS = st.one_of(
     st.binary(),
     st.sampled_from([*Phase, *Level, Parts.HEAD, Parts.HEAD | Parts.BODY, Parts(0)]),
     st.sampled_from([*DTYPES, torch.device("cpu"), torch.device("cuda", 1), torch.device("meta"), torch.Size([2, 0])]),
-    st.sampled_from([Path("a/b"), Path("/"), PurePosixPath("x\udc80"), PureWindowsPath("C:\\x")]),
-    st.dates(),
-    st.timedeltas(),
-    st.datetimes(timezones=st.none() | finite_zones | st.just(timezone(timedelta(0), "here"))),
-    st.builds(range, st.integers(), st.integers(), st.integers(1, 9)),
+    st.sampled_from([Path("a/b"), Path("/"), Path("x\udc80")]),
     st.sampled_from([np.float32(0.1), np.float64("nan"), np.int64(-3), np.bool_(True), np.complex64(1j), np.uint8(7)]),
 )
 
@@ -209,10 +198,6 @@ def keys(draw: st.DrawFn) -> Any:
     return draw(st.one_of(atoms(), st.lists(atoms(), max_size=2).map(tuple), st.frozensets(atoms(), max_size=2)))
 
 
-def listing(items: dict[Any, Any]) -> defaultdict[Any, Any]:
-    return defaultdict(list, items)
-
-
 structures = st.recursive(
     atoms() | tensors | tensors.filter(lambda tensor: tensor.dtype.is_floating_point).map(nn.Parameter),
     lambda inner: st.one_of(
@@ -220,12 +205,11 @@ structures = st.recursive(
         st.lists(inner, max_size=3).map(tuple),
         st.lists(inner, max_size=3).map(lambda items: deque(items, 3)),
         st.builds(Point, inner, inner),
-        st.builds(slice, inner, inner, inner),
         st.sets(keys(), max_size=3),
         st.dictionaries(st.text(max_size=3), inner, max_size=3),
         st.builds(
             lambda kind, items: kind(items),
-            st.sampled_from([dict, OrderedDict, Counter, listing]),
+            st.sampled_from([dict, OrderedDict, Counter]),
             st.dictionaries(keys(), inner, max_size=3),
         ),
     ),
@@ -259,16 +243,13 @@ def test_plain_data_stands_for_itself() -> None:
         [2**53 + 1, -(2**70), 10**5000, {10**5000: torch.ones(1)}],
         [math.inf, -math.inf, math.nan, -math.nan, *(struct.unpack(">d", bytes.fromhex("7ff0000000000001")))],
         [complex(math.nan, -0.0), complex(-math.inf, 1)],
-        [b"", bytearray(b"x"), bytes(range(256)) * 9, bytearray(2000), {bytes(3000): 1}],
+        [b"", bytes(range(256)) * 9, {bytes(3000): 1}],
         [(), ((),), set(), frozenset({(1, 2)}), deque([1], 5), deque(), Counter("hello"), Counter({"a": 0, "b": -1})],
-        [OrderedDict([("b", 1), ("a", 2)]), defaultdict(dict, {0: {"step": 1}}), defaultdict(None), defaultdict(Counter)],
+        [OrderedDict([("b", 1), ("a", 2)])],
         [Point(1, [2]), Old(1, 2), {Point(1, 2): Point(3)}],
         [Phase.FROZEN, Level.LOW, Parts.HEAD | Parts.BODY, Parts(0)],
-        [slice(None), slice(1, "x", None), range(10), range(2**60, 0, -3), {range(3): 1}],
         [torch.float8_e4m3fn, torch.device("cuda:0"), torch.Size([]), torch.Size([1, 2])],
-        [Path(), Path("a b/ü"), PurePosixPath("//x"), PureWindowsPath("\\\\host\\x")],
-        [date.min, datetime.max, datetime(2024, 2, 29, 1, 2, 3, 4, timezone.utc, fold=1), timedelta(-1, 5, 7)],
-        [timezone(timedelta(hours=5, minutes=30)), timezone(timedelta(hours=5, minutes=30), "IST")],
+        [Path(), Path("a b/ü"), Path("//x")],
         random.Random(3).getstate(),
         np.random.RandomState(3).get_state(),
         np.random.RandomState(3).get_state(legacy=False),
@@ -305,10 +286,6 @@ def test_equal_sets_are_encoded_alike_in_every_process() -> None:
     items = [*"hgfedcba", frozenset("yx")]
     skeleton = encode(set(items), "the state").skeleton
     assert skeleton["items"] == [*"abcdefgh", {"$": "frozenset", "items": ["x", "y"]}]
-
-
-def test_a_defaultdict_goes_on_making_defaults() -> None:
-    assert round_trip(defaultdict(list))["new"] == []
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *SHELLS], ids=str)
@@ -423,14 +400,6 @@ def test_the_states_of_optimizers_of_few_bits_come_back(name: str) -> None:
         np.arange(6.0).reshape(2, 3).T,
         np.arange(6)[::-1],
         np.arange(8).reshape(2, 4)[:, ::2],
-        np.array([1, 2], ">f4"),
-        np.longdouble([0.1, 2]),
-        np.clongdouble([0.1j]),
-        np.array(["2024-02-29", "NaT"], "M8[ns]"),
-        np.array([1, 2], "m8[25s]"),
-        np.array([], ">i8"),
-        np.array(["ä", "", "abc"]),
-        np.array([b"x\0y"]),
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
@@ -447,9 +416,8 @@ def test_an_array_that_is_read_only_comes_back() -> None:
 @pytest.mark.parametrize(
     "scalar",
     [
-        *(np.dtype(name).type(1) for name in ("bool", "int8", "uint16", "uint64", "float16", "complex128", "longdouble")),
-        *(np.float32("nan"), np.datetime64("NaT"), np.datetime64(5, "us"), np.timedelta64(3, "h"), np.str_(""), np.str_("ä")),
-        np.bytes_(b"x"),
+        *(np.dtype(name).type(1) for name in ("bool", "int8", "uint16", "uint64", "float16", "complex128")),
+        np.float32("nan"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -483,13 +451,6 @@ def local_class() -> Enum:
     return Here.A
 
 
-def fake_zone() -> tzinfo:
-    class Zone(tzinfo):
-        pass
-
-    return Zone()
-
-
 def nested(depth: int, wrap: Any) -> Any:
     value: Any = []
     for _ in range(depth):
@@ -512,8 +473,11 @@ def nested(depth: int, wrap: Any) -> Any:
         ([type("Sub", (dict,), {})()], "state[0]", "Sub, which", "a plain dict of the same"),
         ([torch.ones(2, 2).max(0)], "state[0]", "is a torch.return_types.max", "a plain tuple"),
         ([UserDict()], "state[0]", "is a collections.UserDict", "Give plain data"),
-        ([defaultdict(lambda: 1)], "state[0]", "is a defaultdict whose factory is <function", "a factory out of bool"),
-        ([datetime(2024, 1, 1, tzinfo=fake_zone())], "state[0]", "is a datetime in a ", "Give it in UTC"),
+        ([defaultdict(list)], "state[0]", "is a collections.defaultdict, which a checkpoint cannot hold", "Give a plain dict of the same content."),
+        ([range(3)], "state[0]", "is a range, which a checkpoint cannot hold", "Give plain data in its place"),
+        ([date(2024, 1, 1)], "state[0]", "is a datetime.date, which a checkpoint cannot hold", "Give plain data in its place"),
+        (np.array(["a"]), "state", "is a numpy.ndarray of dtype <U1, which a checkpoint cannot hold", "Give a list, or an array of numbers"),
+        (np.ones(2, ">f4"), "state", "is a numpy.ndarray of dtype >f4, which a checkpoint cannot hold", "Give a list, or an array of numbers"),
         ([local_class()], "state[0]", "module has no such class", "top level of a module"),
         ({"a": {torch.ones(1): 1}}, "state['a']", "is a dict with a tensor as a key", "names or numbers"),
         ({"a": {(1, torch.ones(1)): 1}}, "state['a']", "is a dict with a tensor as a key", "names or numbers"),
@@ -527,10 +491,10 @@ def nested(depth: int, wrap: Any) -> Any:
         ([nn.UninitializedParameter()], "state[0]", "UninitializedParameter, a tensor subclass", "a plain tensor"),
         ([Wrapped(torch.ones(1), torch.ones(1), Settings())], "state[0].context", "Settings", "dataclasses.asdict"),
         ([np.array([{}])], "state[0]", "of dtype object", "Give a list"),
-        ([np.zeros(2, "i4,f4")], "state[0]", "of dtype [(", "one array for each field"),
+        ([np.zeros(2, "i4,f4")], "state[0]", "of dtype [(", "Give a list"),
         ([np.zeros(1, "i4,f4")[0]], "state[0]", "is a numpy.void of dtype", "Give plain data"),
         ([np.ma.zeros(2)], "state[0]", "MaskedArray, and only arrays of NumPy's own", "numpy.asarray"),
-        ([np.zeros(2, [("text", "S0"), ("number", "i4")])["text"]], "state[0]", "whose items have no bytes", "Give a list"),
+        ([np.zeros(2, [("text", "S0"), ("number", "i4")])["text"]], "state[0]", "of dtype |S0", "Give a list"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )  # fmt: skip
@@ -609,13 +573,9 @@ WRAPPED = {
         ({"$": "dict", "items": [[[], 1]]}, "", "is a dict with a list as a key"),
         ({"$": "dict", "items": [[1, 1], [1, 2]]}, "", "is a dict that has a key twice"),
         ({"$": "OrderedDict", "value": {}, "attributes": {"$": "dict", "items": [[1, 2]]}}, "", "name of an attribute is a string"),
-        ({"$": "defaultdict", "factory": "eval", "value": {}}, "", "is no defaultdict (KeyError: 'eval')"),
-        ({"$": "range", "start": 0, "stop": 1, "step": 0}, "", "is no range (ValueError"),
         ({"$": "torch.dtype", "name": "ones"}, "", "torch has no dtype 'ones'"),
         ({"$": "torch.device", "name": "abacus"}, "", "is no torch.device (RuntimeError"),
         ({"$": "torch.Size", "items": ["x"]}, "", "is no torch.Size (TypeError"),
-        ({"$": "datetime", "value": "today", "fold": 0, "tz": None}, "", "is no datetime (ValueError"),
-        ({"$": "timedelta", "days": 10**12, "seconds": 0, "microseconds": 0}, "", "is no timedelta (OverflowError"),
         ({"$": "enum", "class": "no.such:Thing", "member": "A"}, "", "no.such:Thing, whose module is not imported. Import no.such before you call load_state()"),
         ({"$": "enum", "class": "antigravity:Thing", "member": "A"}, "", "whose module is not imported"),
         ({"$": "enum", "class": f"{HERE}:Gone", "member": "A"}, "", f"is of the class {HERE}:Gone, which that module does not have. Import the version"),
@@ -643,11 +603,11 @@ WRAPPED = {
         ({**WRAPPED, "tensors": {"codes": TENSOR}}, "", f"is a {HERE}:Wrapped that cannot be put together (KeyError: 'scale')"),
         ({**WRAPPED, "shape": [7]}, "", "that cannot be put together (AssertionError"),
         ({**WRAPPED, "dtype": "int8"}, "", "is the tensor 'w', which should be int8 [2] and is float32 [2]"),
-        ({"$": "numpy.scalar", "dtype": "O", "bytes": ""}, "", "'O' is no dtype of numbers, dates or text"),
+        ({"$": "numpy.scalar", "dtype": "O", "bytes": ""}, "", "'O' is no dtype of numbers"),
         ({"$": "numpy.scalar", "dtype": "<f4", "bytes": "00"}, "", "a scalar of <f4 has 4 bytes, and not 1"),
-        ({"$": "numpy.ndarray", "dtype": "|O8", "data": TENSOR}, "", "'|O8' is no dtype of numbers"),
-        ({"$": "numpy.ndarray", "dtype": "float64", "data": TENSOR}, "", "an array of float64 is not kept as torch.float32"),
-        ({"$": "numpy.ndarray", "dtype": ">f4", "data": TENSOR}, "", "an array of >f4 is kept as 4 bytes an item"),
+        ({"$": "numpy.ndarray", "dtype": "|O8", "data": TENSOR}, "", "an array of '|O8' is not kept as"),
+        ({"$": "numpy.ndarray", "dtype": "float64", "data": TENSOR}, "", "an array of 'float64' is not kept as torch.float32"),
+        ({"$": "numpy.ndarray", "dtype": ">f4", "data": TENSOR}, "", "an array of '>f4' is not kept as torch.float32"),
         (nested(101, lambda value: [value]), "", "is nested deeper than 100 levels"),
         (nested(400, lambda value: {"$": "tuple", "items": value}), "", "is nested deeper than 100 levels"),
     ],
@@ -665,10 +625,9 @@ def test_a_skeleton_that_lies_is_refused_with_the_place(skeleton: Any, path: str
 
 RICH = [
     {1: (2**60, math.nan), "$": {Phase.WARM, Parts(3)}, (): "\ud800"},
-    [OrderedDict(a=1), Counter("a"), listing({1: deque([1], 2)}), Point(slice(3), range(4)), 1j, b"x", bytearray(2000)],
-    [torch.int8, torch.device("cpu"), torch.Size([3]), Path("a"), PureWindowsPath("b"), torch.ones(2), nn.Parameter(ones(torch.half))],
-    [date.min, datetime(2024, 1, 1, tzinfo=timezone(timedelta(1) / 3, "x")), timedelta(3)],
-    [Wrapped(torch.ones(2), torch.ones(1), (1, torch.int8)), np.ones(3), np.ones(2, ">f4"), np.datetime64(3, "s"), np.array(["ab"])],
+    [OrderedDict(a=1), Counter("a"), Point(deque([1], 2), (4,)), 1j, b"x", bytes(2000)],
+    [torch.int8, torch.device("cpu"), torch.Size([3]), Path("a"), torch.ones(2), nn.Parameter(ones(torch.half))],
+    [Wrapped(torch.ones(2), torch.ones(1), (1, torch.int8)), np.ones(3), np.float32(3)],
 ]  # fmt: skip
 
 

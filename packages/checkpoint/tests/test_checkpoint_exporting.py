@@ -106,9 +106,13 @@ def test_weights_that_are_there_stay_unless_they_may_be_replaced(tmp_path):
 
 def test_of_several_models_one_has_to_be_chosen(tmp_path):
     save(tmp_path / "saved", seeded(), seeded(1))
-    with pytest.raises(ValueError, match=r"has 2 models: 0 \(8 tensors\), 1 .*Say which: model=0 \(--model 0\)"):
+    with pytest.raises(
+        ValueError, match=r"has 2: model.0 \(8 tensors\), model.1 .*Choose one .*model=0\) \(--model 0\)"
+    ):
         export_weights(tmp_path / "saved", tmp_path / "out")
-    with pytest.raises(ValueError, match="Model 2 of .* were to be written, but the checkpoint has 2 models"):
+    with pytest.raises(
+        ValueError, match="The weights of model 2 were to be read from .*, but this checkpoint has 2: model.0"
+    ):
         export_weights(tmp_path / "saved", tmp_path / "out", model=2)
     assert not (tmp_path / "out").exists()
     export_weights(tmp_path / "saved", tmp_path / "out", model=1)
@@ -134,7 +138,7 @@ def test_what_is_no_source_or_no_target_is_said(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileNotFoundError, match="is neither a file nor a directory"):
         export_weights(tmp_path / "absent", tmp_path / "out")
-    with pytest.raises(ValueError, match="which is no file of weights"):
+    with pytest.raises(ValueError, match="which is neither a .safetensors, nor a .bin"):
         export_weights(tmp_path / "notes.txt", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="should hold a checkpoint"):
         export_weights(tmp_path, tmp_path / "out")
@@ -160,6 +164,6 @@ def test_it_takes_the_memory_of_one_tensor(tmp_path):
 def test_checkpoints_are_looked_into_by_a_command_of_their_own(tmp_path, capsys):
     save(tmp_path / "saved", seeded())
     assert checkpoint_command([str(tmp_path / "saved")]) == 0
-    assert "model.0" in capsys.readouterr().out
+    assert '"models": 1' in capsys.readouterr().out
     assert checkpoint_command([str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err

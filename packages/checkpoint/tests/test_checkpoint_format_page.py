@@ -6,14 +6,13 @@ It reads what real runs save, and finds what they had.
 from __future__ import annotations
 
 import base64
-import datetime as dt
 import json
 import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum, Flag, auto
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,17 +176,6 @@ def with_attributes(kind):
     return join
 
 
-def array_of(dtype, data):
-    if dtype[0] in "<>|":
-        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(data.shape[:-1])
-    return data.numpy()
-
-
-def datetime_of(value, fold, tz):
-    return dt.datetime.fromisoformat(value).replace(fold=fold, tzinfo=tz)
-
-
-FACTORIES = {kind.__name__: kind for kind in (int, list, dict, set, float, str, OrderedDict, Counter, deque)}
 TRANSLATED = {"class": "kind", "bytes": "content"}  # fields that are words of Python
 JOIN = {
     "int": lambda value: int(value, 16),
@@ -195,26 +183,16 @@ JOIN = {
     "complex": lambda real, imag: complex(real, imag),
     "str": lambda code_points: "".join(map(chr, code_points)),
     "bytes": bytes_of,
-    "bytearray": lambda data: bytearray(bytes_of(data)),
     **{kind.__name__: lambda items, kind=kind: kind(items) for kind in (tuple, set, frozenset)},
     "torch.Size": lambda items: torch.Size(items),
     "deque": lambda items, maxlen: deque(items, maxlen),
     "OrderedDict": with_attributes(OrderedDict),
     "Counter": with_attributes(Counter),
-    "defaultdict": lambda factory, value: defaultdict(FACTORIES.get(factory), value),
     "enum": lambda kind, member: Named(kind, member),
-    "slice": lambda start, stop, step: slice(start, stop, step),
-    "range": lambda start, stop, step: range(start, stop, step),
     "torch.dtype": lambda name: getattr(torch, name),
     "torch.device": lambda name: torch.device(name),
     "Path": lambda value: Path(value),
-    "PurePosixPath": lambda value: PurePosixPath(value),
-    "PureWindowsPath": lambda value: PureWindowsPath(value),
-    "date": lambda value: dt.date.fromisoformat(value),
-    "datetime": datetime_of,
-    "timedelta": dt.timedelta,
-    "timezone": lambda offset, name: dt.timezone(offset, *([] if name is None else [name])),
-    "numpy.ndarray": array_of,
+    "numpy.ndarray": lambda dtype, data: data.numpy(),
     "numpy.scalar": lambda dtype, content: np.frombuffer(bytearray.fromhex(content), dtype)[0],
 }
 
@@ -260,22 +238,16 @@ def values():
     return {
         "plain": [None, True, 7, 0.1, 1e300, "ä", {"b": 1, "a": 2}],
         "numbers": [2**80, -(2**60), math.inf, -math.inf, complex(1, -math.inf), 2**53],
-        "text": ["\ud800", b"short", bytearray(b"x"), bytes(range(256)) * 5],
+        "text": ["\ud800", b"short", bytes(range(256)) * 5],
         "containers": [(1, (2,)), {1, 2}, frozenset({"a"}), deque([1], 3), {1: "a", (2, None): "b", "$": 0}],
-        "collections": [ordered, Counter(a=2), defaultdict(list, a=[1]), slice(1, None, 2), range(3)],
+        "collections": [ordered, Counter(a=2)],
         "torch": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])],
-        "paths": [Path("a/b"), PurePosixPath("/c"), PureWindowsPath("d\\e")],
-        "times": [
-            dt.date(2024, 2, 29),
-            dt.datetime(2024, 2, 29, 12, fold=1),
-            dt.datetime(2024, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1), "here")),
-            dt.timedelta(days=-1, microseconds=1),
-        ],
+        "paths": [Path("a/b")],
         "tensors": [shared, shared, torch.ones(2, 2).T.bfloat16(), torch.tensor(True), torch.empty(0, 3)],
         "rare": [torch.tensor([1 + 2j], dtype=torch.complex128), torch.ones(2).to(torch.float8_e5m2)],
         "leaves": [torch.ones(1, requires_grad=True), nn.Parameter(torch.ones(1))],
         "large": torch.arange((9 << 20) // 4 + 3, dtype=torch.int32),  # three blocks, the last of them short
-        "numpy": [np.arange(3.0), np.arange(2, dtype=">i2"), np.array(["ab", "c"]), np.float32(0.5)],
+        "numpy": [np.arange(3.0), np.arange(2, dtype="int16"), np.float32(0.5)],
     }
 
 

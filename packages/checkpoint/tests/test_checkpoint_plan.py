@@ -288,7 +288,7 @@ def test_long_lists_in_messages_end_with_a_count():
     with pytest.raises(CheckpointError) as refused:
         plan([{"many": names.pop("many"), **names}] * 20)
     text = str(refused.value)
-    assert "[0:1, 7:8], and 2 more on ranks 0, 1, 2, 3, 4, 5, 6, 7, and 12 more\n" in text
+    assert "[0:1, 7:8] and 2 more on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more\n" in text
     assert text.count("w6:") == 1
     assert "w7" not in text
     assert "\n  and 4 more\nGive all ranks" in text

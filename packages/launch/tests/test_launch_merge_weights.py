@@ -62,7 +62,7 @@ def test_what_cannot_be_done_is_said_with_status_2(tmp_path, capsys):
     save(tmp_path / "saved", models=2)
     source, target = str(tmp_path / "saved"), str(tmp_path / "out")
     assert main(["merge-weights", source, target]) == 2
-    assert re.search(r"the checkpoint has 2 models: .*Say which: model=0 \(--model 0\)", capsys.readouterr().err)
+    assert re.search(r"this checkpoint has 2: .*Choose one .*model=0\) \(--model 0\)", capsys.readouterr().err)
     assert main(["merge-weights", source, target, "--model", "1"]) == 0
     assert main(["merge-weights", source, target, "--model", "0"]) == 2
     assert "holds weights already: model.safetensors" in capsys.readouterr().err

@@ -396,5 +396,5 @@ def test_the_process_stays_as_it_was(directory, capfd):
 
 def test_it_is_usable_exactly_where_comet_is_installed(monkeypatch):
     assert CometML.unusable() is None
-    monkeypatch.setattr("accel_trackers.process_guard.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
     assert CometML.unusable() == "comet_ml is not installed. Type: pip install 'accel-trackers[comet]'"

@@ -411,5 +411,5 @@ def test_reports_on_the_use_of_mlflow_are_off_unless_wanted(begin, monkeypatch, 
 
 
 def test_without_its_package_it_says_what_to_type(monkeypatch):
-    monkeypatch.setattr("accel_trackers.process_guard.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
     assert "pip install 'accel-trackers[mlflow]'" in MLflow.unusable()

@@ -195,5 +195,5 @@ def test_flush_secs_is_positive(seconds):
 
 
 def test_without_its_package_it_says_what_to_type(monkeypatch):
-    monkeypatch.setattr("accel_trackers.process_guard.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
     assert "pip install 'accel-trackers[tensorboard]'" in TensorBoard.unusable()

@@ -192,5 +192,5 @@ def test_the_process_stays_as_it_was(project, capfd):
 
 def test_it_is_usable_exactly_where_trackio_is_installed(monkeypatch):
     assert Trackio.unusable() is None
-    monkeypatch.setattr("accel_trackers.process_guard.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
     assert Trackio.unusable() == "trackio is not installed. Type: pip install 'accel-trackers[trackio]'"

@@ -309,5 +309,5 @@ def test_wrong_options_are_refused(wrong, message):
 
 def test_it_is_usable_exactly_where_wandb_is_installed(monkeypatch):
     assert WandB.unusable() is None
-    monkeypatch.setattr("accel_trackers.process_guard.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
     assert WandB.unusable() == "wandb is not installed. Type: pip install 'accel-trackers[wandb]'"

@@ -87,18 +87,10 @@ class WeightGather:
         return {name: found[id(entry)] for name, entry in self._entries.items()}
 
     def together(self, call: str, work: Callable[[], T]) -> T | None:
-        """Lets the main process work with what it reads by `gathering[name]`. A collective.
+        """Lets the main process call `work`, which reads by `gathering[name]`, and returns its result there. A collective.
 
-        Args:
-            call: what the user called, as in messages: "save_model()".
-            work: is called on the main process.
-
-        Returns:
-            What `work` returned there; None elsewhere.
-
-        Raises:
-            Exception: on every rank, what `work` raised, or what made a rank fail to bring its
-                part.
+        `call` is what the user called, in messages. What `work` raised, or made a rank fail to bring its
+        part, is raised on every rank.
         """
         if self._world.size == 1:
             return work()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
-from accel_checkpoint.files.index import write_new
+from accel_checkpoint.files.disk import write_new
 from accel_checkpoint.files.part_file import plain
 from accel_checkpoint.writing import Work, Written
 from accel_core import CheckpointError
@@ -101,15 +101,9 @@ class Background:
     def start(self, work: Work, data: Path, publisher: Publisher | None, members: Sequence[int], mode: Mode) -> None:
         """Copies, and begins to write; the last save has ended. No collective.
 
-        Args:
-            work: what this rank writes.
-            data: the data folder of the checkpoint.
-            publisher: publishes once all members have written; None: another rank does it.
-            members: the ranks that write into this folder.
-            mode: what is copied before this returns.
-
-        Raises:
-            CheckpointError: for what is no plain tensor, whose copy would be no more what it is.
+        `publisher` publishes once all `members`, the ranks that write into this folder, have written; None:
+        another rank does it. `mode` says what is copied before this returns. CheckpointError is raised for
+        what is no plain tensor, whose copy would be no more what it is.
         """
         assert self._save is None, "wait() was called"
         save = _Save(data, (self._world.rank, tuple(members)), waits=len(members) < self._world.size)

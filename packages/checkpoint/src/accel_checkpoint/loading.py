@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_checkpoint.files.disk import read_all
-from accel_checkpoint.files.manifest import TRIES, identity
 from accel_checkpoint.reading import Checkpoint, Job, SavedState
 from accel_checkpoint.record import warn_of_absent, warn_of_batches
 from accel_checkpoint.run_state import (
@@ -35,6 +34,7 @@ from accel_checkpoint.run_state import (
     stateful,
     within,
 )
+from accel_checkpoint.words import quoted
 from accel_core import CheckpointError, CollectiveMismatchError
 from accel_core.api.checkpoint import (
     TORCH_STREAM,
@@ -71,33 +71,11 @@ class LoadRequest:
 def load(run: Run, request: LoadRequest) -> dict[str, Any]:
     """Restores all of a run, and returns the record of the checkpoint. A collective.
 
-    Where a save replaces the checkpoint that is being read, the new one is read instead, from the
-    beginning.
-
     Raises:
         CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing
             what does not.
         OSError: on every rank, if a rank cannot read it.
     """
-    restored: list[str] = []
-    for last in (*[False] * (TRIES - 1), True):
-        tried = everywhere(run.world, "to look for the checkpoint", lambda: identity(request.folder))
-        try:
-            return _load(run, request, restored)
-        except (CheckpointError, OSError) as error:  # which every rank has
-            found = everywhere(run.world, "to look for the checkpoint again", lambda: identity(request.folder))
-            if not last and found != tried:
-                continue
-            if not restored:
-                raise
-            raise CheckpointError(
-                f"{error}\nPart of the run was restored by then: do not train on from here. Load another checkpoint, or start anew."
-            ) from error
-    raise AssertionError("the last try returns or raises")
-
-
-def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]:
-    """Loads once; `restored` gets the checkpoint's id when its restoring is about to begin."""
     world = run.world
     checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
     with checkpoint:
@@ -109,13 +87,16 @@ def _load(run: Run, request: LoadRequest, restored: list[str]) -> dict[str, Any]
         if world.is_main:
             warn_of_absent(checkpoint.manifest.record, list(stateful(run)))
             warn_of_batches(checkpoint.manifest.record, run.prepared, run.accumulation)
-        restored.append(checkpoint.manifest.id)
         try:
             restoring.restore()
-        except (CheckpointError, CollectiveMismatchError, OSError):
+        except CollectiveMismatchError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{checkpoint.folder}: {type(error).__name__}: {error}") from error
+            known = isinstance(error, (CheckpointError, OSError))
+            found = str(error) if known else f"{checkpoint.folder}: {type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{found}\nPart of the run was restored by then: do not train on from here. Load another checkpoint, or start anew."
+            ) from error
         return dict(checkpoint.manifest.record)
 
 
@@ -188,7 +169,13 @@ class _Restoring:
         Raises:
             CheckpointError: for what no save leaves: it fits nowhere.
         """
-        lines = list(self._misfits())
+        try:
+            lines = list(self._misfits())
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._checkpoint.folder} cannot be compared with what is prepared, so nothing was loaded: "
+                f"{type(error).__name__}: {error}. Load another checkpoint."
+            ) from error
         if not lines:
             self._jobs = self._jobs_of_models()
         return lines
@@ -271,9 +258,9 @@ class _Restoring:
         missing = [name for name in state if name not in known]
         unknown = [name for name in names if name not in state]
         if missing:
-            yield f"{unit}: the checkpoint has no {_listed(missing)}"
+            yield f"{unit}: the checkpoint has no {quoted(missing)}"
         if unknown:
-            yield f"{unit}: the model has no {_listed(unknown)}"
+            yield f"{unit}: the model has no {quoted(unknown)}"
         for name, entry in state.items():
             line = self._misfit_of_entry(f"{unit}/{name}", entry)
             if line is not None:
@@ -335,7 +322,7 @@ class _Restoring:
         saved = self._checkpoint.names(GRADIENT)
         unknown = [f"{GRADIENT}/{name}" for name in saved if name not in named]
         if unknown:
-            yield f"no parameter here has the pending gradients {_listed(unknown)}"
+            yield f"no parameter here has the pending gradients {quoted(unknown)}"
         kept = self._run.prepared.gradients.kept(named.values())
         in_parts = [name for name in saved if name in named and not _is_whole(kept.get(id(named[name])), named[name])]
         if in_parts or (saved and not self._run.strategy.replicates_parameters):
@@ -447,8 +434,3 @@ def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(map(repr, names[:8])) + more

@@ -16,18 +16,11 @@ _EXTRA_STATE = "_extra_state"
 
 
 def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
-    """The live entries of a model: parameters as the sharding says, buffers as those of the lowest rank.
+    """The live entries of an unwrapped model: parameters as the sharding says (None: whole), buffers as those of the lowest rank.
 
     Names of one tensor are tied: the first has it, the others are aliases. What `state_dict` makes
     rather than holds (the `get_extra_state` of a module, tensors that a hook of the user's adds)
-    and tensor subclasses are opaque.
-
-    Args:
-        model: the user's model, unwrapped.
-        sharding: how its parameters are laid out; None: they are whole on every rank.
-
-    Raises:
-        CheckpointError: for a parameter that has no data yet, naming it.
+    and tensor subclasses are opaque. CheckpointError names a parameter that has no data yet.
     """
     layout = sharding or Whole()
     state = model.state_dict(keep_vars=True)  # first, for a hook on it may bring parameters back into their own form

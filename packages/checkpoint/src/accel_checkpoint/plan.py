@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import WHOLE, uncovered, uncovered_part
 from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
@@ -93,22 +94,10 @@ _Claims = Mapping[int, Claim]
 def plan(descriptions: Sequence[Description], members: Sequence[int] | None = None) -> list[list[Task]]:
     """Assigns tasks to ranks: everything is written once, with about equal bytes for each rank.
 
-    Of equal boxes, and of opaque values with the same part, one is written, by the rank with the
-    fewest bytes so far; of a replicated tensor that of the lowest rank; of a partial one each
-    rank's. A tensor without elements needs no task.
-
-    Args:
-        descriptions: one per rank of the world, in rank order, the same on every rank that plans.
-        members: the ranks that write, and together have to present everything that any rank
-            presents, such as those of one node; None: all.
-
-    Returns:
-        The tasks of each rank of the world, in the order in which names were presented; none for a
-        rank that is no member.
-
-    Raises:
-        CheckpointError: if ranks differ about a name, or what the members present of it is not
-            everything, or not once.
+    Takes one description per rank, the same on every rank that plans, and the ranks that write (None:
+    all), which together have to present everything. Of equal boxes, and of opaque values with the same
+    part, the rank with the fewest bytes so far writes one. CheckpointError is raised if ranks differ
+    about a name, or what the members present of it is not everything, or not once.
     """
     ranks = range(len(descriptions)) if members is None else sorted(set(members))
     presented: dict[str, dict[int, Claim]] = {}
@@ -242,7 +231,7 @@ def _gap(shape: tuple[int, ...], claims: _Claims, members: Sequence[int]) -> str
     if why is None:
         return None
     boxes = {rank: claims[rank].boxes if rank in claims else () for rank in members}
-    return f"{why} (shape {shape}): {_by_rank({rank: _listed([*map(str, each)]) for rank, each in boxes.items()})}"
+    return f"{why} (shape {shape}): {_by_rank({rank: listed([*map(str, each)]) for rank, each in boxes.items()})}"
 
 
 def _clash(claims: _Claims, members: Sequence[int]) -> str | None:
@@ -264,16 +253,11 @@ def _by_rank(words: Mapping[int, str]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, word in words.items():
         groups.setdefault(word or "nothing", []).append(rank)
-    return _listed([f"{word} on {_ranks(ranks)}" for word, ranks in groups.items()], "; ")
+    return listed([f"{word} on {_ranks(ranks)}" for word, ranks in groups.items()], "; ")
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {_listed([str(number) for number in numbers])}"
-
-
-def _listed(words: Sequence[str], separator: str = ", ") -> str:
-    more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
-    return separator.join([*words[:_SHOWN], *more])
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {listed([str(number) for number in numbers])}"
 
 
 @dataclass(frozen=True)
@@ -323,7 +307,7 @@ class StoredBoxes:
             return []
         if self._dims - {len(wanted.sizes)}:
             raise self._refusal(
-                wanted, f"some of another number of dims ({_listed([str(n) for n in sorted(self._dims)])})"
+                wanted, f"some of another number of dims ({listed([str(n) for n in sorted(self._dims)])})"
             )
         start, size = self._extent(wanted)
         first, last = (bisect.bisect_left(self._starts, at) for at in (start - self._longest + 1, start + size))

@@ -12,7 +12,7 @@ random                       the random streams of each rank
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,77 +181,25 @@ def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def check_value(name: str, value: Any, device: torch.device | None) -> None:
-    """Raises `CheckpointError` for a value that no save leaves in a unit of ours: so a load restores nothing then.
+    """Raises `CheckpointError` for random streams, or a place in a window, that no save leaves: these are restored last.
 
     Args:
-        name: of a unit, such as "random", or of an opaque entry of one; what objects of the user's
-            hold is not looked at.
+        name: of a unit; others than these two are not looked at.
         value: what is decoded.
         device: whose random stream is among those that would be restored; None: the CPU's alone.
     """
-    kind, _, rest = name.partition(".")
-    why = "it is of another kind"
+    why = "" if name != ACCUMULATION or is_state(value) else "it is of another kind"
     if name == RANDOM:
-        why = _misfit_of_streams(value, device)
-    elif name == ACCUMULATION and is_state(value):
-        why = ""
-    elif kind == OPTIMIZER and "/" in rest:
-        why = "" if _is_opaque(value) else why
-    elif kind == OPTIMIZER and rest.endswith(VALUES):
-        why = "" if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()) else why
-    elif kind == OPTIMIZER:
-        why = "" if _is_optimizer(value) else why
-    elif name != ACCUMULATION:
-        why = ""
+        try:
+            check_random_state(value, device)
+        except CheckpointError:  # what is missing here: the value may be right
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever values of another kind bring about)
+            why = f"{type(error).__name__}: {error!s:.200}"
     if why:
-        raise _lie(name, why)
-
-
-def check_opaque(name: str, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `CheckpointError` for a wrong opaque entry, before its tensors are read."""
-    for part in parts:
-        skeleton = part["skeleton"]
-        known = isinstance(skeleton, dict) and skeleton.keys() == {"state", "laid_out"}
-        if not known or not all(isinstance(skeleton[key], kind) for key, kind in (("state", dict), ("laid_out", list))):
-            raise _lie(name, "it is of another kind")
-
-
-def _lie(name: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: {why}. Load another "
-        f"checkpoint."
-    )
-
-
-def _misfit_of_streams(value: Any, device: torch.device | None) -> str:
-    """The reason why random streams would not take a value; empty if they would."""
-    try:
-        check_random_state(value, device)
-    except CheckpointError:  # what is missing here: the value may be right
-        raise
-    except Exception as error:  # noqa: BLE001  (whatever values of another kind bring about)
-        return f"{type(error).__name__}: {error!s:.200}"
-    return ""
-
-
-def _is_optimizer(value: Any) -> bool:
-    if not isinstance(value, dict) or not value.keys() >= {"kind", "groups", "whole"} or type(value["kind"]) is not str:
-        return False
-    groups = value["groups"]
-    return isinstance(groups, list) and all(
-        isinstance(group, dict) and _are_names(group.get("names")) for group in groups
-    )
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_opaque(value: Any) -> bool:
-    """Whether it is what an optimizer keeps of a parameter, by key, and which keys of it are laid out like that."""
-    if not isinstance(value, dict) or value.keys() != {"state", "laid_out"} or not isinstance(value["state"], dict):
-        return False
-    return isinstance(value["laid_out"], list) and all(key in value["state"] for key in value["laid_out"])
+        raise CheckpointError(
+            f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: {why}. Load another checkpoint."
+        )
 
 
 def _add_optimizer(content: Content, unit: str, state: OptimizerState) -> None:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core import RecordRefusedError, TrackedRun, Tracker
+from accel_core import RecordRefusedError, TrackedRun
 from accel_trackers.name_limits import Names
-from accel_trackers.process_guard import missing, shared_options
+from accel_trackers.process_guard import shared_options
+from accel_trackers.service import Service
 from accel_trackers.step_series import Series
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _QUIET = {"log_system_params": False, "capture_terminal_logs": False, "system_tracking_interval": None}
 
 
-class Aim(Tracker):
+class Aim(Service):
     """`log_with="aim"`: numbers, texts, images, histograms, and tables as texts with a JSON list per line.
 
     Aim's records of the terminal, of the machine's load, and of packages, environment variables and
@@ -30,9 +31,7 @@ class Aim(Tracker):
 
     A name has one value per step in Aim, and one kind of value. What is recorded at a step that the
     name has passed goes to the context `{"series": 2}`, and so on; what is of another kind than
-    before to `{"kind": "text"}`. A resumed run goes on in the same run of Aim, where it replaces
-    what came after the checkpoint. A value without a name gets one, in the configuration too, which
-    is told. Histograms have bins of equal width in Aim; others are refused.
+    before to `{"kind": "text"}`. Histograms have bins of equal width in Aim; others are refused.
 
     Args:
         repo: the folder that holds, or is to hold, the folder .aim of all runs; or the address of a
@@ -42,7 +41,8 @@ class Aim(Tracker):
         tags: of the run.
     """
 
-    name = "aim"
+    name, client, extra = "aim", "aim", "aim"
+    writer = Service.tracker  # an `aim.Run`, by the name that scripts may know
 
     def __init__(
         self,
@@ -55,26 +55,13 @@ class Aim(Tracker):
         self.experiment = experiment
         self.run_name = name
         self.tags = tags
-        self._run: Any = None
         self._series = Series()
         self._names = Names("Aim", lambda name: name or "_")  # an empty one ruins the whole run
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That aim is not installed, if so."""
-        return missing("aim", "aim")
 
     @property
     def requires_logging_directory(self) -> bool:
         """Unless the repository is somewhere else."""
         return self.repo is None
-
-    @property
-    def tracker(self) -> Any:
-        """The `aim.Run`."""
-        return self._run
-
-    writer = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""

@@ -10,16 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
 from accel_trackers.name_limits import Names
 from accel_trackers.png import encode
-from accel_trackers.process_guard import missing, process_kept, shared_options
+from accel_trackers.process_guard import process_kept, shared_options
+from accel_trackers.service import Service
 from accel_trackers.step_series import Series, marked, unmarked
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core import Bins, Table
+    from accel_core import Bins, Table, TrackedRun
 
 _log = logging.getLogger(__name__)
 _PLACE = ("title", "series", "iteration")  # what this tracker says of each image, plot and table
@@ -30,7 +30,7 @@ _FRAMEWORKS = (
 )  # fmt: skip
 
 
-class ClearML(Tracker):
+class ClearML(Service):
     """`log_with="clearml"`: numbers, texts in the log of the task, images and plots of tables and histograms.
 
     "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a
@@ -39,8 +39,7 @@ class ClearML(Tracker):
     and says in its own log what it could not send.
 
     A process has one task in ClearML. Where the program has called `Task.init` itself, that task is
-    recorded into, and not ended. A resumed run goes on in the same task; numbers of steps after the
-    checkpoint stay beside those that repeat them.
+    recorded into, and not ended.
 
     What ClearML does to the process around it is off: it neither takes over frameworks, arguments,
     output and random seeds, nor reads git and packages, nor watches the machine's load; and it
@@ -48,11 +47,8 @@ class ClearML(Tracker):
     process with threads.
     `init_kwargs={"clearml": {"auto_connect_frameworks": True, "auto_resource_monitoring": True}}`
     turns such things on, frameworks only in the first run of a process; it takes what `Task.init`
-    does. What it sets besides is put back: `sys.exit`, the hooks of exceptions and of imports, and
-    the level of the logger "urllib3". Not to be turned off: the start method of `multiprocessing`
-    is settled once records are sent, so set another one before; the patches of
-    `argparse.ArgumentParser` and of `multiprocessing.Process.run`; the variables CLEARML_* and
-    TRAINS_* of the process; and a hook of imports in `sys.meta_path`.
+    does. The start method of `multiprocessing` is settled once records are sent, so set another one
+    before.
 
     Args:
         task_name: None: the id of the run.
@@ -65,7 +61,8 @@ class ClearML(Tracker):
             configured, or the variable CLEARML_OFFLINE_MODE says.
     """
 
-    name = "clearml"
+    name, client, extra = "clearml", "clearml", "clearml"
+    task = Service.tracker  # a `clearml.Task`, by the name that scripts may know
 
     def __init__(
         self,
@@ -80,22 +77,9 @@ class ClearML(Tracker):
         self.task_type = task_type
         self.output_uri = output_uri
         self.offline = offline
-        self._task: Any = None
         self._is_ours = False
         self._series = Series()
         self._names = Names("ClearML", lambda name: unmarked(name) or "_")
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That clearml is not installed, if so."""
-        return missing("clearml", "clearml")
-
-    @property
-    def tracker(self) -> Any:
-        """The `clearml.Task`."""
-        return self._task
-
-    task = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.
@@ -112,13 +96,13 @@ class ClearML(Tracker):
 
     def state(self) -> dict[str, Any]:
         """The id of the task, and which series of images and plots there are."""
-        return {"task_id": self._task.id, "series": self._series.state()}
+        return {"task_id": self._run.id, "series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """See `Tracker.log`; `log_kwargs={"clearml": {"level": 30}}` goes to `report_text`, and what `report_histogram` takes to
         histograms of the same record.
         """
-        logger = self._task.get_logger()
+        logger = self._run.get_logger()
         own, _ = self._options_of_record(options)
         for name, value in values.items():
             if isinstance(value, str) or not math.isfinite(value):
@@ -129,7 +113,7 @@ class ClearML(Tracker):
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`. They are stored as PNG; those after the first as series "name ⟨image 1⟩", and so on."""
-        logger = self._task.get_logger()
+        logger = self._run.get_logger()
         shared_options(options, "clearml", {logger.report_media: (*_PLACE, "stream")})
         for name, images in values.items():
             title, series = self._place(name, "image", step)
@@ -141,7 +125,7 @@ class ClearML(Tracker):
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`."""
-        logger = self._task.get_logger()
+        logger = self._run.get_logger()
         shared_options(options, "clearml", {logger.report_table: (*_PLACE, "table_plot")})
         title, series = self._place(name, "table", step)
         rows = [list(table.columns), *map(list, table.rows)]
@@ -154,32 +138,32 @@ class ClearML(Tracker):
             title, series = self._place(name, "histogram", step)
             ends = [f"{lower} to {upper}" for lower, upper in zip(bins.edges[:-1], bins.edges[1:], strict=True)]
             bars = {"values": list(bins.counts), "xlabels": ends}
-            self._task.get_logger().report_histogram(title, series, iteration=step, **{**bars, **own})
+            self._run.get_logger().report_histogram(title, series, iteration=step, **{**bars, **own})
 
     def flush(self) -> None:
         """Hands over what waits; offline, until it is in the files."""
         for _ in range(2):  # the first wait may end with a round that had begun before the last records
-            self._task.flush(wait_for_uploads=self._task.is_offline())
+            self._run.flush(wait_for_uploads=self._run.is_offline())
 
     def finish(self, failed: bool) -> None:
         """See `Tracker.finish`."""
         if not self._is_ours:
-            self._task.flush(wait_for_uploads=True)
+            self._run.flush(wait_for_uploads=True)
             return
         with process_kept():
-            self._task.close()
+            self._run.close()
         if failed:
-            self._task.mark_failed(status_reason="The training failed.", force=True)  # closing has called it completed
+            self._run.mark_failed(status_reason="The training failed.", force=True)  # closing has called it completed
 
     def _begin(self, clearml: Any, run: TrackedRun) -> None:
-        self._task = clearml.Task.current_task()
-        self._is_ours = self._task is None
+        self._run = clearml.Task.current_task()
+        self._is_ours = self._run is None
         if self._is_ours:
-            self._task = self._started(clearml, run)
-            self._task.accel_run_id = run.run_id
-        elif getattr(self._task, "accel_run_id", None) is not None:
+            self._run = self._started(clearml, run)
+            self._run.accel_run_id = run.run_id
+        elif getattr(self._run, "accel_run_id", None) is not None:
             raise RuntimeError(
-                f"ClearML has one task per process, and the run {self._task.accel_run_id!r} has it. End that one before "
+                f"ClearML has one task per process, and the run {self._run.accel_run_id!r} has it. End that one before "
                 f"{run.run_id!r} starts: end_training() of its Accelerator."
             )
         elif run.options:
@@ -189,9 +173,9 @@ class ClearML(Tracker):
             )
         if run.resumed:
             self._series = Series(run.resumed["series"])
-        self._task.connect(dict(run.config))
+        self._run.connect(dict(run.config))
         text = json.dumps(run.config, indent=2, ensure_ascii=False)
-        self._task.set_configuration_object("config", config_text=text, config_type="json")
+        self._run.set_configuration_object("config", config_text=text, config_type="json")
 
     def _started(self, clearml: Any, run: TrackedRun) -> Any:
         """A task of our own, the one again that is resumed if so."""
@@ -225,7 +209,7 @@ class ClearML(Tracker):
         return title, marked(series, *self._series.place(f"{kind}:{name}", kind, step))
 
     def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-        logger = self._task.get_logger()
+        logger = self._run.get_logger()
         calls = {logger.report_text: ("msg",), logger.report_histogram: (*_PLACE, "values", "xlabels")}
         return shared_options(options, "clearml", calls)
 

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
 from accel_trackers.name_limits import Names
 from accel_trackers.png import pillow
-from accel_trackers.process_guard import check_options, missing, process_kept, shared_options, variables
+from accel_trackers.process_guard import check_options, process_kept, shared_options, variables
+from accel_trackers.service import Service
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core import Bins, Table
+    from accel_core import Bins, Table, TrackedRun
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ VARIABLES = {
 }
 
 
-class CometML(Tracker):
+class CometML(Service):
     """Records with Comet, for which one logs in once: type `comet login`.
 
     Options of `comet_ml.start` and of `comet_ml.ExperimentConfig` go on top of these:
@@ -67,14 +67,10 @@ class CometML(Tracker):
 
     Texts are recorded as text samples whose metadata has the name, tables as CSV files, the whole
     configuration as config.json beside the parameters (of which Comet keeps 1000 letters each).
-    Comet has bins of its own, of which each is a tenth larger than the one before: of a histogram
-    it gets the middles of the bins with their counts. Of a metric it keeps 15 000 values. A name of
-    more than 100 letters is cut, and gets a checksum, which is told.
-
-    A resumed run goes on under its key. Offline it is written to a second archive; `comet upload`
-    makes one experiment of both, in the order of their upload. Offline, nothing can be read before
-    the run ends, and where the program is killed there is no archive. Where the server is lost on
-    the way, which is told, Comet writes an archive too.
+    Comet has bins of its own: of a histogram it gets the middles of the bins with their counts. Of a
+    metric it keeps 15 000 values. Offline, nothing can be read before the run ends, and where the
+    program is killed there is no archive. Where the server is lost on the way, which is told, Comet
+    writes an archive too.
 
     Args:
         workspace: that of the experiment; None: what COMET_WORKSPACE or the login says.
@@ -87,7 +83,8 @@ class CometML(Tracker):
             accelerators all the time, in threads of this process.
     """
 
-    name = "comet_ml"
+    name, client, extra = "comet_ml", "comet_ml", "comet"
+    writer = Service.tracker  # a `comet_ml.CometExperiment`, by the name that scripts may know
 
     def __init__(
         self,
@@ -106,21 +103,8 @@ class CometML(Tracker):
             "offline_directory": None if offline_directory is None else os.fspath(offline_directory),
         }
         self._system_metrics = system_metrics
-        self._experiment: Any = None
         self._is_online = self._is_lost = False
         self._names = Names("Comet", lambda name: name, longest=LONGEST_NAME)
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That comet_ml is not installed, if so."""
-        return missing("comet_ml", "comet")
-
-    @property
-    def tracker(self) -> Any:
-        """The `comet_ml.CometExperiment`."""
-        return self._experiment
-
-    writer = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
@@ -135,29 +119,25 @@ class CometML(Tracker):
                 "record on this machine only: CometML(online=False), or COMET_START_ONLINE=0 in the environment."
             )
         with _hidden(comet_ml, any(config.get(name) for name in AUTOMATIC)):
-            self._experiment = comet_ml.start(**start, experiment_config=comet_ml.ExperimentConfig(**config))
-        self._experiment.autolog_parameters_ignore.add(STEP_PARAMETER)
-        self._is_online = isinstance(self._experiment, comet_ml.Experiment)
-        if not self._experiment.alive and not config.get("disabled"):
+            self._run = comet_ml.start(**start, experiment_config=comet_ml.ExperimentConfig(**config))
+        self._run.autolog_parameters_ignore.add(STEP_PARAMETER)
+        self._is_online = isinstance(self._run, comet_ml.Experiment)
+        if not self._run.alive and not config.get("disabled"):
             raise RuntimeError(
                 "Comet did not open the experiment, and logged the reason above, as an error of comet_ml."
             )
-        if (
-            run.resumed is not None
-            and online is not False
-            and not isinstance(self._experiment, comet_ml.ExistingExperiment)
-        ):
+        if run.resumed is not None and online is not False and not isinstance(self._run, comet_ml.ExistingExperiment):
             logger.warning(
                 "Comet knows no earlier part of experiment %s, and this one begins anew. If it was recorded offline, `comet upload` it "
                 "before the run is resumed.",
-                self._experiment.get_key(),
+                self._run.get_key(),
             )
         if run.config:
             self._store(run.config)
 
     def state(self) -> dict[str, Any]:
         """The key of the experiment."""
-        return {"experiment_key": self._experiment.get_key()}
+        return {"experiment_key": self._run.get_key()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """See `Tracker.log`; the options are those of `log_metrics`, or of `log_histogram_3d`, for histograms of the same record."""
@@ -165,16 +145,16 @@ class CometML(Tracker):
         self._look_for_server()
         start = f"{prefix}_" if (prefix := own.pop("prefix", None)) is not None else ""
         metrics = {self._names.of(start + name): value for name, value in values.items() if not isinstance(value, str)}
-        self._experiment.log_metrics(metrics, step=step, **own)
+        self._run.log_metrics(metrics, step=step, **own)
         for name, value in values.items():
             if isinstance(value, str):
-                self._experiment.log_text(value, step=step, metadata={"name": name})
+                self._run.log_text(value, step=step, metadata={"name": name})
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`; the options are those of `log_image`."""
         for name, images in values.items():
             for image in images:
-                self._experiment.log_image(pillow(image), name=name, step=step, **options)
+                self._run.log_image(pillow(image), name=name, step=step, **options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`; the options are those of `log_asset_data`."""
@@ -182,7 +162,7 @@ class CometML(Tracker):
         rows = csv.writer(text)
         rows.writerow(table.columns)
         rows.writerows([["None" if cell is None else cell for cell in row] for row in table.rows])
-        self._experiment.log_asset_data(text.getvalue(), name=f"{name}.csv", step=step, **options)
+        self._run.log_asset_data(text.getvalue(), name=f"{name}.csv", step=step, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
         """See `Tracker.log_histograms`; the options are those of `log_histogram_3d`, or of `log_metrics`."""
@@ -194,19 +174,19 @@ class CometML(Tracker):
             histogram = kind()
             middles = [(low + high) / 2 for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
             histogram.add(middles, counts=list(bins.counts))
-            self._experiment.log_histogram_3d(histogram, name=self._names.of(name), step=step, **own)
+            self._run.log_histogram_3d(histogram, name=self._names.of(name), step=step, **own)
 
     def _look_for_server(self) -> None:
         """Tells each time that Comet has lost its server, as far as it knows."""
-        streamer = self._experiment.streamer if self._is_online else None
+        streamer = self._run.streamer if self._is_online else None
         before, self._is_lost = self._is_lost, streamer is not None and not streamer.has_connection_to_server()
         if self._is_lost and not before:
-            logger.warning(_LOST, self._experiment.get_key())
+            logger.warning(_LOST, self._run.get_key())
 
     def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
         calls = {
-            self._experiment.log_metrics: ("dic", "step"),
-            self._experiment.log_histogram_3d: ("values", "name", "step"),
+            self._run.log_metrics: ("dic", "step"),
+            self._run.log_histogram_3d: ("values", "name", "step"),
         }
         return shared_options(options, "comet_ml", calls)
 
@@ -217,8 +197,8 @@ class CometML(Tracker):
     def finish(self, failed: bool) -> None:
         """See `Tracker.finish`. An experiment that failed says so under "Other"."""
         if failed:
-            self._experiment.log_other("failed", True)
-        self._experiment.end()
+            self._run.log_other("failed", True)
+        self._run.end()
 
     def _options_of(self, comet_ml: Any, run: TrackedRun) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of `start`, and those of `ExperimentConfig`, in the user's options mixed."""
@@ -241,8 +221,8 @@ class CometML(Tracker):
         return tuple({name: options[name] for name in options if name in names} for names in known)  # type: ignore[return-value]
 
     def _store(self, config: Mapping[str, Any]) -> None:
-        self._experiment.log_parameters(_cut(config), nested_support=True)
-        self._experiment.log_asset_data(dict(config), name="config.json")
+        self._run.log_parameters(_cut(config), nested_support=True)
+        self._run.log_asset_data(dict(config), name="config.json")
 
 
 _LOST = (

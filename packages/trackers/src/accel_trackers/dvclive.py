@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
 from accel_trackers.name_limits import Names, short
-from accel_trackers.process_guard import missing, process_kept, shared_options
+from accel_trackers.process_guard import process_kept, shared_options
+from accel_trackers.service import Service
 from accel_trackers.step_series import Series, marked, unmarked
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core import Bins, Table
+    from accel_core import Bins, Table, TrackedRun
 
 _log = logging.getLogger(__name__)
 _LONGEST = 200  # bytes of a part of a name: file systems take 255, of which endings and marks need some
@@ -25,15 +25,13 @@ _LONGEST_NAME = 1000
 _STARTING = threading.Lock()  # while DVCLive finds another repository than by itself
 
 
-class DVCLive(Tracker):
+class DVCLive(Service):
     """`log_with="dvclive"`: numbers and texts as rows of a file per name, images as PNG, tables and histograms as
     the data of plots.
 
     DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC
-    is to have kept. A resumed run goes on in the same files: rows that were written after the
-    checkpoint stay, above those that repeat them. An image or a plot at a step that its name has
-    passed goes to the folder "name ⟨2⟩", and so on. A name that no file can have is recorded under
-    one like it with a checksum, which is told.
+    is to have kept. An image or a plot at a step that its name has passed goes to the folder
+    "name ⟨2⟩", and so on.
 
     What DVCLive does to the project around it is off: neither an experiment of DVC nor a dvc.yaml
     is made, and the machine's load is not watched.
@@ -53,7 +51,8 @@ class DVCLive(Tracker):
         exp_name: of the experiment; None: DVC's own.
     """
 
-    name = "dvclive"
+    name, client, extra = "dvclive", "dvclive", "dvclive"
+    live = Service.tracker  # a `dvclive.Live`, by the name that scripts may know
 
     def __init__(
         self,
@@ -71,26 +70,13 @@ class DVCLive(Tracker):
         self.save_dvc_exp = save_dvc_exp
         self.dvcyaml = dvcyaml
         self.exp_name = exp_name
-        self._live: Any = None
         self._series = Series()
         self._names = Names("DVCLive", _file, _LONGEST_NAME)
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That dvclive is not installed, if so."""
-        return missing("dvclive", "dvclive")
 
     @property
     def requires_logging_directory(self) -> bool:
         """Unless it is told where to write."""
         return self.dir is None
-
-    @property
-    def tracker(self) -> Any:
-        """The `dvclive.Live`."""
-        return self._live
-
-    live = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""
@@ -116,11 +102,11 @@ class DVCLive(Tracker):
                     run.step,
                 )
         with _repository(is_made=bool(options["save_dvc_exp"] or options.get("cache_images"))):
-            self._live = Live(**options)
-        if not get_dvc_studio_config(self._live):
+            self._run = Live(**options)
+        if not get_dvc_studio_config(self._run):
             # DVCLive would read all its files for DVC Studio at every flush, and keep a thread for ever, to send them nowhere.
-            self._live.post_data_to_studio = lambda: None
-        self._live.log_params(dict(run.config))
+            self._run.post_data_to_studio = lambda: None
+        self._run.log_params(dict(run.config))
 
     def state(self) -> dict[str, Any]:
         """The series of images and plots, without the folder, which options give."""
@@ -131,7 +117,7 @@ class DVCLive(Tracker):
         `Live.log_plot` takes to histograms of the same record.
         """
         own, _ = self._options_of_record(options)
-        self._live.step = step
+        self._run.step = step
         for name, value in values.items():
             self._log(self._names.of(name), value, own)
 
@@ -139,13 +125,13 @@ class DVCLive(Tracker):
         """See `Tracker.log_images`. The first is `name/step.png`, which is shown with a slider; others are `name ⟨image 1⟩/step.png`, and
         so on.
         """
-        shared_options(options, "dvclive", {self._live.log_image: ("name", "val")})
-        self._live.step = step
+        shared_options(options, "dvclive", {self._run.log_image: ("name", "val")})
+        self._run.step = step
         for name, images in values.items():
             folder = self._folder(name, "images", step)
             for index, image in enumerate(images):
                 place = marked(folder, f"image {index}") if index else folder
-                self._live.log_image(f"{place}/{step}.png", image.squeeze(2).numpy())
+                self._run.log_image(f"{place}/{step}.png", image.squeeze(2).numpy())
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. It becomes the data of a plot, of the first column against the others unless options say otherwise.
@@ -153,7 +139,7 @@ class DVCLive(Tracker):
         Each row has the names of its columns, so one without rows gets a row of nulls, and one
         without columns is nothing to DVCLive.
         """
-        shared_options(options, "dvclive", {self._live.log_plot: ("name", "datapoints")})
+        shared_options(options, "dvclive", {self._run.log_plot: ("name", "datapoints")})
         if not table.columns:
             return
         rows = table.rows or [(None,) * len(table.columns)]
@@ -171,35 +157,35 @@ class DVCLive(Tracker):
 
     def flush(self) -> None:
         """Brings the summary of the latest values up to date; all else is in the files at once."""
-        self._live.sync()
+        self._run.sync()
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002 - DVC knows no failed experiments
         """See `Tracker.finish`."""
-        self._live.end()
+        self._run.end()
 
     def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-        calls = {self._live.log_metric: ("name", "val"), self._live.log_plot: ("name", "datapoints")}
+        calls = {self._run.log_metric: ("name", "val"), self._run.log_plot: ("name", "datapoints")}
         return shared_options(options, "dvclive", calls)
 
     def _plot(self, name: str, step: int, rows: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-        self._live.step = step
-        self._live.log_plot(f"{self._folder(name, 'plot', step)}/{step}", rows, **options)
+        self._run.step = step
+        self._run.log_plot(f"{self._folder(name, 'plot', step)}/{step}", rows, **options)
 
     def _folder(self, name: str, kind: str, step: int) -> str:
         file = self._names.of(name)
         return marked(file, *self._series.place(f"{kind}:{file}", kind, step))
 
     def _log(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        summary = self._live.summary
+        summary = self._run.summary
         if _fits(summary, name.split("/")):
-            self._live.log_metric(name, value, **options)
+            self._run.log_metric(name, value, **options)
             return
         # The summary is a nested dict, where "a" and "a/b" exclude each other. The files do not.
-        self._live.summary = {}
+        self._run.summary = {}
         try:
-            self._live.log_metric(name, value, **options)
+            self._run.log_metric(name, value, **options)
         finally:
-            self._live.summary = {**summary, name + "/" * (name in summary): value}
+            self._run.summary = {**summary, name + "/" * (name in summary): value}
 
 
 @contextlib.contextmanager

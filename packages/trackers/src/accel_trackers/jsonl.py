@@ -154,21 +154,12 @@ class JSONL(Tracker):
 
 
 def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records in a folder, in their order, without those that a resumed run has superseded.
+    """The records in the folder of one run, in their order, without those that a resumed run has superseded.
 
-    Args:
-        directory: that of one run, where `metrics.jsonl` lies.
-
-    Returns:
-        For each record a dict with "step", "time" in seconds since 1970, and one of: "values",
-            numbers and texts by name, as they were
-        logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`; "histograms",
-        `accel_core.Bins`.
-
-    Raises:
-        FileNotFoundError: if nothing was recorded there.
-        ValueError: for a line that is no record, naming it. One that a kill left unfinished, at the
-            end, is no error.
+    Each is a dict with "step", "time" in seconds since 1970, and one of: "values", numbers and texts by
+    name, as they were logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`;
+    "histograms", `accel_core.Bins`. FileNotFoundError is raised if nothing was recorded there, and
+    ValueError for a line that is no record; one that a kill left unfinished, at the end, is no error.
     """
     path = Path(directory) / METRICS
     complete, _, _ = path.read_bytes().rpartition(b"\n")

@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
 from accel_trackers.name_limits import flat, spelled
-from accel_trackers.process_guard import check_options, missing, variables
+from accel_trackers.process_guard import check_options, variables
+from accel_trackers.service import Service
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from accel_core import Table
+    from accel_core import Table, TrackedRun
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("tracking_uri", "experiment_name", "run_name", "tags", "description", "artifact_location", "flush_secs")
@@ -37,19 +37,15 @@ _LONGEST_NAME, _LONGEST_VALUE, _LONGEST_TAG = 250, 6000, 5000  # characters that
 _METRICS, _PARAMS = 1000, 50  # that a request has at most: MLflow takes 1000 and 100, and no more than 1 MB
 
 
-class MLflow(Tracker):
+class MLflow(Service):
     """Records with MLflow. Without a server: type `mlflow ui --backend-store-uri sqlite:///LOGGING_DIR/PROJECT/mlflow.db` to look.
 
     The configuration is in the parameters of the run, cut at 6000 characters, and whole in its
     artifact config.json. Texts are artifacts, texts/NAME/STEP.txt, and so are tables,
-    tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. MLflow has no
-    histograms, and its databases no infinity: that is recorded as the largest float64,
-    1.797...e308. A name with characters that MLflow does not take has others in their place and a
-    checksum at its end; what it was is in the tag "name.NAME".
-
-    A step may come again, or go back. A resumed run goes on in the same run of MLflow, which keeps
-    what came after the checkpoint beside what is recorded again. MLflow does not change the
-    parameters of a run.
+    tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. MLflow's
+    databases have no infinity: that is recorded as the largest float64, 1.797...e308. What a name
+    was that had to be changed is in the tag "name.NAME". MLflow does not change the parameters of a
+    run.
 
     Nothing global is touched: neither MLflow's active run, nor its tracking URI. Of the git state
     and the source code nothing is recorded, of the machine's load only on request, and the address
@@ -76,7 +72,8 @@ class MLflow(Tracker):
         flush_secs: seconds for which numbers are gathered to be recorded at once.
     """
 
-    name = "mlflow"
+    name, client, extra = "mlflow", "mlflow", "mlflow"
+    active_run = Service.tracker  # a `mlflow.entities.Run`, by the name that scripts may know
 
     def __init__(
         self,
@@ -96,7 +93,6 @@ class MLflow(Tracker):
         self.artifact_location = artifact_location
         self.flush_secs = flush_secs
         self._client: Any = None
-        self._run: Any = None
         self._gathered: list[Any] = []
         self._sent_at = -float("inf")
         self._stamp = 0
@@ -110,18 +106,6 @@ class MLflow(Tracker):
     def requires_logging_directory(self) -> bool:
         """Whether no server is named. (`mlflow.set_tracking_uri` sets the variable too.)"""
         return self.tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That mlflow is not installed, if so."""
-        return missing("mlflow", "mlflow")
-
-    @property
-    def tracker(self) -> Any:
-        """The `mlflow.entities.Run` as it began; `mlflow.MlflowClient().get_run(tracker.info.run_id)` has what was recorded since."""
-        return self._run
-
-    active_run = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.

@@ -85,15 +85,9 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float:
-    """The peak rate of a device in a precision, in operations per second.
+    """The peak rate of a device in a precision, in operations per second; ValueError where that is not known.
 
-    Args:
-        device: its name is what torch's module for its type calls it.
-        mixed_precision: the name of the precision. "no" is float32, or TF32 where torch is told to
-            use it for matrix products.
-
-    Raises:
-        ValueError: where the device, or what it does in this precision, is not known.
+    "no" is float32, or TF32 where torch is told to use it for matrix products.
     """
     name = device_name(device)
     known = PEAKS.get(telling_words(name))

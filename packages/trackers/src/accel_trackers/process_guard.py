@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 LOGGERS = ("asyncio", "urllib3")  # of others, whose levels services set
@@ -19,30 +18,11 @@ HOOKS = ((sys, "excepthook"), (sys, "exit"), (builtins, "__import__"))
 STREAMS = ((sys, "stdout"), (sys, "stderr"))
 
 
-def missing(module: str, extra: str) -> str | None:
-    """The reason why a service cannot be used: its client is not installed; None if it is.
-
-    Args:
-        module: the top-level module of the client, which is not imported.
-        extra: that of accel-trackers which installs it.
-    """
-    if find_spec(module) is not None:
-        return None
-    return f"{module} is not installed. Type: pip install 'accel-trackers[{extra}]'"
-
-
 def check_options(given: Collection[str], known: Collection[str], where: str, callee: str, hint: str = "") -> None:
-    """Refuses options that a service would not know, or would ignore.
+    """Refuses options that a service would not know, or would ignore: TypeError names them, and those that are known.
 
-    Args:
-        given: their names.
-        known: those that there are.
-        where: the user gave them: "init_kwargs={'wandb': ...}".
-        callee: what they go to.
-        hint: follows the message.
-
-    Raises:
-        TypeError: naming those that are unknown.
+    `where` is what the user gave them in: "init_kwargs={'wandb': ...}"; `callee` what they go to;
+    `hint` follows the message.
     """
     unknown = sorted(set(given) - set(known))
     if unknown:
@@ -57,13 +37,8 @@ def shared_options(
 ) -> list[dict[str, Any]]:
     """The options of a record for each of the calls that it takes, which know different ones.
 
-    Args:
-        given: `log_kwargs` of the user.
-        service: the name of the tracker.
-        calls: of the service → their parameters that the tracker fills itself.
-
-    Raises:
-        TypeError: naming those that none of the calls knows.
+    `calls` has the calls of the service, and their parameters that the tracker fills itself. TypeError
+    names those of the `log_kwargs` of the user that none of the calls knows.
     """
     if not given:
         return [{} for _ in calls]

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core import RecordRefusedError, TrackedRun, Tracker
+from accel_core import RecordRefusedError, TrackedRun
 from accel_trackers.name_limits import Names
-from accel_trackers.process_guard import check_options, missing, process_kept
+from accel_trackers.process_guard import check_options, process_kept
+from accel_trackers.service import Service
 from accel_trackers.step_series import Series, marked, unmarked
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _LONGEST_NAME, _LAST_STEP = 480, 2**48  # SwanLab takes 512 letters, of which ma
 _OLDER_NAMES = {"experiment_name", "notes", "logdir"}  # which `swanlab.init` still takes, beside those of its signature
 
 
-class SwanLab(Tracker):
+class SwanLab(Service):
     """`log_with="swanlab"`: numbers, texts, images, histograms as bar charts, and tables.
 
     What SwanLab finds out about the machine, the packages and git, its watch over the machine's
@@ -59,7 +60,8 @@ class SwanLab(Tracker):
         log_dir: the folder for the files of all runs; None: swanlog in the working directory.
     """
 
-    name = "swanlab"
+    name, client, extra = "swanlab", "swanlab", "swanlab"
+    run = Service.tracker  # a `swanlab.Run`, by the name that scripts may know
 
     def __init__(
         self,
@@ -82,22 +84,9 @@ class SwanLab(Tracker):
             "tags": tags,
             "log_dir": None if log_dir is None else str(log_dir),
         }
-        self._run: Any = None
         self._series = Series()
         self._names = Names("SwanLab", _fitting, _LONGEST_NAME)
         self._watches: list[Any] = []
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That swanlab is not installed, if so."""
-        return missing("swanlab", "swanlab")
-
-    @property
-    def tracker(self) -> Any:
-        """The `swanlab.Run`."""
-        return self._run
-
-    run = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.

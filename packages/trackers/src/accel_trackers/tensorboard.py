@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
 from accel_trackers.name_limits import flat
 from accel_trackers.png import encode
-from accel_trackers.process_guard import check_options, missing
+from accel_trackers.process_guard import check_options
+from accel_trackers.service import Service
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core import Bins, Table
+    from accel_core import Bins, Table, TrackedRun
 
 _NOT_FOR_USERS = {
     "self",
@@ -30,7 +30,7 @@ _FOLDER = "Accelerator(project_config=ProjectConfiguration(logging_dir=...))"
 _MARKUP = str.maketrans({mark: f"&#{ord(mark)};" for mark in "\\`*_[]<>|&~"} | {"\n": "<br>"})
 
 
-class TensorBoard(Tracker):
+class TensorBoard(Service):
     """Records with TensorBoard: event files in the folder of the run. Type `tensorboard --logdir FOLDER` to look at them.
 
     The configuration is in the file hparams.json of the folder, among the texts, and in the table
@@ -43,12 +43,8 @@ class TensorBoard(Tracker):
     infinite. `double_precision` keeps all digits, but then they are shown by
     `tensorboard --load_fast=false` alone.
 
-    A step may come again, and all values are in the files. The default reader of `tensorboard`
-    shows for each tag only what was written after its steps last went back; `--load_fast=false`
-    shows all.
-
-    A resumed run goes on in its folder, in another file that replaces what came after the
-    checkpoint.
+    Where a step comes again, the default reader of `tensorboard` shows for each tag only what was
+    written after its steps last went back; `--load_fast=false` shows all.
 
     Options of `SummaryWriter` go on top of these:
     `init_kwargs={"tensorboard": {"max_queue": 100}}`. `log` takes `walltime`.
@@ -58,7 +54,8 @@ class TensorBoard(Tracker):
         double_precision: whether numbers are stored as float64.
     """
 
-    name = "tensorboard"
+    name, client, extra = "tensorboard", "tensorboard", "tensorboard"
+    writer = Service.tracker  # a `torch.utils.tensorboard.SummaryWriter`, by the name that scripts may know
     requires_logging_directory = True
 
     def __init__(self, flush_secs: float = 10.0, double_precision: bool = False) -> None:
@@ -68,20 +65,7 @@ class TensorBoard(Tracker):
             )
         self.flush_secs = flush_secs
         self.double_precision = double_precision
-        self._writer: Any = None
         self._kinds: dict[str, str] = {}
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That tensorboard is not installed, if so."""
-        return missing("tensorboard", "tensorboard")
-
-    @property
-    def tracker(self) -> Any:
-        """The `torch.utils.tensorboard.SummaryWriter`."""
-        return self._writer
-
-    writer = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`.
@@ -101,7 +85,7 @@ class TensorBoard(Tracker):
         # Readers take the first mark of a start for that of the run, and only the following ones for restarts, which hide what came
         # after them: hence one in every file.
         options = {"flush_secs": self.flush_secs, **run.options, "purge_step": run.step}
-        self._writer = SummaryWriter(str(run.directory), **options)
+        self._run = SummaryWriter(str(run.directory), **options)
         self._store(run.config, run.directory, run.step)
 
     def state(self) -> dict[str, Any]:
@@ -113,26 +97,26 @@ class TensorBoard(Tracker):
         walltime, double = _walltime(options), self.double_precision
         for name, value in values.items():
             if isinstance(value, str):
-                self._writer.add_text(name, value, step, walltime)  # under the tag "name/text_summary"
+                self._run.add_text(name, value, step, walltime)  # under the tag "name/text_summary"
             else:
                 tag = self._tag(name, "number")
-                self._writer.add_scalar(tag, float(value), step, walltime, new_style=double, double_precision=double)
+                self._run.add_scalar(tag, float(value), step, walltime, new_style=double, double_precision=double)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`. They are stored as PNG, those of one name and step under one tag, each in its size."""
         walltime = _walltime(options)
         for name, images in values.items():
-            self._writer.file_writer.add_summary(_image_summary(self._tag(name, "images"), images), step, walltime)
+            self._run.file_writer.add_summary(_image_summary(self._tag(name, "images"), images), step, walltime)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. It becomes a text, as a table of Markdown."""
-        self._writer.add_text(name, _markdown(table), step, _walltime(options))
+        self._run.add_text(name, _markdown(table), step, _walltime(options))
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
         """See `Tracker.log_histograms`."""
         walltime = _walltime(options)
         for name, bins in values.items():
-            self._writer.add_histogram_raw(
+            self._run.add_histogram_raw(
                 self._tag(name, "histogram"),
                 min=bins.edges[0],
                 max=bins.edges[-1],
@@ -147,11 +131,11 @@ class TensorBoard(Tracker):
 
     def flush(self) -> None:
         """See `Tracker.flush`."""
-        self._writer.flush()
+        self._run.flush()
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002
         """See `Tracker.finish`."""
-        self._writer.close()
+        self._run.close()
 
     def _store(self, config: Mapping[str, Any], directory: Path, step: int) -> None:
         """The configuration, in all forms."""
@@ -159,9 +143,9 @@ class TensorBoard(Tracker):
         part = directory / "hparams.json.part"
         part.write_text(readable + "\n", encoding="utf-8")
         os.replace(part, directory / "hparams.json")
-        self._writer.add_text("config", f"~~~~json\n{readable}\n~~~~", step)
-        self._writer.file_writer.add_summary(_hparams(config), step)
-        self._writer.flush()
+        self._run.add_text("config", f"~~~~json\n{readable}\n~~~~", step)
+        self._run.file_writer.add_summary(_hparams(config), step)
+        self._run.flush()
 
     def _tag(self, name: str, kind: str) -> str:
         return name if self._kinds.setdefault(name, kind) == kind else f"{name}/{kind}"

@@ -36,9 +36,7 @@ class Throughput:
 
     No collective, and no waiting for the device: this rank counts for itself, and totals are its
     counts times the number of data-parallel parts, which is exact where all ranks have batches of
-    one size. Time is that of the host between two reports. An accelerator works some steps behind
-    the host, by an amount that stays about the same: over several steps that is nothing, with
-    `every=1` single values jump.
+    one size. Time is that of the host between two reports, so with `every=1` single values jump.
 
     Recorded, each behind `prefix`:
 
@@ -116,15 +114,10 @@ class Throughput:
     ) -> None:
         """Counts a batch; reports when it ends an optimizer step at which a report is due. No collective; call it on every rank.
 
-        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block. While
-        the meter is paused nothing is counted.
-
-        Args:
-            samples: of this rank's batch.
-            tokens: of this rank's batch; 0: not counted.
-            gradient_norm: what `accelerator.clip_grad_norm_` has returned. The last one is
-                reported, and only read by trackers, so the device is not waited for.
-            step: under which values are logged. None: the number of optimizer steps.
+        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block, with the samples
+        and tokens (0: not counted) of this rank's batch. `gradient_norm` is what `clip_grad_norm_` has
+        returned; it is only read by trackers, so the device is not waited for. Values are logged under
+        `step`; None: the number of optimizer steps. While the meter is paused nothing is counted.
         """
         if self._pauses:
             return

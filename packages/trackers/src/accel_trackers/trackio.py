@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core import TrackedRun, Tracker
 from accel_trackers.name_limits import Names, short
 from accel_trackers.png import encode
-from accel_trackers.process_guard import missing, variables
+from accel_trackers.process_guard import variables
+from accel_trackers.service import Service
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_core import Bins, Table
+    from accel_core import Bins, Table, TrackedRun
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ LONGEST_PROJECT = 180  # bytes: it is the name of a file, with endings
 ELSEWHERE = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}  # where runs go if not to this machine
 
 
-class Trackio(Tracker):
+class Trackio(Service):
     """Records with Trackio, on this machine unless told otherwise: `trackio show` shows the runs.
 
     Options of `trackio.init` go on top of these: `init_kwargs={"trackio": {"server_url": "..."}}`.
@@ -38,12 +38,8 @@ class Trackio(Tracker):
     Trackio prints when a run begins and ends. The Hugging Face Hub is not asked for anything, the
     name of the user neither, unless a Space or a server is to record.
 
-    A resumed run goes on as the same one, whose values from the checkpoint's step on are then there
-    twice. Trackio's own names, "project", "run", "timestamp", "step", "time" and "metrics", are
-    recorded as "__step" and so on. Names at the top of the configuration that begin with "_", as
-    "_target_" does, are recorded without that and with a checksum, which is told; so is a project
-    whose name has more than 180 bytes. Several images under one name are several records of one
-    step.
+    Trackio's own names, "project", "run", "timestamp", "step", "time" and "metrics", are recorded as
+    "__step" and so on. Several images under one name are several records of one step.
 
     Args:
         name: shown for the run, and by which it is found again; None: its id.
@@ -57,7 +53,8 @@ class Trackio(Tracker):
             seconds, in threads of this process.
     """
 
-    name = "trackio"
+    name, client, extra = "trackio", "trackio", "trackio"
+    run = Service.tracker  # a `trackio.Run`, by the name that scripts may know
 
     def __init__(
         self,
@@ -76,20 +73,7 @@ class Trackio(Tracker):
             "embed": False,
         }
         self._dir = dir
-        self._run: Any = None
         self._records = 0
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That trackio is not installed, if so."""
-        return missing("trackio", "trackio")
-
-    @property
-    def tracker(self) -> Any:
-        """The `trackio.Run`."""
-        return self._run
-
-    run = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""

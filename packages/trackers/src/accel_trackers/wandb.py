@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core import RecordRefusedError, TrackedRun, Tracker
+from accel_core import RecordRefusedError, TrackedRun
 from accel_trackers.name_limits import Names, short
 from accel_trackers.png import pillow
-from accel_trackers.process_guard import missing, process_kept, variables
+from accel_trackers.process_guard import process_kept, variables
+from accel_trackers.service import Service
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ LONGEST_ARTIFACT = 128  # letters of the name of one, which every table is
 LOCAL_MODES = ("offline", "dryrun", "disabled")  # in which nobody has to be logged in
 
 
-class WandB(Tracker):
+class WandB(Service):
     """Records with Weights & Biases, for which one logs in once: type `wandb login`.
 
     A step is recorded as a value beside the others, which every chart has as its x axis. The
@@ -53,19 +54,8 @@ class WandB(Tracker):
     (`{"settings": {"console": "wrap", "silent": False, "disable_git": False, "disable_code": False}}`.)
     Offline, wandb's reports of its own errors are off too, since they go to its server even then.
 
-    A resumed run goes on under its id. Offline it is written to a second folder, which tells
-    `wandb sync` that it continues the first: what the service shows is one run. What the first
-    folder holds from the checkpoint's step on is uploaded as well.
-
-    A project of more than 128 characters, or with one that wandb takes in no name of a project, is
-    named otherwise, with a checksum, which is told.
-
-    wandb starts a process of its own, wandb-core, and two threads, which stay until the program
-    ends, as does a hook of its in `sys.meta_path`; `wandb.teardown()` ends the process and the
-    threads before.
-
-    What was logged is in wandb's files soon after, and can be read there while the run goes on
-    (`wandb leet`).
+    What the folder of a run that was resumed offline holds from the checkpoint's step on is uploaded
+    as well. `wandb.teardown()` ends wandb's process and threads before the program ends.
 
     Args:
         entity: the user or team whose run it is; None: the one that WANDB_ENTITY or the login says.
@@ -83,7 +73,8 @@ class WandB(Tracker):
             from a process of its own.
     """
 
-    name = "wandb"
+    name, client, extra = "wandb", "wandb", "wandb"
+    run = Service.tracker  # a `wandb.Run`, by the name that scripts may know
 
     def __init__(
         self,
@@ -114,21 +105,8 @@ class WandB(Tracker):
         }
         self._step_metric = step_metric
         self._system_metrics = system_metrics
-        self._run: Any = None
         self._names_of_images = Names("wandb", _short)
         self._names_of_tables = Names("wandb", _path)
-
-    @classmethod
-    def unusable(cls) -> str | None:
-        """That wandb is not installed, if so."""
-        return missing("wandb", "wandb")
-
-    @property
-    def tracker(self) -> Any:
-        """The `wandb.Run`. It is not `wandb.run`, so that several can be recorded at a time."""
-        return self._run
-
-    run = tracker  # the name that scripts may know it by
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker.start`."""

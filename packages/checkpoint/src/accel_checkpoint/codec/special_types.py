@@ -13,10 +13,9 @@ import enum
 import math
 import re
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from datetime import date, datetime, timedelta, timezone
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -90,7 +89,7 @@ _STATES = {
     "get_state": "Give what its get_state method returns.",
     "getstate": "Give what its getstate method returns.",
 }
-_BASES = (dict, list, tuple, set, frozenset, deque, str, bytes, int, float, complex, datetime, date, timedelta)
+_BASES = (dict, list, tuple, set, frozenset, deque, str, bytes, int, float, complex)
 
 
 def is_plain_text(text: str) -> bool:
@@ -136,7 +135,7 @@ def _join_float(text: str) -> float:
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
-def _split_bytes(value: bytes | bytearray) -> tuple[str | torch.Tensor]:
+def _split_bytes(value: bytes) -> tuple[str | torch.Tensor]:
     if len(value) > LONG:
         return (torch.frombuffer(bytearray(value), dtype=torch.uint8),)
     return (base64.b64encode(value).decode("ascii"),)
@@ -191,42 +190,6 @@ def _with_attributes(mapping: M, attributes: dict[str, Any]) -> M:
     return mapping
 
 
-_FACTORIES: dict[str, Callable[[], Any]] = {
-    factory.__name__: factory
-    for factory in (
-        bool,
-        bytes,
-        complex,
-        Counter,
-        deque,
-        dict,
-        float,
-        frozenset,
-        int,
-        list,
-        OrderedDict,
-        set,
-        str,
-        tuple,
-    )
-}
-
-
-def _split_defaultdict(value: defaultdict[Any, Any]) -> tuple[str | None, dict[Any, Any]]:
-    factory: Any = value.default_factory
-    name = getattr(factory, "__name__", None)
-    if factory is not None and _FACTORIES.get(str(name)) is not factory:
-        raise Unfit(
-            f"is a defaultdict whose factory is {shown(factory)}, and only those of built-in types can be saved",
-            f"Give a dict, or a factory out of {', '.join(sorted(_FACTORIES, key=str.lower))}.",
-        )
-    return name, dict(value)
-
-
-def _join_defaultdict(factory: str | None, value: dict[Any, Any]) -> defaultdict[Any, Any]:
-    return defaultdict(None if factory is None else _FACTORIES[factory], value)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """`"float32"` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -238,29 +201,6 @@ def find_dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise LookupError(f"torch has no dtype {name!r:.40}")
     return found
-
-
-def _split_datetime(value: datetime) -> tuple[str, int, timezone | None]:
-    zone = value.tzinfo
-    if zone is not None and type(zone) is not timezone:
-        raise Unfit(
-            f"is a datetime in a {type_name(type(zone))}, which a checkpoint cannot hold",
-            "Give it in UTC, or in another datetime.timezone.",
-        )
-    return value.replace(tzinfo=None).isoformat(), value.fold, zone
-
-
-def _join_datetime(text: str, fold: int, zone: timezone | None) -> datetime:
-    return datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
-
-
-def _split_timezone(value: timezone) -> tuple[timedelta, str | None]:
-    offset, name = value.utcoffset(None), value.tzname(None)
-    return offset, None if name == timezone(offset).tzname(None) else name
-
-
-def _join_timezone(offset: timedelta, name: str | None) -> timezone:
-    return timezone(offset) if name is None else timezone(offset, name)
 
 
 def _split_enum(value: enum.Enum) -> tuple[str, str | int]:
@@ -309,16 +249,6 @@ SPECIALS: dict[type, Special] = {
         lambda points: "".join(map(chr, points)),
     ),
     bytes: Special("bytes", _CONTENT, _split_bytes, _join_bytes),
-    bytearray: Special("bytearray", _CONTENT, _split_bytes, lambda content: bytearray(_join_bytes(content))),
-    slice: Special(
-        "slice", {"start": (), "stop": (), "step": ()}, lambda value: (value.start, value.stop, value.step), slice
-    ),
-    range: Special(
-        "range",
-        {"start": (int,), "stop": (int,), "step": (int,)},
-        lambda value: (int(value.start), int(value.stop), int(value.step)),
-        range,
-    ),
     tuple: Special("tuple", _ITEMS, lambda value: (list(value),), tuple),
     set: Special("set", _ITEMS, _split_set, _join_set),
     frozenset: Special("frozenset", _ITEMS, _split_set, lambda items: frozenset(_join_set(items))),
@@ -327,24 +257,8 @@ SPECIALS: dict[type, Special] = {
     ),
     OrderedDict: Special("OrderedDict", _MAPPING, _split_mapping, _join_ordered),
     Counter: Special("Counter", _MAPPING, _split_mapping, _join_counter),
-    defaultdict: Special(
-        "defaultdict", {"factory": (str, _NONE), "value": (dict,)}, _split_defaultdict, _join_defaultdict
-    ),
     torch.dtype: Special("torch.dtype", _NAME, lambda value: (dtype_name(value),), find_dtype),
     torch.device: Special("torch.device", _NAME, lambda value: (str(value),), torch.device),
     torch.Size: Special("torch.Size", _ITEMS, lambda value: (list(value),), torch.Size),
     type(Path()): Special("Path", _TEXT, lambda value: (str(value),), Path),
-    PurePosixPath: Special("PurePosixPath", _TEXT, lambda value: (str(value),), PurePosixPath),
-    PureWindowsPath: Special("PureWindowsPath", _TEXT, lambda value: (str(value),), PureWindowsPath),
-    date: Special("date", _TEXT, lambda value: (value.isoformat(),), date.fromisoformat),
-    datetime: Special(
-        "datetime", {"value": (str,), "fold": (int,), "tz": (timezone, _NONE)}, _split_datetime, _join_datetime
-    ),
-    timedelta: Special(
-        "timedelta",
-        {"days": (int,), "seconds": (int,), "microseconds": (int,)},
-        lambda value: (value.days, value.seconds, value.microseconds),
-        timedelta,
-    ),
-    timezone: Special("timezone", {"offset": (timedelta,), "name": (str, _NONE)}, _split_timezone, _join_timezone),
 }

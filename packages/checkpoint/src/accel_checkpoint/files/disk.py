@@ -91,6 +91,12 @@ def new_file(path: Path) -> Iterator[Output]:
         raise cannot_be_written(error, path) from error
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Writes a small new file, all of it on the disk. Raises OSError, naming the path."""
+    with new_file(path) as output:
+        output.write(memoryview(content))
+
+
 def open_file(path: Path) -> int:
     """The descriptor of a file that is to be read, for the caller to close.
 
@@ -109,16 +115,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of a regular file.
-
-    Args:
-        path: of the file.
-        most: how many bytes it may have; no memory is taken for a larger one.
-
-    Raises:
-        CheckpointError: if it is no regular file, or larger.
-        OSError: naming `path`.
-    """
+    """All of a regular file; CheckpointError if it is none, or has more than `most` bytes: then no memory is taken for it."""
     descriptor = open_file(path)
     try:
         size = os.fstat(descriptor).st_size

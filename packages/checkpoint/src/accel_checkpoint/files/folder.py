@@ -64,15 +64,9 @@ class Draft:
     def begin(cls, folder: Path, id: str | None = None) -> Draft:
         """Makes the folder and a data folder in it, and sweeps what killed saves left there. Not a collective.
 
-        Args:
-            folder: where to; its parents are made too.
-            id: 16 hexadecimal digits; None: new ones.
-
-        Raises:
-            CheckpointError: before anything is written, if the place is taken: by a file, by the
-                checkpoint of another library or of a newer version, by a manifest of another kind,
-                by a run that is saving there.
-            OSError: naming the folder, if it cannot be made or written to.
+        CheckpointError is raised before anything is written, if the place is taken: by a file, by the
+        checkpoint of another library or of a newer version, by a run that is saving there; OSError if the
+        folder cannot be made or written to.
         """
         draft = cls(folder, secrets.token_hex(8) if id is None else id)
         assert DATA.fullmatch(draft.data.name), id
@@ -132,14 +126,10 @@ class Draft:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a folder that holds a checkpoint, with everything in it. Not a collective.
+    """Removes a folder that holds a checkpoint, with everything in it. Of a link only the link is removed. Not a collective.
 
     An interrupted removal leaves no checkpoint: what was the manifest is called
-    `manifest.json.removed` from the first moment to the last, and says that the rest may go too. Of
-    a link only the link is removed.
-
-    Raises:
-        OSError: naming the folder.
+    `manifest.json.removed` from the first moment to the last, and says that the rest may go too.
     """
     with failing_with("the checkpoint cannot be removed: {}. Remove the folder by hand", folder):
         if folder.is_symlink():

@@ -1,17 +1,4 @@
-"""`index.json`: what a checkpoint holds, and where.
-
-    {"files":   {"rank-00000.safetensors": …},              see `accel_checkpoint.files.part_file.StoredFile`
-     "tensors": {"model.0/weight": {"kind", "shape", "dtype", "parts": […]}, …},
-     "aliases": {"model.0/head.weight": "model.0/embedding.weight", …},
-     "objects": {"scheduler.0": [{"ranks": "all", "skeleton": …, "tensors": {path: {"file", "key"}}}], …}}
-
-A part of an `elementwise` tensor is a box: `{"offsets", "sizes", "file", "key"}`; the boxes cover
-the tensor once. A `replicated` tensor has one part, `{"file", "key"}`. A `partial` one has a part
-per rank, `{"rank", "file", "key"}`, and is their mean. An `opaque` one has no shape or dtype, and
-its parts are encoded objects: `{"part", "signature", "skeleton", "tensors"}`. An object has one
-entry for `"all"` ranks, or one for each group of ranks on which it was the same:
-`{"ranks": [0, 2], …}`.
-"""
+"""`index.json`: what a checkpoint holds, and where. docs/reference/checkpoint-format.md describes its members."""
 
 from __future__ import annotations
 
@@ -25,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from accel_checkpoint.files.disk import hash_of, open_file, read_file
+from accel_checkpoint.files.disk import hash_of, open_file, read_file, write_new
 from accel_checkpoint.files.manifest import FileRecord
 from accel_checkpoint.files.stored import DTYPES, StoredFile, is_shape
 from accel_checkpoint.plan import StoredBox
@@ -172,24 +159,3 @@ def _check_ranks(unit: str, entry: Mapping[str, Any]) -> None:
 
 def _are_sizes(values: Any, count: int) -> bool:
     return isinstance(values, list) and len(values) == count and all(type(each) is int and each >= 0 for each in values)
-
-
-def write_new(path: Path, text: bytes) -> None:
-    """Writes a small new file, all of it on the disk.
-
-    Raises:
-        OSError: naming the path.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            view = memoryview(text)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"cannot be written: {error.strerror}. Make room, or save elsewhere", str(path)
-        ) from error

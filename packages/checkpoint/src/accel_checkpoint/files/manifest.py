@@ -1,20 +1,9 @@
 """The manifest: the one file that makes a folder a checkpoint. It is written last, and replaced in one step.
 
-`manifest.json` is JSON in ASCII, indented by two spaces, with exactly these members in this order:
-
-    format    "accel-checkpoint"
-    version   1; a change that a reader of this version would not understand, a new member too, raises it
-    hash      "xxh3_128": the algorithm of every hash in the checkpoint, as 32 lower-case hexadecimal digits
-    id        16 lower-case hexadecimal digits; everything else is in the folder `data-<id>` beside the manifest
-    created   when it was written, ISO 8601 in UTC to the second: "2030-01-31T12:00:00+00:00"
-    index     {"nbytes": …, "hash": …} of `data-<id>/index.json`
-    files     {name: bytes} of the other files in `data-<id>`; hashes of their parts stand in `index.json`
-    record    an object about the run, of which this module knows nothing
-    seal      the hash of every byte of the file before the first digit of the seal
-
-After the digits of the seal the file ends with `"`, a line feed, `}` and a line feed. So a reader
-takes the last 36 bytes off, hashes what remains, and compares those 36 with the hash in hexadecimal
-digits and that ending: one flipped byte is found wherever it is.
+Its members are in docs/reference/checkpoint-format.md. The last is the seal, the hash of every byte
+before the first digit of it. After its digits the file ends with `"`, a line feed, `}` and a line
+feed. So a reader takes the last 36 bytes off, hashes what remains, and compares those 36 with the
+hash in hexadecimal digits and that ending: one flipped byte is found wherever it is.
 """
 
 from __future__ import annotations
@@ -29,24 +18,20 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from accel_checkpoint.files.disk import read_file
 from accel_checkpoint.weights.tensor_files import sync_folder
+from accel_checkpoint.words import listed
 from accel_core import CheckpointError
-
-T = TypeVar("T")
 
 NAME = "manifest.json"
 FORMAT = "accel-checkpoint"
 VERSION = 1
 HASH = "xxh3_128"
 INDEX = "index.json"
-
-TRIES = 10
-"""The most attempts to read a checkpoint that saves replace meanwhile."""
 
 LARGEST = 64 << 20
 """Bytes of a manifest: none is read, or written, that has more."""
@@ -128,15 +113,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint whose files are all there, with the sizes that it says. Not a collective.
 
-    What the files contain is not read: hashes of the index and of the parts of the others are
-    checked by their readers.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        CheckpointError: if it holds no checkpoint, or one that is unfinished, damaged, or made by a
-            newer version.
-
-    Both name the newest complete checkpoint beside it, if there is one.
+    Raises FileNotFoundError if there is no such folder, and CheckpointError if it holds no checkpoint,
+    or one that is unfinished, damaged, or of a newer version. Both name the newest complete checkpoint
+    beside it, if there is one. Hashes of the other files are checked by their readers.
     """
     found = examine(folder)
     if isinstance(found, Manifest):
@@ -156,17 +135,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 def examine(folder: Path) -> Manifest | Flaw:
     """The manifest of a folder, or why it cannot be read; the files that it names are looked for. Reads little."""
-    while True:
-        manifest = unseal(folder)
-        if isinstance(manifest, Flaw):
-            return manifest
-        wrong = wrong_files(folder, manifest)
-        if not wrong:
-            return manifest
-        if identity(folder) == manifest.id:
-            break  # else a save has replaced it, and removed its files
-    shown = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
-    return Flaw("damaged", f"is damaged: of the files that its manifest names, in {manifest.data}, {shown}")
+    manifest = unseal(folder)
+    if isinstance(manifest, Flaw):
+        return manifest
+    wrong = wrong_files(folder, manifest)
+    if not wrong:
+        return manifest
+    return Flaw(
+        "damaged",
+        f"is damaged: of the files that its manifest names, in {manifest.data}, {listed(wrong, most=_SHOWN)}",
+    )
 
 
 def unseal(folder: Path) -> Manifest | Flaw:
@@ -188,32 +166,6 @@ def unseal(folder: Path) -> Manifest | Flaw:
         sealed = members.kind != "newer" and _SEALED.search(content[-_TAIL - len(_SEAL) :])
         return (_broken_seal(content) if sealed else None) or members
     return _broken_seal(content) or _manifest(members)
-
-
-def identity(folder: Path) -> str:
-    """The id of the checkpoint in a folder; empty if there is none that can be read. Never raises."""
-    try:
-        found = unseal(folder)
-    except OSError:
-        return ""
-    return found.id if isinstance(found, Manifest) else ""
-
-
-def unreplaced(folder: Path, work: Callable[[], T]) -> T:
-    """The result of `work`, which reads a checkpoint; calls it again if a save has replaced that.
-
-    Raises:
-        CheckpointError, OSError: what `work` raised of a checkpoint that is still there, or at the
-            tenth time.
-    """
-    for _ in range(TRIES - 1):
-        before = identity(folder)
-        try:
-            return work()
-        except (CheckpointError, OSError):
-            if identity(folder) == before:
-                raise
-    return work()
 
 
 def is_complete(folder: Path) -> bool:

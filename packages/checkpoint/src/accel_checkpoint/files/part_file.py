@@ -8,14 +8,12 @@ that nothing may be trained or saved after such an error.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 import xxhash
@@ -32,7 +30,7 @@ from accel_checkpoint.files.disk import (
     read_into,
 )
 from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
-from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
+from accel_checkpoint.weights.tensor_files import header_of, in_order
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box, flat_range
 
@@ -51,18 +49,15 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     """Writes tensors to a new file, which is on the disk on return, and returns its description.
 
-    Tensors live on any device, with any strides. One in contiguous CPU memory is written from
-    there; of others a small part at a time is copied. A dtype that safetensors lacks (complex128,
-    say) stands there as bytes, with one more dim.
-
-    Raises:
-        CheckpointError: for what is no plain tensor with data, before anything is written.
-        OSError: naming `path`; then nothing is left there, but for a file that was there before.
+    They live on any device, with any strides. One in contiguous CPU memory is written from there; of
+    others a small part at a time is copied. CheckpointError is raised for what is no plain tensor with
+    data, before anything is written; OSError names `path`, and leaves nothing new there.
     """
     found = {key: plain(key, tensor) for key, tensor in tensors.items()}
-    # By falling size of their elements, every tensor lies at a multiple of its own.
-    keys = sorted(found, key=lambda key: (-found[key].element_size(), key))
-    header = _header({key: found[key] for key in keys})
+    if "__metadata__" in found:
+        raise _refusal("__metadata__", "a name that the format keeps for itself", "Give it another name")
+    keys = in_order(found)
+    header = header_of({key: found[key] for key in keys}, {"format": "pt"}, _ALIGNMENT)
     stored: dict[str, StoredTensor] = {}
     with new_file(path) as output:
         output.write(memoryview(header))
@@ -96,23 +91,6 @@ def _refusal(key: str, found: str, advice: str) -> CheckpointError:
     return CheckpointError(
         f"the files of a checkpoint hold plain, dense tensors with their data, but {key!r} is {found}. {advice}."
     )
-
-
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The bytes before the tensors: https://github.com/huggingface/safetensors#format."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, tensor in tensors.items():
-        if key in entries:
-            raise _refusal(key, "a name that the format keeps for itself", "Give it another name")
-        dtype, shape = SAFETENSORS_DTYPES.get(tensor.dtype), list(tensor.shape)
-        if dtype is None:
-            dtype, shape = "U8", [*shape, tensor.element_size()]
-        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + tensor.nbytes]}
-        position += tensor.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:

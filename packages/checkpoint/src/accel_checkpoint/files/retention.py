@@ -65,17 +65,9 @@ def newest(root: Path) -> Path:
 
 
 def next_path(root: Path, iteration: int, known: bool) -> Path:
-    """The path for the checkpoint number `iteration`.
+    """The path for the checkpoint number `iteration`; `known` says whether this run wrote or loaded a checkpoint in `root`.
 
-    Args:
-        root: the folder of the automatic names.
-        iteration: the number.
-        known: whether this run wrote or loaded a checkpoint in `root`, and so may replace those
-            that are there.
-
-    Raises:
-        CheckpointError: if that would replace a checkpoint of another run, or be older than one by
-            its number.
+    CheckpointError is raised if an unknown run would be replaced, or have a newer one by its number.
     """
     path = root / name(iteration)
     taken = (
@@ -92,16 +84,8 @@ def next_path(root: Path, iteration: int, known: bool) -> Path:
 def enforce(root: Path, limit: int, keep: Path) -> list[Path]:
     """Removes the complete checkpoints with the lowest numbers until `limit` remain, and what killed saves left below `keep`.
 
-    Args:
-        root: the folder of the automatic names; whatever else is in it is never touched.
-        limit: how many complete ones remain, at least 1.
-        keep: the checkpoint that was just published; it always remains.
-
-    Returns:
-        What was removed, by ascending numbers.
-
-    Warns:
-        RuntimeWarning: for each that cannot be removed.
+    `keep` was just published, and remains. Whatever else is in the folder is never touched. Returns
+    what was removed, and warns of each that cannot be.
     """
     kept = _MANAGED.fullmatch(keep.name)
     assert kept is not None, keep

@@ -22,14 +22,11 @@ from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest, read_manifest
 from accel_checkpoint.files.part_file import PartReader
 from accel_checkpoint.files.stored import DTYPES
-from accel_checkpoint.inspection.survey import Contents, size_of
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import format_table
 
 FINE, AMISS, NO_ANSWER = 0, 1, 2
 """Exit statuses: all is well; something is damaged; what was asked cannot be answered."""
-
-_HOLDS = 72  # characters of what a unit holds, in a table
 
 Report = Callable[[str], None]
 
@@ -74,17 +71,21 @@ class _Answer(NamedTuple):
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The identity and contents of a checkpoint as JSON. Reads no tensor; raises as `Contents.of`."""
-    contents = Contents.of(folder)
+    """The manifest of a checkpoint as JSON: what it is, and what was running. Raises as `read_manifest`."""
+    manifest = read_manifest(folder)
     return {
         "folder": str(folder),
-        "id": contents.manifest.id,
-        "created": contents.manifest.created,
-        "bytes": contents.nbytes,
-        "files": dict(contents.manifest.files),
-        "units": [unit._asdict() for unit in contents.units()],
-        "record": dict(contents.manifest.record),
+        "id": manifest.id,
+        "created": manifest.created,
+        "bytes": _size_of(manifest),
+        "files": dict(manifest.files),
+        "record": dict(manifest.record),
     }
+
+
+def _size_of(manifest: Manifest) -> int:
+    """Bytes of all files but the manifest."""
+    return manifest.index.nbytes + sum(manifest.files.values())
 
 
 def list_checkpoints(root: Path) -> list[dict[str, Any]]:
@@ -101,7 +102,7 @@ def _listed(folder: Path, number: int) -> dict[str, Any]:
     row: dict[str, Any] = {"number": number, "folder": str(folder)}
     found = manifests.examine(folder)
     if isinstance(found, Manifest):
-        return {**row, "state": "complete", "created": found.created, "bytes": size_of(found)}
+        return {**row, "state": "complete", "created": found.created, "bytes": _size_of(found)}
     return {**row, "state": found.kind, "reason": f"{folder} {found.found}"}
 
 
@@ -128,26 +129,12 @@ def _description(content: Mapping[str, Any]) -> str:
         f"world       {world['size'] if isinstance(world, dict) and 'size' in world else world}",
         f"size        {_bytes(content['bytes'])}, {len(content['files'])} files with tensors",
     ]
-    rows = [
-        (
-            unit["name"],
-            str(unit["tensors"] or "-"),
-            _bytes(unit["nbytes"]) if unit["nbytes"] else "-",
-            _short(unit["holds"]),
-        )
-        for unit in content["units"]
-    ]
     record = json.dumps(content["record"], indent=2, ensure_ascii=False)
-    return "\n".join([*facts, "", format_table(("unit", "tensors", "size", "holds"), rows), "", f"record {record}"])
+    return "\n".join([*facts, f"record      {record}"])
 
 
 def _is_root(folder: Path) -> bool:
     return folder.is_dir() and not (folder / manifests.NAME).exists() and bool(retention.numbers(folder))
-
-
-def _short(holds: Mapping[str, Any]) -> str:
-    text = ", ".join(f"{name}={value}" for name, value in holds.items())
-    return text if len(text) <= _HOLDS else f"{text[: _HOLDS - 1]}…"
 
 
 def _bytes(count: float) -> str:
@@ -168,23 +155,9 @@ class Damage(NamedTuple):
 def verify(folder: Path, report: Report | None = None) -> list[Damage]:
     """Reads everything in a checkpoint and checks it. Returns one entry for each damaged file; none if all is as saved.
 
-    Args:
-        folder: of the checkpoint.
-        report: is told how far it is, a line at a time.
-
-    Raises:
-        CheckpointError: if it is no checkpoint, or of a newer version: then nothing is known about
-            its files.
-        FileNotFoundError: if there is no such folder.
+    `report` is told how far it is, a line at a time. CheckpointError is raised if it is no checkpoint,
+    or of a newer version; FileNotFoundError if there is no such folder.
     """
-    while True:
-        before = manifests.identity(folder)
-        damaged = _damage(folder, report)
-        if not damaged or manifests.identity(folder) == before:  # else a save has replaced what was read
-            return damaged
-
-
-def _damage(folder: Path, report: Report | None) -> list[Damage]:
     manifest = manifests.unseal(folder)
     if not isinstance(manifest, Manifest):
         if manifest.kind == "damaged":

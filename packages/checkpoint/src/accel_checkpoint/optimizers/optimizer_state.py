@@ -29,6 +29,7 @@ from accel_checkpoint.optimizers.known_optimizers import (
     same_kind,
 )
 from accel_checkpoint.optimizers.parameter_state import Layouts, ParameterState, has_tensors
+from accel_checkpoint.words import quoted
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import OptimizerState, SavedEntry, SavedOptimizer
 from accel_core.api.layouts import Opaque, Sharding
@@ -50,23 +51,13 @@ __all__ = [
 SHARED = "(shared)"
 """The entry of what an optimizer keeps in `state` under keys that are no parameters."""
 
-_LISTED = 8  # names in one message
-
 
 def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding) -> OptimizerState:
     """The state that this rank has. Not a collective.
 
-    A parameter that was never stepped has no state, and appears in no entry.
-
-    Args:
-        optimizer: is left as it is.
-        names: the name of each parameter, by its `id`; others are called
-            "loose.<group>.<position>".
-        sharding: how the parameters are laid out.
-
-    Raises:
-        CheckpointError: if state is not laid out as was declared, or cannot be told apart by
-            parameter.
+    A parameter that was never stepped has no state, and appears in no entry. `names` has the name of
+    each parameter by its `id`; others are called "loose.<group>.<position>". CheckpointError is raised
+    if state is not laid out as was declared, or cannot be told apart by parameter.
     """
     engine = _engine(optimizer)
     named = _named(optimizer, names)
@@ -229,14 +220,9 @@ def _restore_shared(engine: Any, saved: SavedOptimizer, has_any: bool) -> None:
 
 
 def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives the groups of an optimizer the hyper-parameters that were saved.
+    """Gives the groups of an optimizer the hyper-parameters that were saved, but for those that say how this process computes.
 
-    Those that say how this process computes, such as `foreach`, stay.
-
-    Args:
-        optimizer: any object with `param_groups`; a hyper-parameter that is a tensor here stays
-            one.
-        saved: the `groups` of a `SavedOptimizer`, as many as there are here.
+    A hyper-parameter that is a tensor here stays one.
     """
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
@@ -265,12 +251,12 @@ def _misfits_groups(optimizer: Any, named: Mapping[int, str], saved: SavedOptimi
     ):
         ours, theirs = dict.fromkeys(names), dict.fromkeys(options.get("names", []))
         if lacking := [name for name in theirs if name not in ours]:
-            yield f"group {number} of the checkpoint has {_listed(lacking)}, which this optimizer has not there"
+            yield f"group {number} of the checkpoint has {quoted(lacking)}, which this optimizer has not there"
         if extra := [name for name in ours if name not in theirs]:
-            yield f"group {number} of this optimizer has {_listed(extra)}, which the checkpoint has not there"
+            yield f"group {number} of this optimizer has {quoted(extra)}, which the checkpoint has not there"
         unknown = [key for key in options if key not in group and key != "names" and key not in OF_SCHEDULERS]
         if unknown:
-            yield f"group {number} of this optimizer has no option {_listed(unknown)}, which the checkpoint sets"
+            yield f"group {number} of this optimizer has no option {quoted(unknown)}, which the checkpoint sets"
         for key, value in options.items():
             if key not in OF_THIS_PROCESS and _is_number(group.get(key)) and not _is_number(value):
                 yield f"group {number} of this optimizer has a number as {key!r}, and the checkpoint {value!r:.80}"
@@ -280,11 +266,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(map(repr, names[:_LISTED])) + more
 
 
 def _is_whole(optimizer: Any, engine: Any) -> bool:
@@ -330,7 +311,7 @@ def _check_whole(optimizer: Any, engine: Any, named: Mapping[int, str], sharding
     if not cut and engine is optimizer:
         return
     found = (
-        f"of {_listed(cut)} it has only a part on each rank"
+        f"of {quoted(cut)} it has only a part on each rank"
         if cut
         else "under ZeroRedundancyOptimizer it has a part on each rank"
     )

@@ -15,18 +15,13 @@ from pathlib import Path
 
 import torch
 
-from accel_checkpoint.files.manifest import Flaw, unreplaced, unseal
-from accel_checkpoint.reading import Checkpoint
-from accel_checkpoint.run_state import MODEL
-from accel_checkpoint.weights import saving, sources
-from accel_checkpoint.weights.sources import Stored, listed
+from accel_checkpoint.weights import saving
+from accel_checkpoint.weights.sources import Stored, stored_in
 from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES, Tensors
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
 
 Report = Callable[[str, int, int], None]
-
-_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -48,32 +43,22 @@ def export_weights(
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Exported:
-    """Writes weights under the user's names, as `save_model` does: tied ones once, published whole or not at all.
-
-    Not a collective: one process does it.
+    """Writes weights under the user's names, as `save_model` does: tied ones once, published whole or not at all. No collective.
 
     Args:
-        source: a folder of `save_state`; or a directory, a `.safetensors` or `.bin` file, or an
-            `.index.json` as `load_checkpoint_in_model` takes it.
+        source: a folder of `save_state`, or weights as `load_checkpoint_in_model` takes them.
         directory: made if it does not exist. Other files in it stay.
         max_shard_size: of one file, as for `save_model`.
         model: which one of a checkpoint that holds several, by its number.
-        overwrite: whether safetensors that `save_model` wrote there before are replaced.
+        overwrite: whether safetensors that `save_model` wrote there before are replaced; else
+            FileExistsError is raised.
         report: is called after each tensor with its name, the bytes written so far, and all bytes.
-
-    Raises:
-        CheckpointError: for a source that is damaged, and for weights that are no plain tensors.
-            What stood in the directory before stays.
-        FileNotFoundError: if there is no such source.
-        FileExistsError: if weights are there already.
-        NotADirectoryError: if `directory` is a file.
-        ValueError: for several models of which none was chosen, for a size that is none, …
     """
     source, directory = Path(source), Path(directory)
     limit = saving.parse_size(max_shard_size)
     _check_target(directory, overwrite)
     with ExitStack() as files:
-        stored = unreplaced(source, lambda: _opened(source, model, files))
+        stored = stored_in(source, files, model)
         aliases = {name: each.key for name, each in stored.items() if each.key != name and each.key in stored}
         unique = {name: each for name, each in stored.items() if name not in aliases}
         sketch = {name: _sketch(source, name, each) for name, each in unique.items()}
@@ -124,44 +109,3 @@ def _check_target(directory: Path, overwrite: bool) -> None:
     if there is not None and not overwrite:
         text = f"holds weights already: {there}. Pass another directory, or overwrite=True (--force)"
         raise FileExistsError(errno.EEXIST, text, str(directory))
-
-
-def _opened(source: Path, model: int | None, files: ExitStack) -> dict[str, Stored]:
-    if not source.exists():
-        text = "is neither a file nor a directory. Pass a checkpoint, or weights that save_model wrote"
-        raise FileNotFoundError(errno.ENOENT, text, str(source))
-    found = unseal(source)
-    if not isinstance(found, Flaw) or found.kind in {"newer", "damaged"}:
-        checkpoint = files.enter_context(Checkpoint(source))
-        if model is None and not checkpoint.units(MODEL):
-            return sources.stored_in(source, files)  # a hook may have written files there
-        unit = _unit(checkpoint, model)
-        return {name: sources._of_checkpoint(checkpoint, unit, name) for name in checkpoint.names(unit)}
-    if model is not None:
-        raise ValueError(
-            f"Model {model} of {source} was asked for, but that is no checkpoint ({found.found}), and files of weights hold one "
-            f"model. Leave the number out, or pass a folder that save_state wrote."
-        )
-    if source.is_file() and not source.name.endswith(_SUFFIXES):
-        raise ValueError(
-            f"{source} was given, which is no file of weights: {', '.join(_SUFFIXES)}. Pass one of these, or a directory."
-        )
-    return sources.stored_in(source, files)
-
-
-def _unit(checkpoint: Checkpoint, model: int | None) -> str:
-    """The unit of the one model, or of the one that was chosen."""
-    units = {int(unit.rpartition(".")[2]): unit for unit in checkpoint.units(MODEL)}
-    left = checkpoint.manifest.record["left_to_hooks"]
-    if model is None and len(units) == 1:
-        model = next(iter(units))
-    if model in units:
-        return units[model]
-    words = [f"{number} ({len(checkpoint.names(unit))} tensors)" for number, unit in units.items()]
-    beside = f", beside {listed(left)}, left to a hook" if left else ""
-    advice = f"Say which: model={min(units)} (--model {min(units)})" if units else "Pass another checkpoint"
-    asked = "The weights" if model is None else f"Model {model}"
-    raise ValueError(
-        f"{asked} of {checkpoint.folder} were to be written, but the checkpoint has {len(units)} models: "
-        f"{listed(words) or 'none'}{beside}. {advice}."
-    )

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel_checkpoint.weights.sources import CALL, Stored, listed, stored_in, words_for
+from accel_checkpoint.weights.sources import CALL, Stored, stored_in, words_for
 from accel_checkpoint.weights.weight_targets import Slot, check_memory, moved, slots_in, slots_of, unwrapped
+from accel_checkpoint.words import listed
 from accel_core import CheckpointError, NotInstalledError
 from accel_core.api.layouts import Box
 
@@ -57,46 +58,53 @@ def load_checkpoint_in_model(
 
     Parameters and buffers stay the same objects, so an optimizer that holds them trains the new
     values. Names that share memory in the model (tied weights) need one name in the files, and stay
-    tied.
+    tied. `offload_*` and other values of the last two than their defaults are refused.
 
     Args:
         model: its parameters have memory. What is inside a compiled or data-parallel wrapper is
             filled; of a prepared model that is cut into shards, what this rank has.
         checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a
-            directory that holds a checkpoint of one model, as `save_state` writes it under any
-            strategy, model.safetensors, pytorch_model.bin, an index of one of these names, or a
-            single `.safetensors` file. Where there is more than one, the first in this order, the
-            index of a name behind its file.
+            directory that holds a checkpoint of one model, model.safetensors, pytorch_model.bin, an
+            index of one of these names, or a single `.safetensors` file: the first in this order.
         device_map: {"": device} moves the model there first. Not for shards.
-        offload_folder: not offered yet.
         dtype: which floating tensors that are read have afterwards. None: parameters keep theirs,
             and values are cast. Not for shards.
-        offload_state_dict: not offered yet.
-        offload_buffers: not offered yet.
         keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of
             them is float32 whatever `dtype` says.
-        offload_8bit_bnb: not offered yet.
         strict: False reads what fits, and warns of the rest.
-        full_state_dict: only True: in the files, weights are whole.
-        broadcast_from_rank0: only False: every rank reads by itself.
 
     Raises:
         CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the
-            weights do not fit, listing what is missing, unexpected or different. The model is as it
-            was, unless the message says that it is filled in part: whether the values in a
-            checkpoint are undamaged is known when they have been read.
+            weights do not fit, with a list. The model is as it was, unless the message says that
+            it is filled in part.
         FileNotFoundError: if there is no such file or directory, or no weights in it.
-        NotInstalledError: for what no package offers yet: other device maps, and offloading.
-        ValueError: for arguments that cannot be followed, a checkpoint of several models, and a
-            model without memory.
+        NotInstalledError: for other device maps, and offloading, which no package offers yet.
+        ValueError: for arguments that cannot be followed.
     """
-    _refuse_offloading(offload_folder, offload_state_dict, offload_buffers, offload_8bit_bnb)
-    _refuse_sharding(full_state_dict, broadcast_from_rank0)
+    if asked := _asked(
+        offload_folder=(offload_folder, None),
+        offload_state_dict=(offload_state_dict, False),
+        offload_buffers=(offload_buffers, False),
+        offload_8bit_bnb=(offload_8bit_bnb, False),
+    ):
+        raise NotInstalledError(f"{CALL} was asked for {asked}, but accel-core keeps models in memory. {_UNSERVED}")
+    if asked := _asked(full_state_dict=(full_state_dict, True), broadcast_from_rank0=(broadcast_from_rank0, False)):
+        raise ValueError(
+            f"{CALL} was asked for {asked}, but every rank reads whole weights by itself, or "
+            f"what it has of them where a prepared model is cut into shards. Leave it out."
+        )
     device = _device(device_map)
     inner = unwrapped(model)
     declared: Callable[[], State] | None = getattr(inner, "accel_state", None)
     if declared is not None:
-        _refuse_changes(device_map=device_map, dtype=dtype, keep_in_fp32_modules=keep_in_fp32_modules)
+        if asked := _asked(
+            device_map=(device_map, None), dtype=(dtype, None), keep_in_fp32_modules=(keep_in_fp32_modules, None)
+        ):
+            raise ValueError(
+                f"{CALL} was asked for {asked}, but this model is cut into shards, which stay where they are and as they are. Leave "
+                f"it out: values are cast to the dtypes that the parameters have. Choose these before prepare(), or by "
+                f"mixed_precision=."
+            )
         slots = slots_of(declared())
     else:
         check_memory(inner)
@@ -120,17 +128,8 @@ def load_checkpoint_in_model(
 def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) -> None:
     """Reads weights into the entries of a model, as the hook `model_state` gives them: all of them, or it raises.
 
-    No collective: each rank reads what it has of them, and nothing else, but for a buffer.
-
-    Args:
-        state: what is filled. Values are cast to the dtypes in it.
-        checkpoint: as for `load_checkpoint_in_model`.
-        name: of the model, in messages.
-
-    Raises:
-        CheckpointError, FileNotFoundError, ValueError: as `load_checkpoint_in_model`; on every rank
-            alike, if all see the same files, and the damage to a file does not lie in what one of
-            them reads.
+    No collective: each rank reads what it has of them, cast to the dtypes in the state. `checkpoint`,
+    and what is raised, are as for `load_checkpoint_in_model`; `name` is that of the model in messages.
     """
     slots = slots_of(state)
     with ExitStack() as files:
@@ -287,43 +286,9 @@ def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
             tensor.grad = gradient.to(dtype)
 
 
-def _refuse_offloading(
-    offload_folder: object, offload_state_dict: bool, offload_buffers: bool, offload_8bit_bnb: bool
-) -> None:
-    given = {
-        "offload_folder": offload_folder,
-        "offload_state_dict": offload_state_dict,
-        "offload_buffers": offload_buffers,
-        "offload_8bit_bnb": offload_8bit_bnb,
-    }
-    asked = [f"{name}={value!r}" for name, value in given.items() if value not in (None, False)]
-    if asked:
-        raise NotInstalledError(
-            f"{CALL} was asked for {', '.join(asked)}, but accel-core keeps models in memory. {_UNSERVED}"
-        )
-
-
-def _refuse_changes(**given: object) -> None:
-    asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if asked:
-        raise ValueError(
-            f"{CALL} was asked for {' and '.join(asked)}, but this model is cut into shards, which stay where they are and as "
-            f"they are. Leave it out: values are cast to the dtypes that the parameters have. Choose these before prepare(), or "
-            f"by mixed_precision=."
-        )
-
-
-def _refuse_sharding(full_state_dict: bool, broadcast_from_rank0: bool) -> None:
-    asked = []
-    if not full_state_dict:
-        asked.append("full_state_dict=False")
-    if broadcast_from_rank0:
-        asked.append("broadcast_from_rank0=True")
-    if asked:
-        raise ValueError(
-            f"{CALL} was asked for {' and '.join(asked)}, but every rank reads whole weights by itself, or "
-            f"what it has of them where a prepared model is cut into shards. Leave it out."
-        )
+def _asked(**given: tuple[object, object]) -> str:
+    """The options whose value is another than the usual one, which stands behind it, as text."""
+    return " and ".join(f"{name}={value!r}" for name, (value, usual) in given.items() if value not in (None, usual))
 
 
 def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> torch.device | None:

@@ -6,22 +6,11 @@
 
 With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`.
 
-**Saving again** into the same directory is safe: new files are written under temporary names and
-synced to the disk, then renamed, the one through which readers enter last; only then our stale
-parts are removed. At every moment a reader finds one whole set, the old or the new, so neither a
-full disk nor a kill costs the weights that were there; the disk needs room for both. Files with
-other names are never touched. A set in the other format stays; a `.bin` beside safetensors is
-refused, because readers prefer the latter.
-
-**Tied weights** are written once, under the first of their names. The other names stand in the
-metadata of the safetensors file: `"aliases": '{"head.weight": "embedding.weight"}'`. `read_weights`
-gives them back, so that a strict `load_state_dict` passes; `safetensors.torch.load_model` and
-transformers know by themselves which weights of the model are tied. A `.bin` holds all names.
-
-**A model that is cut into shards** is written tensor by tensor: the main process reads one from the
-ranks that have it, writes it, and drops it, so it holds its shard, one tensor and a buffer.
-`torch.save` wants the tensors of a file all at once: choose a `max_shard_size` that fits into
-memory.
+**Saving again** is safe: new files are written under temporary names and synced to the disk, then
+renamed, the one through which readers enter last; only then our stale parts are removed. Files with
+other names are never touched. **Tied weights** are written once; their further names stand in the
+metadata: `"aliases": '{"head.weight": "embedding.weight"}'`. **A model that is cut into shards** is
+written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -62,21 +51,9 @@ def save_weights(
 ) -> None:
     """Writes the weights of a model. Collective: the main process writes, and every rank returns when all is on the disk.
 
-    Args:
-        weights: the unwrapped model, or a whole state dict, on any device. Only the main process
-            reads it: the others may pass an empty one. Or, on every rank, a gathering of what the
-            ranks have.
-        directory: made if it does not exist.
-        max_shard_size: of one file, as bytes or as text: "5GB" is 5 * 10**9 bytes, "5GiB" is 5 *
-            2**30. A tensor that is larger than that has a file to itself.
-        safe_serialization: safetensors, else `torch.save`.
-
-    Raises:
-        ValueError: for weights that cannot be written, naming the tensor; for a size that is none;
-            for a `.bin` beside safetensors.
-        OSError: if the disk is full, the directory is a file or cannot be written to, …
-
-    All are raised on every rank, with the same message.
+    `weights` are the unwrapped model or a whole state dict, which only the main process reads; or, on
+    every rank, a gathering of what the ranks have. ValueError, for weights that cannot be written, and
+    OSError are raised on every rank.
     """
     if isinstance(weights, WeightGather):
         gathering = weights
@@ -163,20 +140,11 @@ def save(
     world: World,
     save_on_each_node: bool = False,
 ) -> None:
-    """Writes one object on the main process and does nothing elsewhere. Not a collective.
+    """Writes one object on the main process, or on that of each node. Not a collective. A file that exists is replaced by the whole new one.
 
-    A file that exists is replaced once the new one is complete.
-
-    Args:
-        obj: whatever `torch.save` takes; for safetensors, a mapping from names to tensors.
-        f: where to; the folder must exist.
-        safe_serialization: as safetensors, instead of with `torch.save`.
-        save_on_each_node: writes on the local main process of every node.
-
-    Raises:
-        TypeError, ValueError: for an object that safetensors cannot hold; on every rank that calls
-            it, for tensors of which it has a part.
-        OSError: if the file cannot be written.
+    `safe_serialization` takes a mapping from names to tensors; else `torch.save` takes any object.
+    TypeError or ValueError is raised for what cannot be written, on every rank that calls it for
+    tensors of which it has a part.
     """
     _refuse_parts(obj)
     if not (world.is_local_main if save_on_each_node else world.is_main):

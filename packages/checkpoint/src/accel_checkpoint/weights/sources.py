@@ -26,19 +26,17 @@ import torch
 from torch import nn
 
 from accel_checkpoint.files.disk import read_file
-from accel_checkpoint.files.manifest import LARGEST, Flaw, unreplaced, unseal
+from accel_checkpoint.files.manifest import LARGEST, Flaw, unseal
 from accel_checkpoint.plan import StoredBox, StoredBoxes
 from accel_checkpoint.reading import Checkpoint
 from accel_checkpoint.run_state import MODEL
 from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
+from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
 
 CALL = "load_checkpoint_in_model()"
 """For whom the files are read, in messages."""
-
-SHOWN = 8
-"""The most names of each kind that a message lists."""
 
 _INDEX = ".index.json"
 _ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -70,18 +68,22 @@ class Stored(NamedTuple):
         return self.obstacle or words_for(self.dtype, self.shape)
 
 
-def stored_in(checkpoint: Path, files: ExitStack) -> dict[str, Stored]:
+def stored_in(checkpoint: Path, files: ExitStack, model: int | None = None) -> dict[str, Stored]:
     """By name what the weights at a path hold: a checkpoint, a file, an index or a directory. Files stay open as long as `files`.
 
-    Raises:
-        CheckpointError: for a checkpoint or a file that is damaged, and a file that holds no
-            weights.
-        FileNotFoundError: if there is none.
-        ValueError: if the path leads to something else, and for a checkpoint of several models.
+    `model` is the number of one in a checkpoint that holds several. CheckpointError is raised for a
+    checkpoint or a file that is damaged, and a file that holds no weights; FileNotFoundError if there
+    is none; ValueError if the path leads to something else, and for a model that is not there, or has
+    to be chosen.
     """
-    held = unreplaced(checkpoint, lambda: _stored_in_checkpoint(checkpoint, files))
+    held = _stored_in_checkpoint(checkpoint, files, model)
     if held is not None:
         return held
+    if model is not None:
+        raise ValueError(
+            f"Model {model} of {checkpoint} was asked for, but that is no checkpoint, and files of weights hold one model. Leave the "
+            f"number out, or pass a folder that save_state wrote."
+        )
     path = _entry(checkpoint)
     if path.name.endswith(_INDEX):
         return _stored_in_parts(path, files)
@@ -93,9 +95,7 @@ def _entry(checkpoint: Path) -> Path:
     if checkpoint.is_file():
         return checkpoint
     if not checkpoint.is_dir():
-        text = (
-            f"is neither a file nor a directory. Give {CALL} the directory that save_model wrote into, or a file of it"
-        )
+        text = "is neither a file nor a directory. Pass a checkpoint, or the directory that save_model wrote into, or a file of it"
         raise FileNotFoundError(errno.ENOENT, text, str(checkpoint))
     named = next((checkpoint / name for name in _ENTRIES if (checkpoint / name).is_file()), None)
     if named is not None:
@@ -118,25 +118,27 @@ def _nothing_in(directory: Path, unnamed: Sequence[str]) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, text, str(directory))
 
 
-def _stored_in_checkpoint(folder: Path, files: ExitStack) -> dict[str, Stored] | None:
-    """The weights of the one model in a checkpoint. None if there is no checkpoint, or if it has no model, but left it to hooks."""
+def _stored_in_checkpoint(folder: Path, files: ExitStack, model: int | None) -> dict[str, Stored] | None:
+    """The weights of one model in a checkpoint. None if there is no checkpoint, or if it has no model, but left it to hooks."""
     found = unseal(folder)
     if isinstance(found, Flaw) and found.kind not in ("newer", "damaged"):
         return None
     checkpoint = files.enter_context(Checkpoint(folder))
-    units = checkpoint.units(MODEL)
+    units = {int(unit.rpartition(".")[2]): unit for unit in checkpoint.units(MODEL)}
     left = checkpoint.manifest.record["left_to_hooks"]
-    if not units:
+    if not units and model is None:
         return None
-    if len(units) + len(left) > 1:
-        models = [f"{unit} ({len(checkpoint.names(unit))} tensors)" for unit in units]
+    if model is None and len(units) + len(left) == 1:
+        (model,) = units
+    if model not in units:
+        models = [f"{unit} ({len(checkpoint.names(unit))} tensors)" for unit in units.values()]
         models += [f"{unit} (left to a hook)" for unit in left]
+        asked = "one model were to be read" if model is None else f"model {model} were to be read"
         raise ValueError(
-            f"{CALL} was asked to fill a model from {folder}, but this checkpoint has {len(models)}: {listed(sorted(models))}. "
-            f"Restore all with accelerator.load_state(folder), or save each with accelerator.save_model(model, folder), and "
-            f"pass that folder."
+            f"The weights of {asked} from {folder}, but this checkpoint has {len(models)}: {listed(sorted(models)) or 'none'}. Choose one of "
+            f"these with export_weights(folder, directory, model=0) (--model 0), or restore all with accelerator.load_state(folder)."
         )
-    return {name: _of_checkpoint(checkpoint, units[0], name) for name in checkpoint.names(units[0])}
+    return {name: _of_checkpoint(checkpoint, units[model], name) for name in checkpoint.names(units[model])}
 
 
 def _of_checkpoint(checkpoint: Checkpoint, unit: str, name: str) -> Stored:
@@ -204,7 +206,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, Stored]:
     if path.suffix == ".bin":
         return _open_bin(path)
     raise ValueError(
-        f"{CALL} was given {path}, which is neither a .safetensors, nor a .bin, nor an {_INDEX} file. Pass one of these; "
+        f"{path} was to be read, which is neither a .safetensors, nor a .bin, nor an {_INDEX} file. Pass one of these; "
         f"rename a file that torch.save wrote, if it holds a state dict and nothing else."
     )
 
@@ -340,9 +342,3 @@ def memory_of(tensor: torch.Tensor) -> Any:
 def words_for(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
     """A tensor in a message: float32[3, 4]."""
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-
-
-def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Names in a message, not too many."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return separator.join(names[:SHOWN]) + more

@@ -51,17 +51,9 @@ SAFETENSORS_DTYPES = {
 def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors without repetitions, and each name left out with the name under which its tensor is kept (the first).
 
-    Only names of the very same memory are tied. Views that overlap in any other way stay tensors of
-    their own and are written whole: a file holds no views, and loading them into the same views
-    gives the same values.
-
-    Args:
-        tensors: by their names.
-        awaited: names of tensors on the meta device whose data comes when they are written; the
-            same object is tied.
-
-    Raises:
-        ValueError: naming the values that are not plain, dense tensors with data.
+    Only names of the very same memory are tied. Other views stay tensors of their own: a file holds
+    none. `awaited` names tensors on the meta device whose data comes when they are written.
+    ValueError names the values that are not plain, dense tensors with data.
     """
     here = {name: value for name, value in tensors.items() if name not in awaited}
     meta = [name for name, value in here.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -118,24 +110,36 @@ def write_safetensors(tensors: Tensors, aliases: Aliases, read: Read, file: Bina
             data dropped before the next.
         file: where to.
     """
-    # By falling size of their elements, every tensor lies at a multiple of its own; readers map it without a copy.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     metadata = {"format": "pt"}  # transformers refuses files that do not say so
     if aliases:
         metadata["aliases"] = json.dumps(aliases)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    for name in names:
-        tensor = tensors[name]
-        end = position + tensor.nbytes
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    names = in_order(tensors)
+    file.write(header_of({name: tensors[name] for name in names}, metadata, alignment=8))
     for name in names:
         _write_data(read(name), file)
+
+
+def in_order(tensors: Tensors) -> list[str]:
+    """The names by falling size of elements: so every tensor lies at a multiple of its own, and readers map it without a copy."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def header_of(tensors: Tensors, metadata: Mapping[str, str], alignment: int) -> bytes:
+    """The bytes before tensors that lie end to end in this order: https://github.com/huggingface/safetensors#format.
+
+    A dtype that safetensors lacks (complex128, say) stands there as bytes, with one more dim.
+    """
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name, tensor in tensors.items():
+        dtype, shape = SAFETENSORS_DTYPES.get(tensor.dtype), list(tensor.shape)
+        if dtype is None:
+            dtype, shape = "U8", [*shape, tensor.element_size()]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + tensor.nbytes]}
+        position += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:

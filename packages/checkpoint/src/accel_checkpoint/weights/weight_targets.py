@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_checkpoint.weights.sources import CALL, listed, memory_of
+from accel_checkpoint.weights.sources import CALL, memory_of
+from accel_checkpoint.words import listed
 from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Piece, State
 
 

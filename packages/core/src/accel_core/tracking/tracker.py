@@ -111,7 +111,7 @@ class Tracker:
     def records(self, value: object) -> bool:  # noqa: ARG002
         """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types.
 
-        Tensors on devices are brought to the host before, and lists and small tensors are copies.
+        Tensors are copies on the host; of a list the list itself is a copy, and not what stands in it.
         """
         return False
 
@@ -150,20 +150,21 @@ class GeneralTracker:
     """The older way to write a tracker: subclass it, and pass an object of the class to `Accelerator(log_with=...)`.
 
     A subclass has the attributes `name` and `requires_logging_directory`, and `tracker`, the
-    service's own object; else the constructor raises `NotImplementedError`. Its methods are called
-    with plain Python values in place of tensors, in a thread of its own.
+    service's own object. Its methods are called with plain Python values in place of tensors, in a
+    thread of its own.
 
     Attributes:
-        main_process_only: whether the main process alone records; else every process does.
-        in_thread: False: all methods are called in the thread that calls the Accelerator, which then
-            waits for them. For objects that are bound to the thread that made them.
+        main_process_only: whether the main process alone records; else every process does, each for
+            itself.
+
+    Raises:
+        NotImplementedError: if the class lacks one of the three, naming all that are missing.
     """
 
     name: Any
     requires_logging_directory: Any
     tracker: Any
     main_process_only: bool = True
-    in_thread: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
@@ -183,7 +184,7 @@ class GeneralTracker:
         """Stores the configuration of the run, as JSON has it."""
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Records values, nested as the user gave them, with lists in place of small tensors."""
+        """Records values, nested as the user gave them, with lists in place of tensors."""
 
     def finish(self) -> None:
         """Closes the run."""

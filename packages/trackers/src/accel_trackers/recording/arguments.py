@@ -1,10 +1,61 @@
-"""Checks of the arguments of calls that record, other than the values themselves."""
+"""The arguments of calls: checked, and the run that `init_trackers` asks for."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import logging
 import operator
+import re
+import secrets
+import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_core import ProjectConfiguration, World
+
+_RUNS = "runs"  # the folder of local trackers where neither `logging_dir` nor `project_dir` was given
+_LONGEST = 100  # bytes of a project's name in that of its folder, where 255 is the most of file systems
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arguments of `init_trackers`.
+
+    Args:
+        project: its name.
+        config: plain data.
+        options: of trackers, by their names.
+        resume: whether the run of a checkpoint goes on.
+    """
+
+    project: str
+    config: Mapping[str, Any]
+    options: Mapping[str, Mapping[str, Any]]
+    resume: bool
+
+    def folder(self, project: ProjectConfiguration, run_id: str) -> Path:
+        """The folder of a run for local trackers, which is logged where nobody chose it."""
+        name = re.sub(r"[^\w. -]", "_", self.project).strip(". ") or "_"
+        if len(name.encode()) > _LONGEST:
+            start = name.encode()[:_LONGEST].decode(errors="ignore").rstrip(". ")
+            name = f"{start}_{hashlib.sha256(self.project.encode()).hexdigest()[:8]}"
+        given = project.logging_dir or project.project_dir
+        folder = Path(given or _RUNS) / name
+        if given is None:
+            logger.warning("Runs are recorded in %s, because neither logging_dir nor project_dir was given.", folder)
+        return folder / run_id
+
+
+def new_id(world: World) -> str:
+    """That of a new run, different also from those of the same second: without the program's random streams."""
+    of_rank = "" if world.is_main else f"_rank{world.rank}"
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}{of_rank}"
 
 
 def as_step(asked: str, step: object) -> int | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core import Bins
-from accel_trackers.recording.countable import as_tensor
-from accel_trackers.recording.device_copy import copied_to_host, mark
+from accel_trackers.recording.host_copy import HostCopy
+from accel_trackers.recording.scalars import as_array, describe, is_array, local
 
 if TYPE_CHECKING:
     from accel_core import Histogram
@@ -30,21 +30,43 @@ class CopiedHistogram:
 
     def __init__(self, histogram: Histogram) -> None:
         self._bins = histogram.bins
-        values = as_tensor(histogram.values)
-        self._values: torch.Tensor | None = values
-        self._mark = None if values.is_cpu else mark(values.device)
-        self._result: Bins | None = None
         self._lock = threading.Lock()
-        self.elements = values.numel()
+        self._result: Bins | None = None
+        try:
+            self._values: HostCopy | None = HostCopy(_as_tensor(histogram.values))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(
+                f"Histogram(values) was given {describe(histogram.values)}: expected a tensor, an array, or a list of real numbers. "
+                f"Found: {error}."
+            ) from None
+        self.elements = self._values.elements
 
     def resolve(self) -> Bins:
         """Counts, once. Waits for the device, so it is for another thread than the training's."""
         with self._lock:
             if self._result is None:
                 assert self._values is not None, "let go of when they are counted"
-                self._result = _counted(copied_to_host(self._values, self._mark), self._bins)
+                self._result = _counted(self._values.wait(), self._bins)
                 self._values = None
             return self._result
+
+
+def _as_tensor(values: Any) -> torch.Tensor:
+    if is_array(values):
+        array = as_array(values)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"the dtype {array.dtype}")
+        # float64 is also what the values are counted in; so it is no loss for the dtypes that torch lacks.
+        return torch.from_numpy(array.astype("float64", order="C"))
+    if not isinstance(values, torch.Tensor):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+            raise TypeError("neither a tensor nor a sequence")
+        if not values or not isinstance(values[0], torch.Tensor):
+            return torch.tensor(values, dtype=torch.float64, device="cpu")
+        values = torch.cat([local(each).reshape(-1) for each in values])
+    if values.is_complex():
+        raise TypeError(f"the dtype {values.dtype}: take value.abs()")
+    return local(values)
 
 
 def _counted(values: torch.Tensor, bins: int) -> Bins:

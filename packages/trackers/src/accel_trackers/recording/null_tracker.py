@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from accel_core import GeneralTracker
@@ -11,8 +10,8 @@ from accel_core import GeneralTracker
 class Blank(GeneralTracker):
     """Stands for a tracker, or for a service's own object, on processes that do not record, and when it is switched off.
 
-    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is
-    a context manager. As a number it is nan.
+    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a
+    context manager.
     """
 
     name = "blank"
@@ -31,36 +30,21 @@ class Blank(GeneralTracker):
         """Does nothing, whatever is given."""
         return self
 
-    start = store_init_configuration = log = finish = __call__  # type: ignore[assignment]
+    start = store_init_configuration = log = finish = __enter__ = __getitem__ = __call__  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Blank:
         if name.startswith("__"):  # as copying and pickling ask for
             raise AttributeError(name)
         return Blank(name)
 
-    def __enter__(self) -> Blank:
-        return self
-
     def __exit__(self, *_: object) -> None:
         return None
-
-    def __bool__(self) -> bool:
-        return False
 
     def __len__(self) -> int:
         return 0
 
-    def __float__(self) -> float:
-        return math.nan
-
-    def __format__(self, _: str) -> str:
-        return repr(self)
-
     def __iter__(self) -> Any:
         return iter(())
-
-    def __getitem__(self, _: object) -> Blank:
-        return self
 
     def __setitem__(self, _: object, __: object) -> None:
         return None

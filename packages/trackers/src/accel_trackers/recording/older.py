@@ -1,4 +1,4 @@
-"""Classes of the older spelling, dressed as the newer one."""
+"""Classes of the older spelling as trackers of the newer one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class OlderAsTracker(Tracker):
-    """A `GeneralTracker` as a `Tracker`: it has no state, no options at its start, and no histograms.
-
-    Its `log` takes values nested as the user gave them.
-
-    Args:
-        older: the user's object.
-    """
+    """A `GeneralTracker` as a `Tracker`: it has no state, no options at its start, and no histograms."""
 
     def __init__(self, older: GeneralTracker) -> None:
         self._older = older
@@ -32,7 +26,7 @@ class OlderAsTracker(Tracker):
             self._older.store_init_configuration(dict(run.config))
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `GeneralTracker.log`."""
+        """Records values nested as the user gave them."""
         self._older.log(dict(values), step=step, **options)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
@@ -48,8 +42,3 @@ class OlderAsTracker(Tracker):
     def finish(self, failed: bool) -> None:  # noqa: ARG002
         """See `GeneralTracker.finish`."""
         self._older.finish()
-
-
-def takes_objects(tracker: Tracker | GeneralTracker) -> bool:
-    """Whether a tracker may take what is neither a number, a text, nor a histogram."""
-    return isinstance(tracker, GeneralTracker) or type(tracker).records is not Tracker.records

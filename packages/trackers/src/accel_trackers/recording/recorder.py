@@ -1,17 +1,17 @@
-"""One tracker, and what it is told, in its lane."""
+"""One tracker, and what it is told, in its thread."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_core import GeneralTracker, RecordRefusedError, Tracker
-from accel_trackers.recording.logged import Values, View
 from accel_trackers.recording.null_tracker import Blank
 from accel_trackers.recording.older import OlderAsTracker
-from accel_trackers.recording.scalars import LeftOut, describe
-from accel_trackers.recording.tracker_thread import Lane
+from accel_trackers.recording.record import LeftOut, Record
+from accel_trackers.recording.scalars import describe
+from accel_trackers.recording.tracker_thread import TrackerThread
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ _KINDS = {"log": "values", "log_histograms": "histograms", "log_images": "images
 
 
 class Recorder:
-    """A tracker in its lane. Nothing here waits but `start` and `finish`, and nothing that the tracker does raises.
+    """A tracker in its thread. Nothing here waits, and nothing that the tracker does raises.
 
     Args:
         tracker: what the user chose.
@@ -37,17 +37,17 @@ class Recorder:
         self.state: Mapping[str, Any] = {}
         self.started = self.was_started = False
         self._is_finishing = False
+        self._is_older = isinstance(tracker, GeneralTracker)
         self._told: Tracker = OlderAsTracker(tracker) if isinstance(tracker, GeneralTracker) else tracker
-        self._view: Callable[[Values], View] = Values.nested if isinstance(tracker, GeneralTracker) else Values.joined
-        self.lane = Lane(name, rules, self._close, self._flush, threaded=getattr(tracker, "in_thread", True))
+        self.thread = TrackerThread(name, rules, self._close, self._flush)
 
     def start(self, run: TrackedRun) -> None:
         """Has the run opened, and its configuration stored."""
-        self.lane.put("start()", lambda: self._start(run))
+        self.thread.put("start()", lambda: self._start(run))
 
-    def log(self, values: Values, step: int, options: Mapping[str, Any]) -> None:
+    def log(self, record: Record, step: int, options: Mapping[str, Any]) -> None:
         """Has values recorded."""
-        self.lane.put("log()", lambda: self._log(values, step, options), values.weight)
+        self.thread.put("log()", lambda: self._log(record, step, options), record.weight)
 
     def log_images(self, images: Mapping[str, list[torch.Tensor]], step: int, options: Mapping[str, Any]) -> None:
         """Has images recorded, as `Tracker.log_images` takes them."""
@@ -63,27 +63,27 @@ class Recorder:
 
     def flush(self) -> None:
         """Has what was recorded made readable, and the state brought up to date."""
-        self.lane.put("flush()", self._flush)
-        self.lane.put("state()", self._remember)
+        self.thread.put("flush()", self._flush)
+        self.thread.put("state()", self._remember)
 
     def unwrapped(self) -> Any:
         """The service's own object; a blank if the tracker has none."""
         try:
             return self.tracker.tracker
         except Exception as error:  # noqa: BLE001  (whatever a property raises)
-            self.lane.leave_out(f"its own object: {type(error).__name__}: {error}.")
+            self.thread.leave_out(f"its own object: {type(error).__name__}: {error}.")
             return Blank(self.name)
 
     def finish(self, failed: bool) -> None:
         """Has the run closed, once everything is recorded; does not wait for it."""
         if not self._is_finishing:
             self._is_finishing = True
-            self.lane.put("finish()", lambda: self._finish(failed), last=True)
+            self.thread.put("finish()", lambda: self._finish(failed), last=True)
 
     def _start(self, run: TrackedRun) -> None:
         if getattr(self.tracker, "__dict__", {}).setdefault("_accel_run", run.run_id) != run.run_id:
             raise RuntimeError("this object records another run; give each Accelerator a tracker of its own")
-        self.started = self._told is not self.tracker  # an older class may open its run when it is built
+        self.started = self._is_older  # such a class may open its run when it is built
         try:
             self._told.start(run)
         except TypeError as error:
@@ -102,47 +102,42 @@ class Recorder:
     def _remember(self) -> None:
         self.state = json.loads(json.dumps(dict(self._told.state())))  # raises here rather than in `save_state`
 
-    def _log(self, values: Values, step: int, options: Mapping[str, Any]) -> None:
-        with self.lane.excused():  # the device may be busy
-            view = self._view(values)
+    def _log(self, record: Record, step: int, options: Mapping[str, Any]) -> None:
+        with self.thread.excused():  # the device may be busy
+            view = record.nested() if self._is_older else record.joined()
         known: dict[str, object] = {}
         for name, value in view.others.items():
             if not isinstance(value, LeftOut) and self._told.records(value):
                 known[name] = value
             else:
-                self.lane.leave_out(_unknown(name, value))
+                found = value.reason if isinstance(value, LeftOut) else describe(value)
+                self.thread.leave_out(
+                    f"the value {name!r}, which is {found.rstrip('.')}: numbers, texts and Histogram(...) can be logged, and dicts of them."
+                )
         if view.values or known:
             self._call("log", ({**view.values, **known}, step), options)
         if view.histograms:
             self._call("log_histograms", (dict(view.histograms), step), options)
 
     def _put(self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any], weight: int) -> None:
-        if self._has(method):
-            self.lane.put(f"{method}()", lambda: self._call(method, arguments, options), weight)
+        self.thread.put(f"{method}()", lambda: self._call(method, arguments, options), weight)
 
     def _call(self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if not self._has(method):
-            return
-        try:
-            getattr(self._told, method)(*arguments, **options)
-        except RecordRefusedError as error:
-            kind = _KINDS[method]
-            self.lane.leave_out(
-                f"{kind} that it cannot hold, and says of the first only: {error}", kind=f"refused {kind}"
-            )
-        except TypeError as error:
-            if not options:  # of which one may be misspelt: that costs the record
-                raise
-            self.lane.leave_out(f"{_KINDS[method]} with log_kwargs={{{self.name!r}: {dict(options)}}}: {error}")
-
-    def _has(self, method: str) -> bool:
-        """Whether the tracker has this method; says so once if it has not."""
+        kind = _KINDS[method]
         for each in (self.tracker, self._told):
             found = getattr(each, method, None)
             if found is None or getattr(found, "__func__", None) is getattr(Tracker, method):
-                self.lane.leave_out(f"{_KINDS[method]}: it has none.")
-                return False
-        return True
+                self.thread.leave_out(f"{kind}: it has none.")
+                return
+        try:
+            getattr(self._told, method)(*arguments, **options)
+        except RecordRefusedError as error:
+            told = f"{kind} that it cannot hold, and says of the first only: {error}"
+            self.thread.leave_out(told, kind=f"refused {kind}")
+        except TypeError as error:
+            if not options:  # of which one may be misspelt: that costs the record
+                raise
+            self.thread.leave_out(f"{kind} with log_kwargs={{{self.name!r}: {dict(options)}}}: {error}")
 
     def _finish(self, failed: bool) -> None:
         self.started = False  # whatever comes of it, it is not closed again
@@ -152,7 +147,3 @@ class Recorder:
         """After a failure: the record is not complete, but what is in it should be readable."""
         if self.started:
             self._finish(failed=True)
-
-
-def _unknown(name: str, value: object) -> str:
-    return f"the value {name!r}, which is {describe(value).rstrip('.')}: numbers, texts and Histogram(...) can be logged, and dicts of them."

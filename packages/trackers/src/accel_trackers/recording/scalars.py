@@ -1,4 +1,4 @@
-"""Single values: which are numbers and texts in another guise, and what to call the others in a message.
+"""Single values: numbers and texts in another guise, and how messages name the others.
 
 Objects of numpy are known by what they do (`__array__`), and numpy is used only where the user's
 program has imported it.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import numbers
 import os
 import sys
-from collections.abc import Sized
-from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -18,28 +16,8 @@ from typing import Any
 
 import torch
 
-LARGEST = 2**63 - 1
-"""The largest integer that services hold."""
-
-_MOST_BITS = 10_000  # of an integer that Python writes in decimal (4300 digits, see `sys.set_int_max_str_digits`)
-
 PLAIN = frozenset({int, float, bool, str})
 """The types that are kept as they are."""
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Stands for a value that cannot be logged.
-
-    Args:
-        reason: why, and what to write instead; it follows "which is".
-    """
-
-    reason: str
-
-
-class UnreadableError(ValueError):
-    """The error for a value that cannot be read; the message follows "which is"."""
 
 
 def plain_value(value: Any) -> Any:
@@ -48,10 +26,7 @@ def plain_value(value: Any) -> Any:
     Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element; texts are also
     paths, and dates in ISO 8601. A `timedelta` becomes seconds, a member of an `Enum` its value, an
     integer that does not fit into 64 bits a float. Tensors are not looked into: those are on
-    devices.
-
-    Raises:
-        OverflowError, ValueError: for a number that no float can hold.
+    devices. Raises OverflowError or ValueError for a number that no float can hold.
     """
     kind = type(value)
     if kind is float or kind is bool or (kind is int and fits(value)):
@@ -60,8 +35,6 @@ def plain_value(value: Any) -> Any:
         return plain_value(value.value)
     if isinstance(value, str):
         return clean(str.__str__(value))
-    if isinstance(value, float):
-        return float(value)
     if isinstance(value, numbers.Integral):
         number = int(value)
         return number if fits(number) else float(number)
@@ -85,12 +58,7 @@ def clean(text: str) -> str:
 
 def fits(number: int) -> bool:
     """Whether an integer fits into 64 bits, which is what services have for one."""
-    return -LARGEST - 1 <= number <= LARGEST
-
-
-def written(number: int) -> str:
-    """An integer as a text: in decimal as far as Python goes, else in hexadecimal."""
-    return str(number) if number.bit_length() <= _MOST_BITS else hex(number)
+    return -(2**63) <= number < 2**63
 
 
 def is_array(value: Any) -> bool:
@@ -107,33 +75,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is here as a whole, detached: the one given, or the copy of it that this rank holds. No collective.
 
     Raises:
-        UnreadableError: if it lies on several ranks.
+        ValueError: if it lies on several ranks. Reading it would be a collective, which one rank alone waits in for ever.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "to_local"):
         return tensor.detach()
     if not all(each.is_replicate() for each in placements):
-        raise UnreadableError(
-            f"{describe(tensor)} with the placements {tuple(placements)}: its value lies on several ranks, and bringing it together is a "
-            f"collective. Take value.full_tensor() on every rank, or value.to_local() for this rank's part"
+        raise ValueError(
+            f"{describe(tensor)} with the placements {tuple(placements)} lies on several ranks, and bringing it together is a collective. "
+            f"Take value.full_tensor() on every rank, or value.to_local() for this rank's part"
         )
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]  # a DTensor, whose module is not imported for this
-
-
-def readable_here(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose elements can be read without a collective, as a plain one, detached. No copy, and waits for no device.
-
-    Raises:
-        UnreadableError: if it lies on several ranks, is not laid out as usual, or has no values.
-    """
-    here = local(tensor)
-    if here.is_meta:
-        raise UnreadableError(f"{describe(tensor)} on the device meta: it has no values")
-    if here.layout != torch.strided or here.is_nested or here.is_quantized:
-        way = "dequantize" if here.is_quantized else "to_dense"
-        raise UnreadableError(f"{describe(tensor)} of {here.dtype} with the layout {here.layout}: take value.{way}()")
-    return here
 
 
 def said(error: BaseException) -> str:
@@ -145,26 +98,10 @@ def said(error: BaseException) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value in a few words, for messages: "a tensor of shape (3, 4)", "a Figure of matplotlib.figure"."""
-    if isinstance(value, LeftOut):
-        return value.reason
+    """A value in a few words, for messages: "a torch.Tensor of shape (3, 4)", "a list"."""
     if value is None:
         return "None"
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        name = "tensor" if kind is torch.Tensor else kind.__name__
-        return f"{_article(name)} of shape {tuple(value.shape)}"
-    if is_array(value) and isinstance(shape := getattr(value, "shape", None), tuple):
-        return f"an array of shape {shape}" if kind.__name__ == "ndarray" else f"{_named(kind)}, of shape {shape}"
-    if kind in {list, tuple, set, frozenset, dict} and isinstance(value, Sized):
-        return f"a {kind.__name__} of {len(value)}"
-    return _named(kind)
-
-
-def _named(kind: type) -> str:
-    module = getattr(kind, "__module__", "builtins")
-    return _article(kind.__qualname__) + ("" if module == "builtins" else f" of {module}")
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+    kind, shape = type(value), getattr(value, "shape", None)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    size = f" of shape {tuple(shape)}" if isinstance(shape, tuple) else ""
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}{size}"

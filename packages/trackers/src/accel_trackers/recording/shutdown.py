@@ -1,4 +1,4 @@
-"""The start and end of a run's recording: random streams, exit of the program, other ranks."""
+"""The end of a run's recording: exit of the program, other ranks, the Accelerator that is gone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from accel_core.api.component import capture_random_state, restore_random_state
 from accel_core.api.tracker import end_worlds, fatal_error
 
 if TYPE_CHECKING:
@@ -27,24 +25,6 @@ _HURRY = 30.0  # seconds that a program which ends because of an exception waits
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def streams_kept(recorders: Sequence[Recorder], rules: TrackingKwargs) -> Iterator[None]:
-    """Waits for what was started inside, and puts the random streams back where they were before.
-
-    The device's is left alone: asking for it would wait for the device, and no service computes
-    there.
-    """
-    states = capture_random_state(None)
-    deadline = time.monotonic() + rules.start_timeout
-    try:
-        yield
-        for each in recorders:
-            if not each.lane.wait(_left(deadline)):
-                each.lane.give_up(f"start() has taken more than {rules.start_timeout:g} s", stuck=True)
-    finally:
-        restore_random_state(states, None)
-
-
 def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> None:
     """Has all of them closed, and waits for that."""
     for each in recorders:
@@ -52,14 +32,15 @@ def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> No
     deadline = time.monotonic() + timeout
     quiet = time.monotonic() + _QUIET
     for each in recorders:
-        if not each.lane.wait(min(_left(deadline), _left(quiet))):
+        if not each.thread.wait(min(left(deadline), left(quiet))):
             logger.warning(
                 "Waiting for the tracker %r to record what is pending, for %g s at most.", each.name, timeout
             )
-            if not each.lane.wait(_left(deadline)):
-                lost = f"at the end {each.lane.pending} records were not done within {timeout:g} s, and may be lost"
-                each.lane.give_up(lost, stuck=True)
-        each.lane.join(_left(deadline))
+            if not each.thread.wait(left(deadline)):
+                each.thread.give_up(
+                    f"at the end {each.thread.pending} records were not done within {timeout:g} s, and may be lost"
+                )
+        each.thread.join(left(deadline))
 
 
 def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, process: int) -> None:
@@ -77,29 +58,19 @@ def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, p
             raise
         finally:
             finish(recorders, min(rules.finish_timeout, _HURRY) if failed else rules.finish_timeout, failed=failed)
-            for text in (text for each in recorders for text in each.lane.untold()):
+            for text in (text for each in recorders for text in each.thread.untold()):
                 logger.warning("%s", text)
 
 
 def let_go(recorders: Sequence[Recorder], process: int) -> None:
     """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread, in the middle of anything.
 
-    So a tracker without a thread is closed at the end of the program. Until then, and until what
-    happened to them is told, they are kept.
+    The thread of a recorder keeps it until everything is recorded, for which the exit waits.
     """
-    if os.getpid() != process:
-        return
-    for each in recorders:
-        if each.lane.is_over:
-            continue
-        _gone.add(each)
-        each.lane.when_over = partial(_gone.discard, each)
-        if each.lane.has_thread:
+    if os.getpid() == process:
+        for each in recorders:
+            each.thread.abandon()
             each.finish(failed=False)
-
-
-_gone: set[Recorder] = set()
-"""Those of Accelerators that are gone, of which something is yet to be done, or told."""
 
 
 def is_failing() -> bool:
@@ -108,6 +79,11 @@ def is_failing() -> bool:
     if isinstance(error, SystemExit):
         return error.code is not None and error.code != 0
     return error is not None and not isinstance(error, GeneratorExit)
+
+
+def left(deadline: float) -> float:
+    """The seconds until a moment of `time.monotonic`; 0.0 after it."""
+    return max(deadline - time.monotonic(), 0.0)
 
 
 @contextmanager
@@ -122,7 +98,3 @@ def _ends_already() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.0)

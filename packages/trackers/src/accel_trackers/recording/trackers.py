@@ -12,6 +12,7 @@ were: services draw names from them. Everything after it is handed over to the t
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
@@ -20,30 +21,26 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from accel_core import GeneralTracker, TrackerError, TrackerHandle
+from accel_core import GeneralTracker, TrackedRun, Tracker, TrackerError, TrackerHandle
+from accel_core.api.component import capture_random_state, restore_random_state
 from accel_core.api.tracker import known_names, level_of_the_user, name_of
-from accel_trackers.recording.arguments import as_step, check_mapping, unknown_tracker
+from accel_trackers.recording.arguments import Plan, as_step, check_mapping, new_id, unknown_tracker
 from accel_trackers.recording.config_json import readable_config
 from accel_trackers.recording.images import as_images
-from accel_trackers.recording.logged import Values
 from accel_trackers.recording.null_tracker import Blank
-from accel_trackers.recording.older import takes_objects
-from accel_trackers.recording.plan import NO_OPTIONS, Plan, new_id
+from accel_trackers.recording.record import Record
 from accel_trackers.recording.recorder import Recorder
-from accel_trackers.recording.shutdown import finish, finish_at_exit, is_failing, let_go, streams_kept
-from accel_trackers.recording.snapshot import Snapshot
+from accel_trackers.recording.shutdown import finish, finish_at_exit, is_failing, left, let_go
 from accel_trackers.recording.tables import as_table
 
 if TYPE_CHECKING:
-    from accel_core import ProjectConfiguration, TrackedRun, Tracker, TrackingKwargs, World
+    from accel_core import ProjectConfiguration, TrackingKwargs, World
     from accel_core.api.tracker import Chosen
 
 _MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
 _GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +70,9 @@ class Trackers:
         components = [each.component for each in chosen.selected]
         self.on_every_rank = any(not each.main_process_only for each in components)
         self._components = [each for each in components if world.is_main or not each.main_process_only]
-        self._takes_objects = any(map(takes_objects, self._components))
+        self._takes_objects = any(
+            isinstance(each, GeneralTracker) or type(each).records is not Tracker.records for each in self._components
+        )
         self._plan: Plan | None = None
         self._recorders: list[Recorder] | None = None
         self._resumed: Mapping[str, Any] = {}
@@ -132,12 +131,7 @@ class Trackers:
         """See `Accelerator.log`; `only` is the name of the one tracker that records."""
         check_mapping("log()", values)
         self._record(
-            "log",
-            step,
-            log_kwargs,
-            lambda: (Values(Snapshot.take(values, objects=self._takes_objects)),),
-            only,
-            advance=True,
+            "log", step, log_kwargs, lambda: (Record(values, objects=self._takes_objects),), only, advance=True
         )
 
     def log_images(
@@ -182,8 +176,13 @@ class Trackers:
         number = as_step(f"{method}()", step)
         if not self._is_recording(f"{method}()"):
             return
-        content = self._made(make)
-        if content is None:
+        try:
+            content = make()
+        except Exception as error:  # whatever methods of the user's objects raise
+            if self._rules.strict:
+                raise
+            kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+            self._warn(f"A record is left out: {kind}{str(error).rstrip('.')}. {_GOES_ON}")
             return
         recorders = self._started()
         if not recorders:
@@ -192,7 +191,7 @@ class Trackers:
         number = self._at(number, advance=advance)
         for each in recorders:
             if only is None or each.name == only:
-                getattr(each, method)(*content, number, options.get(each.name, NO_OPTIONS))
+                getattr(each, method)(*content, number, options.get(each.name, {}))
         self._tell()
 
     def get(self, name: str, unwrap: bool = False) -> Any:
@@ -219,9 +218,9 @@ class Trackers:
         recorder = next((each for each in self._started() if each.name == name), None)
         if recorder is None:  # they are being started
             return Blank(name)
-        recorder.lane.wait(self._rules.stall_timeout)
+        recorder.thread.wait(self._rules.stall_timeout)
         self._tell()
-        return recorder.tracker if recorder.lane.failure is None else Blank(name)
+        return recorder.tracker if recorder.thread.failure is None else Blank(name)
 
     def _in_hand(self, tracker: Tracker | GeneralTracker) -> TrackerHandle | GeneralTracker:
         """The user's object for a tracker: a handle, or an older tracker, which needs none."""
@@ -254,7 +253,7 @@ class Trackers:
             each.flush()
         deadline = time.monotonic() + self._rules.stall_timeout + _MOMENT
         for each in recorders:
-            if not each.lane.wait(max(deadline - time.monotonic(), 0.0)) and not each.lane.give_up_if_stalled():
+            if not each.thread.wait(max(deadline - time.monotonic(), 0.0)) and not each.thread.give_up_if_stalled():
                 self._warn(
                     f"The tracker {each.name!r} has not recorded within {self._rules.stall_timeout:g} s what was logged before "
                     f"save_state(): the checkpoint holds of it what it said last, so a run that resumes from it may miss, or repeat, some."
@@ -301,8 +300,8 @@ class Trackers:
             if recorder is None:
                 here = any(name_of(each) == name for each in self._components)
                 found[name] = "has not begun" if here else "records on the main process"
-            elif recorder.lane.failure is not None:
-                found[name] = f"switched off: {recorder.lane.failure}"
+            elif recorder.thread.failure is not None:
+                found[name] = f"switched off: {recorder.thread.failure}"
             else:
                 found[name] = f"{'has recorded' if self._ended else 'records'} the run {self._run_id}"
         return found
@@ -350,8 +349,8 @@ class Trackers:
     def _started(self) -> list[Recorder]:
         """The recorders, all of which have been told to start; none while they are being made, for what interrupts that."""
         if self._recorders is None:
-            with self._starting:
-                if not self._is_starting:  # else another thread was first, or this one is at it
+            with self._starting:  # which a thread has that was first; this one may be it
+                if not self._is_starting:
                     self._is_starting = True
                     try:
                         self._begin()
@@ -367,46 +366,43 @@ class Trackers:
         self._next_step = self._resumed["step"] if goes_on else 0
         before = self._resumed["trackers"] if goes_on else {}
         recorders = [Recorder(each, name_of(each), self._rules) for each in self._components]
-        weakref.finalize(self, let_go, recorders, self._process).atexit = False
         needs_folder = [each.tracker.requires_logging_directory for each in recorders]
         folder = plan.folder(self._project, self._run_id) if any(needs_folder) else None
-        runs = [
-            plan.run(each.name, self._run_id, self._next_step, folder if needs else None, before.get(each.name))
-            for each, needs in zip(recorders, needs_folder, strict=True)
-        ]
+        weakref.finalize(self, let_go, recorders, self._process).atexit = False
+        # The random streams of the device are left alone: asking for them would wait for it, and no service computes there.
+        streams = capture_random_state(None)
         try:
-            with streams_kept(recorders, self._rules):
-                self._start(recorders, runs)
+            for each, needs in zip(recorders, needs_folder, strict=True):
+                run = TrackedRun(
+                    project=plan.project,
+                    run_id=self._run_id,
+                    config=copy.deepcopy(plan.config),
+                    directory=folder if needs else None,
+                    options=plan.options.get(each.name, {}),
+                    resumed=before.get(each.name),
+                    step=self._next_step,
+                )
+                each.start(run)
+            self._recorders = (
+                recorders  # before any begins: what anybody logs meanwhile, `start` itself too, comes after it
+            )
+            for each in recorders:
+                each.thread.begin()
+            deadline = time.monotonic() + self._rules.start_timeout
+            for each in recorders:
+                if not each.thread.wait(left(deadline)):
+                    each.thread.give_up(f"start() has taken more than {self._rules.start_timeout:g} s")
         finally:
+            restore_random_state(streams, None)
             # After the services' own, so that it runs before them.
             self._at_exit = partial(finish_at_exit, list(map(weakref.ref, recorders)), self._rules, self._process)
             atexit.register(self._at_exit)
         self._tell()
 
-    def _start(self, recorders: list[Recorder], runs: list[TrackedRun]) -> None:
-        """Has them start, and then be found, so that whatever anybody logs meanwhile, `start` itself too, comes after it."""
-        may_begin = threading.Event()
-
-        def hold() -> None:
-            may_begin.wait()
-
-        pairs = list(zip(recorders, runs, strict=True))
-        try:
-            for each, run in pairs:
-                if each.lane.has_thread:
-                    each.lane.put("start()", hold)
-                    each.start(run)
-            self._recorders = recorders
-        finally:
-            may_begin.set()
-        for each, run in pairs:
-            if not each.lane.has_thread:
-                each.start(run)
-
     def _options(self, asked: str, given: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]]:
         """Options by the names of trackers, also of those that are not active: scripts are written for several."""
         if not given:
-            return NO_OPTIONS
+            return {}
         check_mapping(asked, given)
         for name, options in given.items():
             if name not in self._names and name not in self._known:
@@ -414,20 +410,9 @@ class Trackers:
             check_mapping(f"{asked}[{name!r}]", options)
         return {name: dict(options) for name, options in given.items()}  # as they are now
 
-    def _made(self, make: Callable[[], T]) -> T | None:
-        """The content of a record; None with a warning if `make` raises, unless strict."""
-        try:
-            return make()
-        except Exception as error:  # whatever methods of the user's objects raise
-            if self._rules.strict:
-                raise
-            kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-            self._warn(f"A record is left out: {kind}{str(error).rstrip('.')}. {_GOES_ON}")
-            return None
-
     def _tell(self) -> None:
         """Reports, where the training runs, what happened to trackers."""
-        told = [(each.lane.cause, text) for each in self._recorders or () for text in each.lane.untold()]
+        told = [(each.thread.cause, text) for each in self._recorders or () for text in each.thread.untold()]
         if told and self._rules.strict:
             texts = "\n".join(text for _, text in told)
             raise TrackerError(f"{texts}\nTrackingKwargs(strict=True) has the run end with it.") from told[0][0]

@@ -1,0 +1,33 @@
+"""What the trackers of services share: whether the client is installed, and the service's own object for the run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from accel_core import Tracker
+
+
+class Service(Tracker):
+    """A tracker over the client of a service, which it imports when the run begins.
+
+    Attributes:
+        client: the top-level module of the client.
+        extra: that of accel-trackers which installs it.
+    """
+
+    client: ClassVar[str]
+    extra: ClassVar[str]
+    _run: Any = None
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """That the client is not installed, if so."""
+        if find_spec(cls.client) is not None:
+            return None
+        return f"{cls.client} is not installed. Type: pip install 'accel-trackers[{cls.extra}]'"
+
+    @property
+    def tracker(self) -> Any:
+        """The service's own object for the run."""
+        return self._run
