@@ -208,6 +208,8 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
     rank, meeting = _meeting(launch, here * machines)
     if meeting.backend == meeting_point.MACHINES:
         variables |= variables_towards(launch.local_addr or str(launch.main_process_ip), environ)
+    if machines > 1 and launch.max_restarts:
+        variables[OWN_STORE] = "1"
     return Plan(launch, "agent", place, here * machines, here, rank, meeting, variables, found)
 
 
@@ -256,6 +258,10 @@ def _meeting(launch: LaunchOptions, processes: int) -> tuple[int | None, Meeting
         )
     return rank, meeting_point.by_machine_rank(launch, rank, host, port, processes)
 
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Makes the processes of each round meet at a store of their own: under that of the launchers their keys have the number of the
+restart, which each machine counts for itself."""
 
 _EXAMPLES = {
     "machine_rank": "--machine-rank RANK",

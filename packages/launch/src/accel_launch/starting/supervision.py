@@ -14,12 +14,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from accel_launch.starting.agent import HostAgent, say
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.failures import Failure, from_torch
 from accel_launch.starting.logs import Logs
+from accel_launch.starting.machines import Address, Card, Machines, OneMachine
 from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
 from accel_launch.starting.orphan_guard import Guard
 
@@ -91,7 +93,7 @@ def supervise(
         guard = stack.enter_context(Guard(launch.shutdown_timeout))
         logs = Logs(launch, plan.here)
         stack.callback(logs.close)
-        if logs.kept:
+        if logs.kept and not stays:
             say(f"accel launch: the ranks' output is written to files under {logs.folder}")
         signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
         spec = _spec(plan, program, plan.meeting)
@@ -118,14 +120,13 @@ def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
 
 
 def _handler(meeting: MeetingPoint) -> RendezvousHandler:
-    if meeting.backend == MACHINES:
-        from accel_launch.starting import meeting as rendezvous
-
-        rendezvous.register()
-    elif meeting.backend == HERE:
-        from accel_launch.starting import here
-
-        here.register()
+    if meeting.backend in {HERE, MACHINES}:
+        address = Address(*parse_rendezvous_endpoint(meeting.endpoint, 0))
+        if meeting.backend == HERE:
+            return OneMachine(address)
+        told = meeting.options
+        card = Card(told["rank"], meeting.machines[1], told["processes"], told["restarts"])
+        return Machines(address, card, told["timeout"], meeting.local_addr)
     fewest, most = meeting.machines
     parameters = RendezvousParameters(
         backend=meeting.backend,
