@@ -141,9 +141,9 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
     if target.suffix == ".json":
         text = json.dumps(data, indent=2) + "\n"
     elif target.exists() and not anew:
-        text = render(data, comments, read(target), _text(target))
+        text = render(data, comments, read(target).data, _text(target))
     else:
-        text = render(data, comments)
+        text = render(data, comments, {})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, text)
