@@ -15,9 +15,10 @@ from datetime import timedelta
 
 import pytest
 
-from accel_launch.starting import machines
+from accel_launch.starting import machines, meeting_store
 from accel_launch.starting.interfaces import interface_to, own_addresses, variables_towards
-from accel_launch.starting.machines import Address, Card, Machines, MeetingError
+from accel_launch.starting.machines import Machines
+from accel_launch.starting.meeting_store import Address, Card, MeetingError
 from accel_launch.starting.plan import OWN_STORE
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,7 +74,7 @@ def finish(member: Machines) -> None:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Clusters in which a machine counts as gone sooner than in life."""
-    monkeypatch.setattr(machines, "SILENCE", 1.0)
+    monkeypatch.setattr(meeting_store, "SILENCE", 1.0)
     monkeypatch.setattr(machines, "BEAT", 0.05)
     monkeypatch.setattr(machines, "_LAST_WORDS", 1.0)
     made: list[Cluster] = []
@@ -216,7 +217,7 @@ def test_a_machine_that_has_failed_for_good_ends_the_others_at_once(cluster):
 
 
 def test_machine_0_stays_until_all_have_finished_and_nobody_waits_for_one_that_has(cluster, capfd, monkeypatch):
-    monkeypatch.setattr(machines, "FIRST_LINE", 0.1)
+    monkeypatch.setattr(meeting_store, "FIRST_LINE", 0.1)
     run = cluster(3)
     members = [run.machine(rank) for rank in range(3)]
     run.met(*members)
@@ -262,7 +263,7 @@ def test_a_machine_0_that_does_not_answer_for_long_counts_as_gone(cluster, monke
 
 
 def test_who_waits_says_for_whom_and_gives_up_in_words(cluster, capfd, monkeypatch):
-    monkeypatch.setattr(machines, "FIRST_LINE", 0.2)
+    monkeypatch.setattr(meeting_store, "FIRST_LINE", 0.2)
     run = cluster(4)
     (alone,) = run.come(run.machine(2, timeout=0.5))
     message = error_of(alone)
@@ -301,7 +302,7 @@ def _refuse(server: socket.socket) -> None:
 
 
 def test_what_listens_and_never_answers_is_no_meeting_point(cluster, monkeypatch):
-    monkeypatch.setattr(machines, "_ANSWER", 0.3)
+    monkeypatch.setattr(meeting_store, "_ANSWER", 0.3)
     run = cluster(2)
     with socket.socket() as mute:
         mute.bind(("", run.address.port))
@@ -335,7 +336,8 @@ def test_the_launcher_ends_quietly_while_its_heart_beats():
     script = (
         "from datetime import timedelta\n"
         "from accel_launch.starting import machines\n"
-        "from accel_launch.starting.machines import Address, Card, Machines\n"
+        "from accel_launch.starting.machines import Machines\n"
+        "from accel_launch.starting.meeting_store import Address, Card\n"
         "def stop(self, stop=Machines._stop):\n"
         "    machines.BEAT = 1.0\n"  # it waits for so long, and no machine is too busy for that
         "    stop(self)\n"

@@ -177,7 +177,8 @@ def _pick(catalog: Catalog, option: Option, current: Any) -> Any:
     if name in SEVERAL:
         listed = _listed(catalog, name, names)
         return (questionary.checkbox(about, listed).unsafe_ask() or None) if listed else None
-    listed = [*([_NOT_GIVEN] if option.field.default is None else []), *_listed(catalog, name)]
+    first = [questionary.Choice(_NOT_GIVEN)] if option.field.default is None else []
+    listed = [*first, *_listed(catalog, name)]
     picked = questionary.select(about, listed, default=next(iter(names), _NOT_GIVEN)).unsafe_ask()
     return None if picked == _NOT_GIVEN else picked
 

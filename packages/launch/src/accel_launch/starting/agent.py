@@ -93,7 +93,7 @@ class HostAgent(LocalElasticAgent):
         if isinstance(handler, Machines):
             handler.finish()
         else:
-            super()._exit_barrier()
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_ranks(signal.SIGTERM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,8 +21,10 @@ from accel_launch.starting.agent import HostAgent, say
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.failures import Failure, from_torch
 from accel_launch.starting.logs import Logs
-from accel_launch.starting.machines import Address, Card, Machines, OneMachine
+from accel_launch.starting.machines import Machines
 from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
+from accel_launch.starting.meeting_store import Address, Card
+from accel_launch.starting.one_machine import OneMachine
 from accel_launch.starting.orphan_guard import Guard
 
 if TYPE_CHECKING:
@@ -198,7 +200,7 @@ def _replace_environment(values: Mapping[str, str]) -> None:
 @contextmanager
 def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
     """A block in which torch's agent does not say what our summary says; all of it, if `LOGLEVEL` asks for its messages."""
-    filters = {} if environment.get("LOGLEVEL") else {name: _Repeated(starts) for name, starts in _REPEATED.items()}
+    filters = {} if environment.get("LOGLEVEL") else {name: _without(starts) for name, starts in _REPEATED.items()}
     for name, each in filters.items():
         logging.getLogger(name).addFilter(each)
     try:
@@ -208,10 +210,5 @@ def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
             logging.getLogger(name).removeFilter(each)
 
 
-class _Repeated(logging.Filter):
-    def __init__(self, starts: tuple[str, ...]) -> None:
-        super().__init__()
-        self._starts = starts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self._starts)
+def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not str(record.msg).startswith(starts)
