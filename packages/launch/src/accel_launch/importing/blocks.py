@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from accel_launch.importing.fsdp import ignored, reshard, sharding, wrap_classes, wrap_least, wrap_policy
 from accel_launch.importing.rules import NOTHING, Carry, Outcome, PeerFile, Rule, carry, leave, only_if, same
+from accel_launch.settings.peer_options import advice
 
 _MPI = "start the script as `mpirun --hostfile FILE accel launch script.py`: accel launch joins what MPI has started"
 _FP8_TE = (
@@ -46,9 +47,6 @@ def _size(new: str) -> Rule:
 
 
 _FSDP: Mapping[str, Rule] = {
-    "version": leave(
-        "there is one generation here, torch's fully_shard; what the other keys say is carried over to it", nothing=(2,)
-    ),
     "sharding_strategy": sharding,
     "reshard_after_forward": reshard,
     "auto_wrap_policy": wrap_policy,
@@ -56,25 +54,21 @@ _FSDP: Mapping[str, Rule] = {
     "min_num_params": wrap_least,
     "offload_params": carry("fsdp.cpu_offload", bool),
     "activation_checkpointing": carry("fsdp.activation_checkpointing", bool),
-    "activation_checkpointing_offload": leave(
-        "what is kept of a checkpointed unit, its inputs, stays on its device", nothing=(False,)
-    ),
     "ignored_modules": ignored,
-    "backward_prefetch": leave(
-        "the next parameters are gathered while gradients are computed", nothing=("BACKWARD_PRE", "1")
-    ),
-    "backward_prefetch_policy": leave(
-        "the next parameters are gathered while gradients are computed", nothing=("BACKWARD_PRE", "1")
-    ),
-    "forward_prefetch": leave("the next parameters are gathered while the forward computes", nothing=(False,)),
-    "use_orig_params": leave("parameters are always the model's own, with their names and shapes", nothing=(True,)),
-    "sync_module_states": leave("all ranks always begin with the weights and buffers of rank 0", nothing=(True,)),
-    "cpu_ram_efficient_loading": leave(
-        "who holds weights while a model is built is decided where it is built: write "
-        "`model = accelerator.build_model(factory, checkpoint)`",
-        nothing=(False,),
-    ),
-    "state_dict_type": leave("a checkpoint knows no types: all ranks write it, and any strategy loads it"),
+    **{
+        key: leave(str(advice(f"fsdp_{key}")).rstrip("."), says_nothing)
+        for key, says_nothing in {
+            "version": (2,),
+            "activation_checkpointing_offload": (False,),
+            "backward_prefetch": ("BACKWARD_PRE", "1"),
+            "backward_prefetch_policy": ("BACKWARD_PRE", "1"),
+            "forward_prefetch": (False,),
+            "use_orig_params": (True,),
+            "sync_module_states": (True,),
+            "cpu_ram_efficient_loading": (False,),
+            "state_dict_type": (),
+        }.items()
+    },
 }
 
 _DYNAMO: Mapping[str, Rule] = {
