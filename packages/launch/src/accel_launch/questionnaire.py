@@ -71,13 +71,9 @@ QUESTIONS: Mapping[str, Callable[[Answers], bool]] = MappingProxyType(
 def ask(catalog: Catalog, path: Path) -> int:
     """Asks about a run, and writes the answers to a configuration file.
 
-    Returns:
-        The exit status: 0 if the file was written, 1 if the user decided against it, 130 if Ctrl-C
-            ended it. Then nothing was written.
-
-    Raises:
-        ValueError: if there is no terminal that questions can be asked on; if the file that is
-            there is not valid.
+    Returns 0 if the file was written, 1 if the user decided against it, 130 if Ctrl-C ended it: then
+    nothing was written. Raises `ValueError` if there is no terminal that questions can be asked on, or
+    if the file that is there is not valid.
     """
     _check_terminal()
     before = _read(catalog, path)

@@ -14,13 +14,9 @@ from accel_launch.checking.doctor_facts import device_of
 
 
 def try_group(note: Callable[[str], None]) -> dict[str, Any]:
-    """Meets the others, and tries the default group. A collective.
+    """Meets the others, and tries the default group: device, seconds that meeting took, what the sum was and had to be. A collective.
 
-    Args:
-        note: is told what comes next, so that a rank that is stuck is known to be stuck there.
-
-    Returns:
-        The device, the seconds that meeting took, and what the sum was and had to be.
+    `note` is told what comes next, so that a rank that is stuck is known to be stuck there.
     """
     note("meeting the others")
     start = time.perf_counter()

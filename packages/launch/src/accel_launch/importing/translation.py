@@ -62,13 +62,9 @@ class Imported:
 def translate(data: Mapping[str, Any]) -> Imported:
     """Translates a file of Accelerate's. Every key ends either in `carried` or in `left`.
 
-    A key whose value has no exact counterpart is left, with a reason that says what to do instead.
-
-    Args:
-        data: the file's content; keys and values of older versions are understood too.
-
-    Raises:
-        ValueError: if the file is for SageMaker, where runs are not started from here.
+    A key whose value has no exact counterpart is left, with a reason that says what to do instead. Keys
+    and values of older versions are understood too. Raises `ValueError` if the file is for SageMaker,
+    where runs are not started from here.
     """
     if str(data.get("compute_environment", "")).strip().upper() == "AMAZON_SAGEMAKER":
         raise ValueError(

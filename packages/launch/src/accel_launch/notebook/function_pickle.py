@@ -79,15 +79,10 @@ def _on_cpu(tensor: torch.Tensor) -> Any:
 
 
 def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """A function with its arguments and all of the notebook that it uses.
+    """Pickles a function with its arguments and all of the notebook that it uses.
 
-    Args:
-        call: what the user called, for messages.
-        function: to be run.
-        args: for it.
-
-    Raises:
-        LaunchError: naming the variable or argument that cannot travel, with its type.
+    Raises `LaunchError`, which begins with `call`, naming the variable or argument that cannot travel,
+    with its type.
     """
     with _by_value(function):
         try:

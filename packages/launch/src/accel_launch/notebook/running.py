@@ -42,16 +42,10 @@ if TYPE_CHECKING:
 def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix: str | None) -> Any:
     """Runs a function on the ranks of this machine, and returns what it returned on the first of them.
 
-    Args:
-        call: what the user called, for messages.
-        plan: what is started.
-        work: the function and its arguments, packed.
-        variables: what the ranks find in their environment beside the plan's.
-        prefix: what lines of their output begin with; None: they are shown as they are.
-
-    Raises:
-        LaunchError: if the ranks cannot be started here, or their machines do not meet.
-        Exception: what the rank raised that failed first.
+    `call` is what the user called, for messages; `work` the packed function; `variables` what ranks find
+    in their environment beside the plan's; `prefix` what lines of their output begin with, if anything.
+    Raises what the rank raised that failed first; `LaunchError` if the ranks cannot be started here, or
+    their machines do not meet.
     """
     copies = prefix is not None or is_replaced()
     job = {
@@ -122,14 +116,7 @@ def result_of(call: str, told: Told | None) -> Any:
 
 
 def raise_first(call: str, size: int, failures: Sequence[Failure], said: Told | None) -> NoReturn:
-    """Raises what the rank raised that failed first.
-
-    Args:
-        call: what the user called, for messages.
-        size: the number of ranks.
-        failures: of this machine, the first in front.
-        said: what the first of them said.
-    """
+    """Raises what the rank raised that failed first: `failures` has it in front, and `said` is what it said."""
     if not failures:
         raise RankFailedError(
             f"{call}: no rank of this machine has failed; the run was ended because of another one. See what is raised there."

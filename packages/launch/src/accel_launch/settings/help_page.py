@@ -37,14 +37,9 @@ _KINDS: Mapping[Any, str] = {
 def show_help(
     catalog: Catalog, usage: str, about: str, switches: Mapping[str, Switch], mentioned: Sequence[str] = ()
 ) -> None:
-    """Prints help.
+    """Prints help: about everything, or about the options of `mentioned` components alone.
 
-    Args:
-        catalog: the options of what is installed.
-        usage: how the command is typed.
-        about: what it does.
-        switches: its own options.
-        mentioned: components; if there are any, the help is about their options alone.
+    `usage` is how the command is typed, `about` what it does, `switches` are its own options.
     """
     if mentioned:
         page = _page(usage, "")

@@ -16,13 +16,10 @@ _NOTHING_GIVEN = "# Nothing is given: defaults hold."
 
 
 def render(data: Mapping[str, Any], comments: Mapping[str, str], before: Mapping[str, Any], text: str = "") -> str:
-    """The text of a YAML file.
+    """The text of a YAML file with `data`, which has mappings of options under the names of sections.
 
-    Args:
-        data: options, and mappings of options under the names of sections.
-        comments: help, by `num_processes`, `fsdp` or `fsdp.cpu_offload`.
-        before: what stands there already; empty for a new file.
-        text: that in which it stands. Values that are the same stay as they are written there.
+    `before` is what stands in `text`, empty for a new file: values that are the same stay as they are
+    written there. New keys get their help from `comments`, by `num_processes` or `fsdp.cpu_offload`.
     """
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 1 << 16

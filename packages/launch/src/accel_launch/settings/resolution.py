@@ -112,18 +112,10 @@ def resolve(
     *,
     thorough: bool = False,
 ) -> Resolved:
-    """Decides which values hold.
+    """Decides which values hold, of a command line, a file (None: there is none) and the environment.
 
-    Args:
-        catalog: the options of what is installed.
-        command_line: what `parse` has read.
-        file: what `load` has read; None for none.
-        environ: variables of the environment.
-        thorough: also import the components that are not active, to check what a file or the
-            environment gives for them.
-
-    Raises:
-        SettingsError: with every mistake that was found.
+    `thorough` also imports the components that are not active, to check what a file or the environment
+    gives for them. Raises `SettingsError` with every mistake that was found.
     """
     resolution = _Resolution(catalog, command_line, file, environ, thorough)
     resolved = resolution.resolve()

@@ -96,15 +96,9 @@ class Plan:
 def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> Plan:
     """Decides what is started on this machine. Starts nothing, and imports torch only to count accelerators.
 
-    Args:
-        launch: the options.
-        cpu: whether the run uses the CPU only.
-        environ: of this process, which tells of another launcher around this one.
-
-    Raises:
-        LaunchError: if the options do not fit together, or not to this machine or the other
-            launcher.
-        WorldError: if what the other launcher has said contradicts itself.
+    `cpu` says that the run uses the CPU only; `environ` tells of another launcher around this process.
+    Raises `LaunchError` if the options do not fit together, or not to this machine or that launcher;
+    `WorldError` if what the latter has said contradicts itself.
     """
     check_values(launch)
     if cpu and launch.device_ids is not None:

@@ -73,19 +73,10 @@ def supervise(
 ) -> Supervised:
     """Starts the ranks of this machine, and looks after them until the run has ended.
 
-    Args:
-        plan: one with an agent.
-        program: what every rank executes.
-        environment: of the ranks, as a whole.
-        signals: those that this process is sent meanwhile.
-        stays: whether this process goes on when it was told to end: then it leaves the rendezvous,
-            which its end would else tell.
-
-    Raises:
-        Ended: this process was told to end before there were ranks.
-        SignalException: it was told so later; the ranks have been told, too.
-        RendezvousError, DistError: the machines have not met.
-        LaunchError: there is no such rendezvous.
+    `stays` says that this process goes on when it was told to end: then it leaves the rendezvous, which
+    its end would else tell. Raises `Ended` if it was told so before there were ranks, `SignalException`
+    if later (the ranks have been told, too); `RendezvousError` or `DistError` if the machines have not
+    met; `LaunchError` if there is no such rendezvous.
     """
     launch = plan.launch
     assert plan.meeting is not None, "plans with an agent have one"
