@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -73,13 +72,3 @@ def _try(door: Door) -> dict[str, Any]:
     except OSError as error:
         return {"error": str(error) or type(error).__name__, "at": f"{door.host}:{door.port}"}
     return {"ms": (time.perf_counter() - start) * 1000}
-
-
-def to_text(door: Door) -> str:
-    """The JSON text of a door, which `from_text` reads."""
-    return json.dumps(door)
-
-
-def from_text(text: str | bytes) -> Door:
-    """The door that `to_text` has written."""
-    return Door(*json.loads(text))
