@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator
 from accel_core.api.launcher import list_offers
 from accel_launch import LaunchError, RankFailedError, debug_launcher, notebook_launcher
-from accel_launch.notebook import function_pickle, rank
+from accel_launch.notebook import channel, function_pickle, rank
 from accel_launch.notebook.function_pickle import Told, failure_told, packed, result_told, unpacked
 from accel_launch.notebook.running import raise_first, result_of
 from accel_launch.starting.devices import Accelerators
@@ -163,6 +163,26 @@ def test_a_call_instead_of_a_function_is_refused():
         LaunchError, match=r"A launcher was called with 3, expected a function. .*notebook_launcher\(train, "
     ):
         debug_launcher(3)
+
+
+def test_a_system_without_such_files_is_told_so(monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    with pytest.raises(LaunchError, match=r"was to start 2 processes, which needs files of Unix"):
+        debug_launcher(os.getpid)
+
+
+def test_the_last_record_of_each_counts_and_standard_input_is_as_before():
+    before = os.fstat(0)
+    with channel.opened(b"work") as descriptor:
+        for whose, content in ((0, b""), (1, b"first"), (0, b"zero"), (1, b"last")):
+            channel.append(descriptor, whose, content)
+        assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"last"}
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - 1)  # its process was killed while it wrote
+        assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"first"}
+        channel.append(descriptor, 2, b"two")
+        assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"first", 2: b"two"}
+        assert os.path.sameopenfile(0, descriptor)
+    assert os.path.samestat(os.fstat(0), before)
 
 
 @pytest.mark.parametrize("args", [3, "abc", None])

@@ -148,6 +148,11 @@ def _run(
     said: Mapping[str, Any],
     prefix: str | None = None,
 ) -> Any:
+    if not hasattr(os, "pread"):
+        raise LaunchError(
+            f"{call} was to start {plan.here} processes, which needs files of Unix, and this system has none. Start one process here; "
+            f"or start a script with `accel launch`, or the notebook in a Linux system (WSL)."
+        )
     from accel_launch.notebook.function_pickle import packed
     from accel_launch.notebook.running import run
 

@@ -45,8 +45,8 @@ class Output(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self.join()
-        for file, _ in self._files.values():
-            file.close()
+        for each in self._files.values():
+            each[0].close()
 
     def run(self) -> None:
         """Copies until the block ends, then what is left."""

@@ -1,4 +1,4 @@
-"""One rank of a function that `notebook_launcher` runs: started as a program, told by a file what to run.
+"""One rank of a function that `notebook_launcher` runs: started as a program, told by its standard input what to run.
 
 Nothing but the standard library is imported until the notebook's `sys.path` and variables are
 there: some of these hold only before torch is imported.
@@ -18,39 +18,34 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-JOB, WORK = "job", "work"
-"""Names of the files in the launcher's folder: what the process has to resemble; the function and its arguments."""
 
+def main() -> None:
+    """Runs what the launcher asks for, and says what came of it."""
+    sys.path.append(str(Path(__file__).parents[2]))  # of this package, should only the notebook know where it is
+    from accel_launch.notebook import channel
 
-def report_of(folder: Path, local_rank: int | str) -> Path:
-    """The file with what a rank says at its end."""
-    return folder / f"report-{local_rank}"
-
-
-def main(folder: Path) -> None:
-    """Runs what the launcher has left in its folder, and leaves there what came of it."""
-    report = report_of(folder, os.environ["LOCAL_RANK"])
-    report.unlink(missing_ok=True)  # of a run before a restart
-    job = pickle.loads((folder / JOB).read_bytes())  # noqa: S301  (of this run, in a folder that only this user can enter)
+    descriptor, rank = channel.take_over(), int(os.environ["LOCAL_RANK"])
+    channel.append(descriptor, rank, b"")  # instead of what it said before a restart
+    job = pickle.loads(channel.records(descriptor)[channel.WORK])  # noqa: S301  (from the memory of the notebook)
     # This process is to resemble the notebook's: its variables, import path, arguments and the text of its cells.
     os.environ.update(job["environment"])
     sys.path[:], sys.argv[:] = job["path"], job["argv"]
     linecache.cache.update(job["cells"])
-    if job["copies"]:
-        _write_to_files(folder)
+    if job["output"] is not None:
+        _write_to_files(Path(job["output"]))
     try:
-        told = _run((folder / WORK).read_bytes())
+        told = _run(job["work"])
     except KeyboardInterrupt:
         sys.excepthook = _show("")
         raise
     except Exception as error:
         text = "".join(traceback.format_exception(type(error), error, _of_the_function(error)))
-        _tell_failure(report, error, text)
+        channel.append(descriptor, rank, _failure(error, text))
         # What is started again shows its error itself; else the cell does.
         again = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
         sys.excepthook = _show(text if again else "")
         raise
-    report.write_bytes(told)
+    channel.append(descriptor, rank, told)
 
 
 def _write_to_files(folder: Path) -> None:
@@ -87,8 +82,8 @@ def _of_the_function(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _tell_failure(report: Path, error: Exception, text: str) -> None:
-    """Tells the notebook what was raised; and torch's agent, in the file and format of its own `ErrorHandler`, when and why."""
+def _failure(error: Exception, text: str) -> bytes:
+    """What is told of an exception; tells torch's agent, in the file and format of its own `ErrorHandler`, when and why."""
     from accel_core.api.launcher import broken_connection_in
     from accel_launch.notebook.function_pickle import failure_told
 
@@ -97,7 +92,7 @@ def _tell_failure(report: Path, error: Exception, text: str) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "follows": follows}
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
-    report.write_bytes(failure_told(error, text))
+    return failure_told(error, text)
 
 
 def _show(text: str) -> Callable[..., None]:
@@ -110,4 +105,4 @@ def _show(text: str) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -4,8 +4,8 @@ They are not forked: a copy of a process in which torch has computed waits for t
 not have, and cannot use a device that was initialised before. Nor does each execute the main script
 again, as Python's own way of spawning would have it.
 
-The function and its result are in files of a folder that nobody but this user can enter, and that
-is removed at the end.
+The function and its result go through a file without a name, which ranks have as their standard
+input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from accel_launch.notebook import rank
+from accel_launch.notebook import channel, rank
 from accel_launch.notebook.errors import RankFailedError
 from accel_launch.notebook.function_pickle import Told, cells, unpacked
 from accel_launch.notebook.output import Output, is_replaced
@@ -48,32 +48,24 @@ def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix
     their machines do not meet.
     """
     copies = prefix is not None or is_replaced()
-    job = {
-        "environment": {**plan.variables, **variables},
-        "path": [each or os.getcwd() for each in sys.path],
-        "argv": sys.argv,
-        "cells": cells(),
-        "copies": copies,
-    }
-    with tempfile.TemporaryDirectory(prefix="accel-") as name:
-        folder = Path(name)
-        (folder / rank.JOB).write_bytes(pickle.dumps(job))
-        (folder / rank.WORK).write_bytes(work)
-        with Output(folder, prefix, plan.launch.role) if copies else nullcontext():
-            failures = _supervise(call, plan, Program("script", rank.__file__, (name,)))
-        told = _told(folder, failures[0].local_rank if failures else 0)
+    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+        job = {
+            "environment": {**plan.variables, **variables},
+            "path": [each or os.getcwd() for each in sys.path],
+            "argv": sys.argv,
+            "cells": cells(),
+            "output": folder if copies else None,
+            "work": work,
+        }
+        output = Output(Path(folder), prefix, plan.launch.role) if copies else nullcontext()
+        with output, channel.opened(pickle.dumps(job)) as descriptor:
+            failures = _supervise(call, plan, Program("script", rank.__file__))
+            reports = channel.records(descriptor)
+    first = failures[0].local_rank if failures else 0
+    told: Told | None = pickle.loads(reports[first]) if reports.get(first) else None  # noqa: S301  (of a rank that was started here)
     if failures is not None:
         raise_first(call, plan.processes, failures, told)
     return result_of(call, told)
-
-
-def _told(folder: Path, local_rank: int) -> Told | None:
-    """The report of a rank; None if it left none."""
-    report = rank.report_of(folder, local_rank)
-    if not report.exists():
-        return None
-    told: Told = pickle.loads(report.read_bytes())  # noqa: S301  (of a rank that was started here, in a folder of this user alone)
-    return told
 
 
 def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
