@@ -151,6 +151,7 @@ def test_older_files_and_interruptions(tmp_path: Path):
         opened.wait_for(r"(\[old.yaml ended with 130\][\s\S]*){2}")
         assert old.read_text() == content
 
+        opened.wait_for(r"(^\? num_machines: [\s\S]*){3} 2$")
         # What the file says is the default; what no longer fits goes, and what does not fit together cannot be written.
         opened.answer("num_machines", type_over("1"))
         opened.answer("num_processes")
