@@ -73,20 +73,10 @@ class Terminal:
     def send(self, keys: str) -> None:
         self._child.send(keys)
 
-    def press(self, name: str, keys: str = "") -> None:
-        """Waits for a question, and answers it; what comes next is not waited for."""
-
-        def is_open(shown: str) -> bool:
-            _, found, behind = f"\n{shown}".rpartition(f"\n{name}: ")
-            return bool(found) and "\n ›" in behind
-
-        self._wait(is_open, f"{name}:", 60)
-        self.send(keys + ENTER)
-
     def answer(self, name: str, keys: str = "") -> None:
-        """As `press`, and waits for the line that an answered question leaves."""
-        self.press(name, keys)
-        self.wait_for(rf"^  {re.escape(name)} ")
+        """Waits for a question, and answers it; what comes next is not waited for."""
+        self._wait(lambda shown: f"\n{shown}".rpartition("\n? ")[2].startswith(name), f"? {name}", 60)
+        self.send(keys + ENTER)
 
     def end(self) -> int:
         """Waits for the end of the program, and returns its exit status."""

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +21,9 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator
 from accel_core.api.launcher import list_offers
 from accel_launch import LaunchError, RankFailedError, debug_launcher, notebook_launcher
-from accel_launch.notebook import function_pickle, rank
+from accel_launch.notebook import channel, function_pickle, rank
 from accel_launch.notebook.function_pickle import Told, failure_told, packed, result_told, unpacked
-from accel_launch.notebook.outcome import raise_first, result_of
-from accel_launch.notebook.passing_on import Output
+from accel_launch.notebook.running import raise_first, result_of
 from accel_launch.starting.devices import Accelerators
 from accel_launch.starting.failures import Failure
 from accel_launch.starting.threads import usable_cores
@@ -167,10 +165,24 @@ def test_a_call_instead_of_a_function_is_refused():
         debug_launcher(3)
 
 
-def test_a_system_without_pipes_is_told_so(monkeypatch):
-    monkeypatch.delattr(os, "mkfifo")
-    with pytest.raises(LaunchError, match=r"was to start 2 processes, which needs pipes and sockets of Unix"):
+def test_a_system_without_such_files_is_told_so(monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    with pytest.raises(LaunchError, match=r"was to start 2 processes, which needs files of Unix"):
         debug_launcher(os.getpid)
+
+
+def test_the_last_record_of_each_counts_and_standard_input_is_as_before():
+    before = os.fstat(0)
+    with channel.opened(b"work") as descriptor:
+        for whose, content in ((0, b""), (1, b"first"), (0, b"zero"), (1, b"last")):
+            channel.append(descriptor, whose, content)
+        assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"last"}
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - 1)  # its process was killed while it wrote
+        assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"first"}
+        channel.append(descriptor, 2, b"two")
+        assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"first", 2: b"two"}
+        assert os.path.sameopenfile(0, descriptor)
+    assert os.path.samestat(os.fstat(0), before)
 
 
 @pytest.mark.parametrize("args", [3, "abc", None])
@@ -244,7 +256,7 @@ def has_file_as_default():
 @pytest.mark.parametrize(
     "function, args, message",
     [
-        (uses_lock, (), r"uses_lock\(\) uses `LOCK` \(line \d+: with LOCK:\): a lock, .*cannot pickle '_thread.lock'"),
+        (uses_lock, (), r"uses_lock\(\) uses `LOCK`: a lock, .*cannot pickle '_thread.lock'"),
         (has_iterator(), (), r"inner\(\) uses `batches`: a _SingleProcessDataLoaderIter, which cannot be sent"),
         (has_file_as_default(), (), r"inner\(\) uses `log` as a default: a TextIOWrapper, which cannot be sent"),
         (os.getpid, (1, threading.Lock()), r"getpid\(\) was given args\[1\]: a lock, which cannot be sent"),
@@ -330,33 +342,27 @@ def test_an_exception_that_cannot_be_sent_is_shown_as_text():
     told = pickle.loads(failure_told(StubbornError(1, 2), "Traceback ...\nStubbornError: 1\n"))
     assert told == Told(text="Traceback ...\nStubbornError: 1\n", raised=True)
     with pytest.raises(RankFailedError, match="It raised:\n\nTraceback"):
-        raise_first("call", 4, [failure], {3: told._replace(error=b"no pickle")})
+        raise_first("call", 4, [failure], told._replace(error=b"no pickle"))
     with pytest.raises(
         RankFailedError, match=r"call: rank 3 of 4 \(process 42\) failed first. It raised:\n\nTraceback"
     ):
-        raise_first("call", 4, [failure], {3: told})
+        raise_first("call", 4, [failure], told)
 
 
 def test_the_failure_of_another_machine_is_said_to_be_that():
     with pytest.raises(
         RankFailedError, match=r"call: no rank of this machine has failed; the run was ended because of another"
     ):
-        raise_first("call", 4, [], {})
+        raise_first("call", 4, [], None)
 
 
-def test_lines_of_ranks_are_marked_and_not_mixed(tmp_path: Path, capsys):
-    with Output(tmp_path, 2, "${role_name}/${rank}: ", "r") as output:
-        pipes = [os.open(tmp_path / f"out{local_rank}", os.O_WRONLY) for local_rank in range(2)]
-        for local_rank, pipe in enumerate(pipes):
-            output.begin(local_rank, 4 + local_rank)
-            os.write(pipe, b"be")
-        for pipe in pipes:
-            os.write(pipe, b"gun\r\n\n10%\r20% \xc3")
-            os.write(pipe, b"\xa4\rend")
-            os.close(pipe)
-    shown = capsys.readouterr().out
-    for number in (4, 5):
-        text = f"r/{number}: begun\r\n|\n|r/{number}: 10%\r|r/{number}: 20% ä\r|r/{number}: end"
-        for part in text.split("|"):
-            assert part in shown
-    assert shown.count("r/") == 8
+def says_who_it_is():
+    print("begun")
+    print("10%", file=sys.stderr)
+
+
+def test_lines_of_ranks_are_marked(capsys):
+    notebook_launcher(says_who_it_is, num_processes=2, log_line_prefix_template="${role_name}/${rank}: ")
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == ["notebook/0: begun", "notebook/1: begun"]
+    assert sorted(shown.err.splitlines()) == ["notebook/0: 10%", "notebook/1: 10%"]

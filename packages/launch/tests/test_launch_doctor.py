@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from accel_core.api.launcher import Place
-from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_group, doctor_job, doctor_page
+from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_job, doctor_page
 from accel_launch.checking.doctor_findings import examine
 from accel_launch.commands.doctor import main
 
@@ -37,7 +37,7 @@ def report(rank: int, machine: int = 0, **told: Any) -> dict[str, Any]:
         "variables": {"OMP_NUM_THREADS": "1"},
         "shared memory": 8 << 30,
         "open files": 65536,
-        "doors": {str(1 - rank): {"ms": 0.4, "clock": 0.001}},
+        "doors": {str(1 - rank): {"ms": 0.4}},
         "gathered": 0.1,
         "group": {
             "device": "cpu",
@@ -45,7 +45,6 @@ def report(rank: int, machine: int = 0, **told: Any) -> dict[str, Any]:
             "sum": 3.0,
             "expected": 3.0,
             "took": 0.01,
-            "pairs": {str(1 - rank): 0.3},
         },
     }
     return {**found, **told}
@@ -64,9 +63,7 @@ def test_two_processes_are_examined_for_real(tmp_path, monkeypatch):
         other = str(1 - rank)
         assert each["machine"] == 0
         assert each["group"]["sum"] == each["group"]["expected"] == 3
-        assert 0 < each["group"]["pairs"][other] < 1000
         assert 0 < each["doors"][other]["ms"] < 1000
-        assert abs(each["doors"][other]["clock"]) < 1
         assert "step" not in each
         assert {"python", "torch", "accel-core", "accel-launch"} <= each["versions"].keys()
 
@@ -78,7 +75,7 @@ def test_healthy_reports_have_no_findings_and_make_a_page(capsys):
     page = capsys.readouterr().out
     assert page.splitlines()[-1] == "✓ 2 processes on 2 machines: all met, and all reach each other."
     assert [line.split() for line in page.splitlines() if line.startswith(("0     1 ", "1     0 "))][-1][-2:] == [
-        "0.300",
+        "0.400",
         "ms",
     ]
     assert "node1" in page
@@ -144,12 +141,6 @@ CASES = {
         "NCCL_IB_DISABLE differs between the machines: not set on machine 0, 1 on machine 1.",
         "Set it alike",
     ),
-    "clock": (
-        [report(0), report(1, machine=1, doors={"0": {"ms": 0.4, "clock": 12.04}})],
-        False,
-        "The clock of machine 1 (node1) is 12.0 s behind that of machine 0.",
-        "chrony",
-    ),
     "memory": (
         [report(0, **{"shared memory": 64 << 20}), report(1)],
         False,
@@ -187,7 +178,6 @@ def test_a_door_that_is_closed_or_never_answers_is_named_in_time(monkeypatch):
     monkeypatch.setattr(doctor_doors, "PATIENCE", 0.3)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     keeper = doctor_doors.DoorKeeper("127.0.0.1")
-    assert doctor_doors.from_text(doctor_doors.to_text(keeper.door)) == keeper.door
     with socket.create_server(("127.0.0.1", 0)) as mute, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         doors = {
@@ -201,7 +191,6 @@ def test_a_door_that_is_closed_or_never_answers_is_named_in_time(monkeypatch):
         assert time.monotonic() - start < 20
     keeper.close()
     assert found[1]["ms"] > 0
-    assert abs(found[1]["clock"]) < 1
     assert found[2] == {"error": "timed out", "at": f"127.0.0.1:{doors[2].port}"}
     assert "refused" in found[3]["error"]
     assert found[4]["error"]
@@ -235,17 +224,6 @@ def test_what_is_stuck_is_reported_with_the_step_in_which_it_is():
     failed: dict[str, Any] = {}
     doctor_job._examine_in_time(failed, failing, 5)
     assert failed == {"step": "the beginning", "error": "ValueError: no such host"}
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13])
-def test_in_a_tournament_everybody_meets_everybody_once_and_nobody_waits_in_a_circle(size):
-    waiting = {rank: list(doctor_group.partners(rank, size)) for rank in range(size)}
-    assert all(sorted(others) == [each for each in range(size) if each != rank] for rank, others in waiting.items())
-    while any(waiting.values()):
-        pairs = [(rank, others[0]) for rank, others in waiting.items() if others and waiting[others[0]][0] == rank]
-        assert pairs, f"a circle: {waiting}"
-        for rank, _ in pairs:
-            waiting[rank].pop(0)
 
 
 def test_facts_are_those_of_this_machine_and_hide_secrets(monkeypatch):

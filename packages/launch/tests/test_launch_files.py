@@ -219,9 +219,8 @@ def test_writing_again_keeps_what_the_user_wrote_beside_it(path):
     data = {"num_processes": 4, "fsdp": {"cpu_offload": False, "wrap": ["A", "B"], "shard": 2}, "debug": True}
     write(path, data, {"debug": "compares", "fsdp.shard": "how many"})
     assert path.read_text() == (
-        "# My machine at home.\n\nnum_processes: 4 # all of them\nfsdp: # sharded\n  # fits only so\n"
+        "# My machine at home.\n\nnum_processes: 4  # all of them\n# not the default\nfsdp:  # sharded\n  # fits only so\n"
         "  cpu_offload: false # slow\n  wrap:\n    - A\n    - B\n  # how many\n  shard: 2\n# compares\ndebug: true\n"
-        "# --- strategy ---\n# the end\n"
     )
     assert read(path).data == data
 

@@ -355,7 +355,9 @@ def test_the_command_lists_what_it_did_and_what_to_type_next(tmp_path: Path, cap
     target = tmp_path / "config.yaml"
     out = run(capsys, FOLDER / "fsdp_2.yaml", target)
     assert re.search(r"fsdp_config\.fsdp_offload_params +fsdp\.cpu_offload +true", out)
-    assert re.search(r"fsdp_config\.fsdp_state_dict_type +FULL_STATE_DICT +a checkpoint knows no types", out)
+    assert re.search(
+        r"fsdp_config\.fsdp_state_dict_type +FULL_STATE_DICT +Leave it out: checkpoints are written in parts", out
+    )
     assert "Says nothing, or what is so here in any case:" in out
     assert f"accel launch --config-file {target} script.py" in out.splitlines()[-1]
     assert read(target).data == translate(read(FOLDER / "fsdp_2.yaml").data).data

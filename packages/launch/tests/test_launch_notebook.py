@@ -158,9 +158,8 @@ def test_the_output_of_all_ranks_appears_in_the_cell(printed):
 
 def test_an_accelerator_of_the_notebook_is_refused_by_its_name_and_line(printed):
     assert printed["refused"]["stdout"] == (
-        "notebook_launcher(uses, ...) was to run uses() in other processes, and uses() uses step(), which uses `accelerator` "
-        "(line 3: return accelerator.num_processes): an Accelerator, which cannot be sent to them (an Accelerator belongs to the "
-        "process that made it). Make it inside of the function, from plain data.\n"
+        "notebook_launcher(uses, ...) was to run uses() in other processes, and uses() uses step(), which uses `accelerator`: "
+        "an Accelerator, which cannot be sent to them (an Accelerator belongs to the process that made it). Make it inside of the function, from plain data.\n"
     )
 
 

@@ -15,7 +15,7 @@ from accel_launch.starting import plan as planning
 from accel_launch.starting.checks import check_numa
 from accel_launch.starting.devices import Accelerators, confined
 from accel_launch.starting.errors import LaunchError
-from accel_launch.starting.plan import Plan, make_plan
+from accel_launch.starting.plan import OWN_STORE, Plan, make_plan
 from accel_launch.starting.streams import describe, read_streams
 from accel_launch.starting.threads import threads_of_each, usable_cores
 
@@ -66,7 +66,7 @@ def test_machines_meet_by_their_ranks() -> None:
     assert (plan.here, plan.processes, plan.machine_rank) == (2, 4, 1)
     assert plan.meeting is not None
     assert (plan.meeting.backend, plan.meeting.endpoint) == ("machines", "10.0.0.1:29500")
-    assert plan.meeting.options == {"rank": 1, "processes": 4, "timeout": 120}
+    assert plan.meeting.options == {"rank": 1, "processes": 4, "restarts": 0, "timeout": timedelta(minutes=2)}
 
 
 def test_rendezvous_of_torch_gets_what_it_needs() -> None:
@@ -82,6 +82,7 @@ def test_rendezvous_of_torch_gets_what_it_needs() -> None:
     assert plan.meeting is not None
     assert plan.machine_rank is None
     assert (plan.meeting.machines, plan.meeting.run_id, plan.meeting.options["is_host"]) == ((1, 2), "job", "true")
+    assert planned(**MACHINES, max_restarts=1).variables[OWN_STORE] == "1"
     plan = planned(**MACHINES, rdzv_backend="static")
     assert plan.meeting is not None
     assert (plan.meeting.endpoint, plan.meeting.options["rank"]) == ("10.0.0.1:29500", 1)

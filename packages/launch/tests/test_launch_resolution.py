@@ -349,12 +349,6 @@ def test_variables_of_sections_are_in_capital_letters():
     assert "variables are written in capital letters. Type ACCELERATE_FSDP__CPU_OFFLOAD=yes." in given_outside
 
 
-def test_what_does_not_fit_into_a_variable_is_refused_before_anything_is_started():
-    given_outside = problems(["--project-dir", "x" * 200_000])
-    assert "takes 200" in given_outside
-    assert "holds 100000. Give long values in the code" in given_outside
-
-
 def test_a_name_may_be_qualified_by_its_distribution():
     found = resolved(["--strategy", "accel-fsdp:fsdp", "--fsdp.cpu-offload"], {"ACCELERATE_FSDP__SHARD": "2"})
     assert found.get("cpu_offload", "fsdp").value is True

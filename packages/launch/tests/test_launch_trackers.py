@@ -202,7 +202,7 @@ def test_help_says_what_is_installed_and_shows_the_options_of_a_tracker(catalog,
     assert "--diary, --slate" in shown
     assert launch.main(["--diary", "-h"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.partition("diary (stationery 1.5) ")[2].startswith(
+    assert shown.partition("diary (stationery 1.5): ")[2].startswith(
         "Records in a book. --diary.pages N how many it has."
     )
 

@@ -28,11 +28,7 @@ _TOLD = (ValueError, OSError, PluginError, WorldError, CollectiveMismatchError, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status.
-
-    Args:
-        arguments: of the command line; None: those of this process.
-    """
+    """Runs one command with these arguments (None: those of this process), and returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     shows_traceback = given[:1] == ["--traceback"]
     try:

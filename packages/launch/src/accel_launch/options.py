@@ -29,7 +29,9 @@ class LaunchOptions:
         device_ids: the accelerators of this machine that take part, by index. None: all.
         num_cpu_threads_per_process: threads that a process computes with on the CPU. None: what
             OMP_NUM_THREADS says, else an equal part of this machine's cores.
-        max_restarts: how often all processes are started again after one of them has failed.
+        max_restarts: how often all processes are started again after one of them has failed. On
+            several machines a machine that was lost may come back then, and torch numbers them, by
+            their addresses.
         monitor_interval: in seconds, how often the processes are looked after.
         shutdown_timeout: in seconds, how long processes may take to end when they are told to,
             before they are killed.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -17,8 +15,6 @@ from accel_launch.starting.interfaces import address_towards
 
 PATIENCE = 3.0
 """Seconds that a rank may take to answer."""
-_PINGS = 10
-_CLOCK = struct.Struct("d")
 
 
 class Door(NamedTuple):
@@ -29,7 +25,7 @@ class Door(NamedTuple):
 
 
 class DoorKeeper:
-    """Answers the others, each time with what its clock says."""
+    """Answers the others with one byte."""
 
     def __init__(self, towards: str) -> None:
         """Opens a door at the address of this machine that lies towards `towards`, the meeting point."""
@@ -47,7 +43,8 @@ class DoorKeeper:
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                threading.Thread(target=_answer, args=(self._server.accept()[0],), daemon=True).start()
+                with self._server.accept()[0] as connection, contextlib.suppress(OSError):
+                    connection.sendall(b"!")
 
 
 def bound_address() -> str | None:
@@ -61,51 +58,17 @@ def bound_address() -> str | None:
 
 
 def knock(doors: Mapping[int, Door]) -> dict[int, dict[str, Any]]:
-    """Tries each door: rank → how long an answer takes, in ms, and how far its clock is ahead, in s; or what went wrong."""
+    """Tries each door: rank → how long an answer takes, in ms; or what went wrong."""
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(doors, pool.map(_try, doors.values()), strict=True))
 
 
 def _try(door: Door) -> dict[str, Any]:
+    start = time.perf_counter()
     try:
         with socket.create_connection(door, timeout=PATIENCE) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            best, ahead = min(_ping(connection) for _ in range(_PINGS))
+            if not connection.recv(1):
+                raise ConnectionError("the connection was closed")
     except OSError as error:
         return {"error": str(error) or type(error).__name__, "at": f"{door.host}:{door.port}"}
-    return {"ms": best * 1000, "clock": ahead}
-
-
-def _ping(connection: socket.socket) -> tuple[float, float]:
-    sent, start = time.time(), time.perf_counter()
-    connection.sendall(b"?")
-    (clock,) = _CLOCK.unpack(_receive(connection, _CLOCK.size))
-    took = time.perf_counter() - start
-    return took, clock - (sent + took / 2)
-
-
-def _answer(connection: socket.socket) -> None:
-    with connection, contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while connection.recv(1):
-            connection.sendall(_CLOCK.pack(time.time()))
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        more = connection.recv(size - len(content))
-        if not more:
-            raise ConnectionError("the connection was closed")
-        content += more
-    return content
-
-
-def to_text(door: Door) -> str:
-    """The JSON text of a door, which `from_text` reads."""
-    return json.dumps(door)
-
-
-def from_text(text: str | bytes) -> Door:
-    """The door that `to_text` has written."""
-    return Door(*json.loads(text))
+    return {"ms": (time.perf_counter() - start) * 1000}

@@ -13,8 +13,6 @@ SHARED_MEMORY = 1 << 30
 """Bytes of free shared memory below which workers of loaders may run out of it."""
 OPEN_FILES = 4096
 """Files that a process should be allowed to open: workers of loaders and large worlds take many."""
-CLOCKS = 1.0
-"""Seconds by which clocks may differ."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Finding:
 
 def examine(reports: list[Report], size: int) -> list[Finding]:
     """The findings, problems first. `reports` are those that came, of a world of `size` ranks."""
-    judges = (_missing, _closed_doors, _broken_group, _shared_devices, _versions, _names, _variables, _clocks, _limits)
+    judges = (_missing, _closed_doors, _broken_group, _shared_devices, _versions, _names, _variables, _limits)
     found = [finding for judge in judges for finding in judge(reports, size)]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
@@ -146,19 +144,6 @@ def _names(reports: list[Report], _: int) -> Iterator[Finding]:
                 f"The name of machine {machine}, {report['host']}, resolves to {', '.join(addresses)}, where no other machine "
                 f"reaches it, and gloo takes its address from that name.",
                 "Set GLOO_SOCKET_IFNAME there to the interface that reaches the others; `accel launch` does so by itself.",
-            )
-
-
-def _clocks(reports: list[Report], _: int) -> Iterator[Finding]:
-    first = machines(reports)
-    for machine, report in first.items():
-        ahead = report.get("doors", {}).get("0", report.get("doors", {}).get(0, {})).get("clock", 0.0)
-        if machine != 0 and abs(ahead) > CLOCKS:
-            direction = "behind" if ahead > 0 else "ahead of"
-            yield Finding(
-                False,
-                f"The clock of machine {machine} ({report['host']}) is {abs(ahead):.1f} s {direction} that of machine 0.",
-                "Set the clocks by the network (chrony, systemd-timesyncd): logs and file times are compared.",
             )
 
 

@@ -92,9 +92,9 @@ def _examine(report: Report, place: Place, store: dist.Store) -> None:
     start = time.perf_counter()
     report["step"] = "meeting the others at the store"
     keeper = doctor_doors.DoorKeeper(place.address)
-    store.set(f"door/{place.rank}", doctor_doors.to_text(keeper.door))
+    store.set(f"door/{place.rank}", json.dumps(keeper.door))
     others = [rank for rank in range(place.size) if rank != place.rank]
-    doors = {rank: doctor_doors.from_text(store.get(f"door/{rank}")) for rank in others}
+    doors = {rank: doctor_doors.Door(*json.loads(store.get(f"door/{rank}"))) for rank in others}
     report["gathered"] = time.perf_counter() - start
     report["step"] = "trying plain connections to the others"
     report["doors"] = doctor_doors.knock(doors)

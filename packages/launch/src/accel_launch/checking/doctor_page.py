@@ -19,7 +19,7 @@ def print_page(reports: list[Report], findings: list[Finding], size: int) -> Non
     say()
     if size > 1:
         pairs = _pairs(reports)
-        table(("from", "to", "connection", "message"), pairs[:_PAIRS], "Pairs (one way, the slowest first)")
+        table(("from", "to", "answers in"), pairs[:_PAIRS], "Pairs (the slowest first)")
         if len(pairs) > _PAIRS:
             say(f"… and {len(pairs) - _PAIRS} faster ones; --json has all.")
         say()
@@ -78,13 +78,9 @@ def _ranks(reports: list[Report]) -> list[tuple[str, ...]]:
 def _pairs(reports: list[Report]) -> list[tuple[str, ...]]:
     rows = []
     for report in reports:
-        messages = {int(rank): ms for rank, ms in report.get("group", {}).get("pairs", {}).items()}
-        for text, found in report.get("doors", {}).items():
-            rank = int(text)
-            connection = found["error"] if "error" in found else f"{found['ms'] / 2:.3f} ms"
-            message = f"{messages[rank]:.3f} ms" if rank in messages else "not tried"
-            slowness = float("inf") if "error" in found else messages.get(rank, found["ms"])
-            rows.append((slowness, (str(report["rank"]), str(rank), connection, message)))
+        for rank, found in report.get("doors", {}).items():
+            answer = found["error"] if "error" in found else f"{found['ms']:.3f} ms"
+            rows.append((found.get("ms", float("inf")), (str(report["rank"]), str(rank), answer)))
     return [row for _, row in sorted(rows, key=lambda each: (-each[0], int(each[1][0]), int(each[1][1])))]
 
 

@@ -46,11 +46,8 @@ class Steps:
     def run(self, name: str, check: Callable[[], str | tuple[str, Doubt]]) -> bool:
         """Runs one check; collective. Returns whether it has passed on every rank.
 
-        Args:
-            name: of it, in print.
-            check: returns what was checked, in words (nothing, if nothing was), and perhaps what
-                could not be; or raises. Where it raises on one rank only, no other rank may be left
-                in a collective.
+        The check returns what was checked, in words (nothing, if nothing was), and perhaps what could not
+        be; or raises. Where it raises on one rank only, no other rank may be left in a collective.
         """
         start = time.perf_counter()
         doubt = None

@@ -91,13 +91,7 @@ class Training:
 
 
 def check_training(accelerator: Accelerator, shard: Shard, micro_batches: int = 1) -> str:
-    """That some steps end where those of one process do. Collective.
-
-    Args:
-        accelerator: accumulates as many micro-batches.
-        shard: of the data.
-        micro_batches: in a step.
-    """
+    """That some steps, each of as many micro-batches as are accumulated, end where those of one process do. Collective."""
     training = Training(accelerator, shard)
     losses = []
     for batch in training.take(STEPS):

@@ -18,20 +18,11 @@ from accel_launch.settings.files import own_path, read, write
 
 
 def import_file(source: Path | None, target: Path, force: bool = False) -> int:
-    """Writes what a file of Accelerate's says as a file of ours, and prints what was carried over and what was not.
+    """Writes what a file of Accelerate's says as a file of ours; prints what was carried over and what was not.
 
-    Args:
-        source: the file; None: the first of the places where Accelerate keeps its own.
-        target: the file that is written. One that says something else is left as it is, unless
-            `force`.
-        force: whether a file that says something else may be replaced.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        ValueError: if there is no file, if it is not in Accelerate's format, or if the target says
-            something else.
+    `source` is None for the first of the places where Accelerate keeps its own. A target that says
+    something else is replaced with `force` only. Raises `ValueError` if there is no file, if it is not
+    in Accelerate's format, or if the target may not be replaced.
     """
     found = _find(source)
     imported = translate(_read(found))

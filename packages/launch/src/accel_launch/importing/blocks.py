@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from accel_launch.importing.fsdp import ignored, reshard, sharding, wrap_classes, wrap_least, wrap_policy
 from accel_launch.importing.rules import NOTHING, Carry, Outcome, PeerFile, Rule, carry, leave, only_if, same
+from accel_launch.settings.peer_options import advice
 
 _MPI = "start the script as `mpirun --hostfile FILE accel launch script.py`: accel launch joins what MPI has started"
 _FP8_TE = (
@@ -22,10 +23,12 @@ class Block(NamedTuple):
     Args:
         rules: key without the block's prefix → rule.
         distributed_type: under which Accelerate reads the block; empty: always.
+        left: why any other key of the block is left; empty where other keys are unknown to Accelerate.
     """
 
     rules: Mapping[str, Rule]
     distributed_type: str = ""
+    left: str = ""
 
 
 def backend(_: PeerFile, value: Any) -> Outcome:
@@ -44,9 +47,6 @@ def _size(new: str) -> Rule:
 
 
 _FSDP: Mapping[str, Rule] = {
-    "version": leave(
-        "there is one generation here, torch's fully_shard; what the other keys say is carried over to it", nothing=(2,)
-    ),
     "sharding_strategy": sharding,
     "reshard_after_forward": reshard,
     "auto_wrap_policy": wrap_policy,
@@ -54,25 +54,21 @@ _FSDP: Mapping[str, Rule] = {
     "min_num_params": wrap_least,
     "offload_params": carry("fsdp.cpu_offload", bool),
     "activation_checkpointing": carry("fsdp.activation_checkpointing", bool),
-    "activation_checkpointing_offload": leave(
-        "what is kept of a checkpointed unit, its inputs, stays on its device", nothing=(False,)
-    ),
     "ignored_modules": ignored,
-    "backward_prefetch": leave(
-        "the next parameters are gathered while gradients are computed", nothing=("BACKWARD_PRE", "1")
-    ),
-    "backward_prefetch_policy": leave(
-        "the next parameters are gathered while gradients are computed", nothing=("BACKWARD_PRE", "1")
-    ),
-    "forward_prefetch": leave("the next parameters are gathered while the forward computes", nothing=(False,)),
-    "use_orig_params": leave("parameters are always the model's own, with their names and shapes", nothing=(True,)),
-    "sync_module_states": leave("all ranks always begin with the weights and buffers of rank 0", nothing=(True,)),
-    "cpu_ram_efficient_loading": leave(
-        "who holds weights while a model is built is decided where it is built: write "
-        "`model = accelerator.build_model(factory, checkpoint)`",
-        nothing=(False,),
-    ),
-    "state_dict_type": leave("a checkpoint knows no types: all ranks write it, and any strategy loads it"),
+    **{
+        key: leave(str(advice(f"fsdp_{key}")).rstrip("."), says_nothing)
+        for key, says_nothing in {
+            "version": (2,),
+            "activation_checkpointing_offload": (False,),
+            "backward_prefetch": ("BACKWARD_PRE", "1"),
+            "backward_prefetch_policy": ("BACKWARD_PRE", "1"),
+            "forward_prefetch": (False,),
+            "use_orig_params": (True,),
+            "sync_module_states": (True,),
+            "cpu_ram_efficient_loading": (False,),
+            "state_dict_type": (),
+        }.items()
+    },
 }
 
 _DYNAMO: Mapping[str, Rule] = {
@@ -120,15 +116,18 @@ _FP8: Mapping[str, Rule] = {
             "from accel_precision and torchao.float8",
             nothing=(False,),
         ),
-        "use_autocast_during_eval": leave(_FP8_TE.format("use_autocast_during_eval"), nothing=(False,)),
-        "margin": leave(_FP8_TE.format("margin"), nothing=(0,)),
         "interval": leave("Transformer Engine computes scales at every step", nothing=(1,)),
-        "format": leave(_FP8_TE.format("fp8_format"), nothing=("HYBRID",)),
-        "amax_history_len": leave(_FP8_TE.format("amax_history_len"), nothing=(1024,)),
-        "amax_compute_algo": leave(_FP8_TE.format("amax_compute_algo"), nothing=("most_recent",)),
-        "override_linear_precision": leave(
-            _FP8_TE.format("override_linear_precision"), nothing=([False, False, False], "(False, False, False)")
-        ),
+        **{
+            key: leave(_FP8_TE.format("fp8_format" if key == "format" else key), nothing)
+            for key, nothing in {
+                "use_autocast_during_eval": (False,),
+                "margin": (0,),
+                "format": ("HYBRID",),
+                "amax_history_len": (1024,),
+                "amax_compute_algo": ("most_recent",),
+                "override_linear_precision": ([False, False, False], "(False, False, False)"),
+            }.items()
+        },
         "opt_level": leave("it is an option of MS-AMP, which is no longer maintained"),
         "optimization_level": leave("it is an option of MS-AMP, which is no longer maintained"),
         "amax_history_length": leave("Accelerate does not read it either; " + _FP8_TE.format("amax_history_len")),
@@ -168,20 +167,6 @@ _DEEPSPEED: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            "deepspeed_config_file",
-            "zero_stage",
-            "offload_optimizer_device",
-            "offload_optimizer_nvme_path",
-            "offload_param_device",
-            "offload_param_nvme_path",
-            "zero3_init_flag",
-            "zero3_save_16bit_model",
-            "deepspeed_moe_layer_cls_names",
-        ),
-        leave(_OF_DEEPSPEED),
-    ),
-    **dict.fromkeys(
-        (
             "deepspeed_hostfile",
             "deepspeed_exclusion_filter",
             "deepspeed_inclusion_filter",
@@ -196,45 +181,14 @@ _MEGATRON: Mapping[str, Rule] = {
     "gradient_clipping": leave(
         "the script clips: accelerator.clip_grad_norm_(model.parameters(), 1.0)", nothing=("none",)
     ),
-    **dict.fromkeys(
-        (
-            "tp_degree",
-            "pp_degree",
-            "num_micro_batches",
-            "sequence_parallelism",
-            "recompute_activations",
-            "use_distributed_optimizer",
-            "use_custom_fsdp",
-            "no_load_optim",
-            "no_save_optim",
-            "eod_mask_loss",
-            "overlap_cpu_optimizer_d2h_h2d",
-            "optimizer_cpu_offload",
-            "use_precision_aware_optimizer",
-            "decoder_last_pipeline_num_layers",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "attention_backend",
-            "expert_model_parallel_size",
-            "context_parallel_size",
-            "attention_dropout",
-            "hidden_dropout",
-            "attention_softmax_in_fp32",
-            "expert_tensor_parallel_size",
-            "calculate_per_token_loss",
-            "use_rotary_position_embeddings",
-        ),
-        leave(_OF_MEGATRON),
-    ),
 }
 
 BLOCKS: Mapping[str, Block] = MappingProxyType(
     {
         "fsdp_config": Block(_FSDP, "FSDP"),
         "parallelism_config": Block(_PARALLELISM),
-        "deepspeed_config": Block(_DEEPSPEED, "DEEPSPEED"),
-        "megatron_lm_config": Block(_MEGATRON, "MEGATRON_LM"),
+        "deepspeed_config": Block(_DEEPSPEED, "DEEPSPEED", _OF_DEEPSPEED),
+        "megatron_lm_config": Block(_MEGATRON, "MEGATRON_LM", _OF_MEGATRON),
         "fp8_config": Block(_FP8),
         "dynamo_config": Block(_DYNAMO),
         "mpirun_config": Block({"mpirun_hostfile": leave(_MPI), "mpirun_ccl": leave(_MPI, nothing=("0",))}),

@@ -112,14 +112,7 @@ Rule: TypeAlias = Callable[[PeerFile, Any], Outcome]
 
 
 def carry(new: str, kind: Any, nothing: Sequence[Any] = (), names: Mapping[str, Any] = _NO_NAMES) -> Rule:
-    """The value goes to our key `new`, as one of type `kind`.
-
-    Args:
-        new: our key.
-        kind: a type of the closed set of `accel_core.options.option_fields`.
-        nothing: values that say nothing.
-        names: texts of theirs, in capitals, → values of ours.
-    """
+    """The value goes to our key `new`, as one of type `kind`, unless it is among `nothing`; `names` maps texts of theirs, in capitals."""
 
     def rule(_: PeerFile, value: Any) -> Outcome:
         if any(same(value, each) for each in nothing):

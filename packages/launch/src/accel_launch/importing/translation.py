@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accel_core.api.component import nearest
-from accel_launch.importing.blocks import BLOCKS
+from accel_launch.importing.blocks import BLOCKS, Block
 from accel_launch.importing.rules import NOTHING, Carry, Leave, Outcome, PeerFile, Rule, plain, says_nothing
 from accel_launch.importing.table import TOP
 
@@ -62,13 +62,9 @@ class Imported:
 def translate(data: Mapping[str, Any]) -> Imported:
     """Translates a file of Accelerate's. Every key ends either in `carried` or in `left`.
 
-    A key whose value has no exact counterpart is left, with a reason that says what to do instead.
-
-    Args:
-        data: the file's content; keys and values of older versions are understood too.
-
-    Raises:
-        ValueError: if the file is for SageMaker, where runs are not started from here.
+    A key whose value has no exact counterpart is left, with a reason that says what to do instead. Keys
+    and values of older versions are understood too. Raises `ValueError` if the file is for SageMaker,
+    where runs are not started from here.
     """
     if str(data.get("compute_environment", "")).strip().upper() == "AMAZON_SAGEMAKER":
         raise ValueError(
@@ -107,7 +103,7 @@ def _outcomes(peer: PeerFile) -> Iterator[tuple[str, Any, Outcome]]:
         if says_nothing(content):
             yield name, content, NOTHING
         elif isinstance(content, Mapping):
-            yield from _of_block(peer, name, content, block.rules, block.distributed_type)
+            yield from _of_block(peer, name, content, block)
         else:
             yield name, content, Leave("expected a mapping such as {key: value}")
     for key, value in peer.data.items():
@@ -116,8 +112,9 @@ def _outcomes(peer: PeerFile) -> Iterator[tuple[str, Any, Outcome]]:
 
 
 def _of_block(
-    peer: PeerFile, name: str, content: Mapping[str, Any], rules: Mapping[str, Rule], kind: str
+    peer: PeerFile, name: str, content: Mapping[str, Any], block: Block
 ) -> Iterator[tuple[str, Any, Outcome]]:
+    kind, rules = block.distributed_type, block.rules
     if kind and peer.text("distributed_type") != kind:
         found = peer.data.get("distributed_type", "not given")
         reason = f"distributed_type is {found}, and Accelerate reads {name} under {kind} only"
@@ -135,6 +132,9 @@ def _of_block(
             yield key, value, outcome
     for key, value in content.items():
         if plain(name, key) not in rules:
+            if block.left:
+                yield f"{name}.{key}", value, NOTHING if says_nothing(value) else Leave(block.left)
+                continue
             yield f"{name}.{key}", value, _unknown(key, [_with_prefix(name, each, content) for each in rules])
 
 

@@ -6,13 +6,13 @@ process cannot: it is refused before anything starts, by the name of the variabl
 
 from __future__ import annotations
 
-import dis
+import inspect
 import io
 import linecache
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
@@ -79,15 +79,10 @@ def _on_cpu(tensor: torch.Tensor) -> Any:
 
 
 def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """A function with its arguments and all of the notebook that it uses.
+    """Pickles a function with its arguments and all of the notebook that it uses.
 
-    Args:
-        call: what the user called, for messages.
-        function: to be run.
-        args: for it.
-
-    Raises:
-        LaunchError: naming the variable or argument that cannot travel, with its type.
+    Raises `LaunchError`, which begins with `call`, naming the variable or argument that cannot travel,
+    with its type.
     """
     with _by_value(function):
         try:
@@ -150,7 +145,7 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
 def _stays(call: str, function: Callable[..., Any], args: Sequence[Any], error: Exception) -> LaunchError:
     """The error for what cannot travel, with the name of the variable if there is one."""
     name = getattr(function, "__name__", type(function).__name__)
-    found = next(_culprits(function, set()), None)
+    found = _culprit(function)
     if found is None:
         at = next((number for number, value in enumerate(args) if _reason(value)), None)
         found = (f"was given args[{at}]", args[at], _reason(args[at])) if at is not None else None
@@ -162,54 +157,21 @@ def _stays(call: str, function: Callable[..., Any], args: Sequence[Any], error: 
     return LaunchError(f"{call} was to run {name}() in other processes, and {name}() {what}. {advice}")
 
 
-def _culprits(function: Any, seen: set[int]) -> Iterator[tuple[str, Any, str]]:
-    """The variables of a function that cannot travel: how it uses each, the value, and the reason."""
-    if not isinstance(function, types.FunctionType) or id(function) in seen:
-        return
-    seen.add(id(function))
-    for variable, value, line in _variables(function):
-        reason = _reason(value)
-        if not reason:
-            continue
-        inner = next(_culprits(value, seen), None)
-        if inner is not None:
-            how, value, reason = inner
-            yield f"uses {variable}(), which {how}", value, reason
-        else:
-            yield f"uses `{variable}`{line}", value, reason
-
-
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
-    """The variables outside of a function that it uses: name, value, and the line in words."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield name, cell.cell_contents, ""
-    for name, line in _globals_of(function.__code__).items():
-        if name in function.__globals__:
-            text = linecache.getline(function.__code__.co_filename, line).strip()
-            yield name, function.__globals__[name], f" (line {line}: {text})" if text else f" (line {line})"
-    for name, value in _defaults_of(function).items():
-        yield name, value, " as a default"
-
-
-def _defaults_of(function: types.FunctionType) -> Mapping[str, Any]:
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
-    return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
-
-
-def _globals_of(code: types.CodeType) -> dict[str, int]:
-    """The global names that code refers to, functions inside of it included, and the first line of each."""
-    found: dict[str, int] = {}
-    line = code.co_firstlineno
-    starts = dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = starts.get(instruction.offset) or line
-        if instruction.opname == "LOAD_GLOBAL":
-            found.setdefault(str(instruction.argval), line)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found = _globals_of(constant) | found
-    return found
+def _culprit(function: Any) -> tuple[str, Any, str] | None:
+    """The first variable of a function that cannot travel: how it uses it, the value, and the reason."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    outside = inspect.getclosurevars(function)
+    defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
+    for variables, where in (({**outside.nonlocals, **outside.globals}, ""), (defaults, " as a default")):
+        for name, value in variables.items():
+            if value is function or not (reason := _reason(value)):
+                continue
+            inner = _culprit(value)
+            return (
+                (f"uses {name}(), which {inner[0]}", *inner[1:]) if inner else (f"uses `{name}`{where}", value, reason)
+            )
+    return None
 
 
 def _reason(value: Any) -> str:

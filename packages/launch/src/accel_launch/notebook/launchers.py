@@ -100,10 +100,10 @@ def notebook_launcher(
     """
     call = f"notebook_launcher({_name(function, args)}, ...)"
     _refuse_in_a_run(call)
-    _check_template(log_line_prefix_template)
     said = _precision(mixed_precision)
     count = _whole("num_processes", num_processes, least=1)
     nodes = _whole("num_nodes", num_nodes, least=1) or 1
+    check_output(LaunchOptions(log_line_prefix_template=log_line_prefix_template, tee="3"), 1)
     launch = LaunchOptions(
         num_processes=None if count is None else count * nodes,
         num_machines=nodes,
@@ -137,7 +137,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _refuse_in_a_run(call)
     launch = LaunchOptions(num_processes=_whole("num_processes", num_processes, least=1), role="debug")
     said = {variable_of("cpu"): [True, "debug_launcher"]}
-    return _run(call, _plan(launch, cpu=True), function, args, said, None)
+    return _run(call, _plan(launch, cpu=True), function, args, said)
 
 
 def _run(
@@ -146,8 +146,13 @@ def _run(
     function: Callable[..., Any],
     args: Sequence[Any],
     said: Mapping[str, Any],
-    prefix: str | None,
+    prefix: str | None = None,
 ) -> Any:
+    if not hasattr(os, "pread"):
+        raise LaunchError(
+            f"{call} was to start {plan.here} processes, which needs files of Unix, and this system has none. Start one process here; "
+            f"or start a script with `accel launch`, or the notebook in a Linux system (WSL)."
+        )
     from accel_launch.notebook.function_pickle import packed
     from accel_launch.notebook.running import run
 
@@ -226,10 +231,6 @@ def _meeting(
         if backend not in {None, "static"}:
             said["machine_rank"] = None  # such a rendezvous numbers nodes as they come
     return said
-
-
-def _check_template(template: str | None) -> None:
-    check_output(LaunchOptions(log_line_prefix_template=template, tee="3"), 1)
 
 
 def _whole(name: str, value: object, least: int = 0) -> int | None:

@@ -3,26 +3,32 @@
 They are not forked: a copy of a process in which torch has computed waits for threads that it does
 not have, and cannot use a device that was initialised before. Nor does each execute the main script
 again, as Python's own way of spawning would have it.
+
+The function and its result go through a file without a name, which ranks have as their standard
+input.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from accel_launch.notebook import passing_on, rank
-from accel_launch.notebook.desk import Desk
-from accel_launch.notebook.function_pickle import cells
-from accel_launch.notebook.outcome import RankFailedError, raise_first, result_of
+from accel_launch.notebook import channel, rank
+from accel_launch.notebook.errors import RankFailedError
+from accel_launch.notebook.function_pickle import Told, cells, unpacked
+from accel_launch.notebook.output import Output, is_replaced
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals
@@ -36,38 +42,30 @@ if TYPE_CHECKING:
 def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix: str | None) -> Any:
     """Runs a function on the ranks of this machine, and returns what it returned on the first of them.
 
-    Args:
-        call: what the user called, for messages.
-        plan: what is started.
-        work: the function and its arguments, packed.
-        variables: what the ranks find in their environment beside the plan's.
-        prefix: what lines of their output begin with; None: they are shown as they are.
-
-    Raises:
-        LaunchError: if the ranks cannot be started here, or their machines do not meet.
-        Exception: what the rank raised that failed first.
+    `call` is what the user called, for messages; `work` the packed function; `variables` what ranks find
+    in their environment beside the plan's; `prefix` what lines of their output begin with, if anything.
+    Raises what the rank raised that failed first; `LaunchError` if the ranks cannot be started here, or
+    their machines do not meet.
     """
-    if not hasattr(os, "mkfifo"):
-        raise LaunchError(
-            f"{call} was to start {plan.here} processes, which needs pipes and sockets of Unix, and this system has none. Start one "
-            f"process here; or start a script with `accel launch`, or the notebook in a Linux system (WSL)."
-        )
-    passes_on = passing_on.is_needed(prefix)
-    job = {
-        "environment": {**plan.variables, **variables},
-        "path": [each or os.getcwd() for each in sys.path],
-        "argv": sys.argv,
-        "cells": cells(),
-        "passes_on": passes_on,
-    }
-    with tempfile.TemporaryDirectory(prefix="accel-") as name:
-        folder = Path(name)
-        output = passing_on.Output(folder, plan.here if passes_on else 0, prefix, plan.launch.role)
-        with output, Desk(folder, job, work, output.begin) as desk:
-            failures = _supervise(call, plan, Program("script", rank.__file__, (name,)))
+    copies = prefix is not None or is_replaced()
+    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+        job = {
+            "environment": {**plan.variables, **variables},
+            "path": [each or os.getcwd() for each in sys.path],
+            "argv": sys.argv,
+            "cells": cells(),
+            "output": folder if copies else None,
+            "work": work,
+        }
+        output = Output(Path(folder), prefix, plan.launch.role) if copies else nullcontext()
+        with output, channel.opened(pickle.dumps(job)) as descriptor:
+            failures = _supervise(call, plan, Program("script", rank.__file__))
+            reports = channel.records(descriptor)
+    first = failures[0].local_rank if failures else 0
+    told: Told | None = pickle.loads(reports[first]) if reports.get(first) else None  # noqa: S301  (of a rank that was started here)
     if failures is not None:
-        raise_first(call, plan.processes, failures, desk.told)
-    return result_of(call, desk.result)
+        raise_first(call, plan.processes, failures, told)
+    return result_of(call, told)
 
 
 def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
@@ -93,3 +91,41 @@ def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
         raise KeyboardInterrupt
     signal.raise_signal(told)  # now that nobody has to be told of it, it does what it does without us
     raise RankFailedError(f"{call} was ended by {told.name}, which this process was sent.")
+
+
+def result_of(call: str, told: Told | None) -> Any:
+    """The function's result on this machine's first rank; None, with a warning, if it cannot be sent."""
+    if told is None:
+        return None
+    if told.result is None:
+        warnings.warn(
+            f"{call} has ended, and what its function returned stays with rank 0, for it cannot be sent here: {told.text}. "
+            f"None is returned. Return plain data or tensors; save a model with the Accelerator.",
+            stacklevel=5,  # the line that calls the launcher
+        )
+        return None
+    return unpacked(told.result)[0]
+
+
+def raise_first(call: str, size: int, failures: Sequence[Failure], said: Told | None) -> NoReturn:
+    """Raises what the rank raised that failed first: `failures` has it in front, and `said` is what it said."""
+    if not failures:
+        raise RankFailedError(
+            f"{call}: no rank of this machine has failed; the run was ended because of another one. See what is raised there."
+        )
+    first = failures[0]
+    begin = f"{call}: rank {first.rank} of {size} (process {first.pid}) failed first"
+    if said is None or not said.raised:
+        raise RankFailedError(f"{begin}, and raised nothing: {first.how()}. What it printed may say why.")
+    trace = RankFailedError(f"{begin}. It raised:\n\n{said.text.rstrip()}")
+    if said.error is None:
+        raise trace
+    raise _exception(said.error, trace) from trace
+
+
+def _exception(error: bytes, trace: RankFailedError) -> BaseException:
+    try:
+        found = unpacked(error)[0]
+    except Exception:  # noqa: BLE001  (of the user's classes, which differ here from what the rank had; the text says all)
+        return trace
+    return found if isinstance(found, BaseException) else trace

@@ -266,12 +266,8 @@ class Catalog:
     def section(self, name: str) -> Mapping[str, Option]:
         """The options of one section, also those that only Python can express. Imports the component.
 
-        Args:
-            name: as it is chosen, so it may be qualified by its distribution: `other-fsdp:fsdp`.
-
-        Raises:
-            PluginError: if there is none of that name, if several are meant by it, or if it is
-                broken.
+        The name may be qualified by a distribution: `other-fsdp:fsdp`. Raises `PluginError` if there is none
+        of that name, if several are meant by it, or if it is broken.
         """
         if name not in self._sections:
             self._sections[name] = MappingProxyType(self._read_section(name))

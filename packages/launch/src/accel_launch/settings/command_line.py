@@ -104,17 +104,11 @@ class CommandLine:
 
 
 def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Switch]) -> CommandLine:
-    """Reads a command line.
+    """Reads a command line: what stands behind the name of the command.
 
-    Args:
-        arguments: what stands behind the name of the command.
-        catalog: the options of what is installed.
-        switches: the command's own, by name with underscores.
-
-    Raises:
-        SettingsError: for an option that does not exist, lacks its value, or contradicts another
-            one.
-        PluginError: for an option of a component that is not installed or broken.
+    `switches` are the command's own options, by name with underscores. Raises `SettingsError` for an
+    option that does not exist, lacks its value, or contradicts another one; `PluginError` for one of a
+    component that is not installed or broken.
     """
     # What words mean depends on what is chosen, perhaps behind them; where the program begins depends on what words mean. So the words
     # that choose are looked for everywhere first, then before the last one that may be the program's own, and so on.

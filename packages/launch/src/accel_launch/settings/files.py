@@ -122,18 +122,10 @@ def read(path: Path) -> ConfigFile:
 def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, anew: bool = False) -> None:
     """Writes a file as a whole or not at all: who reads it meanwhile finds the old one.
 
-    What stood in it with the same value stays as it is written there; other values are replaced;
-    remarks above and behind keys that stay are kept; new keys get their help as a remark. A file
-    whose name ends in `.json` has no remarks.
-
-    Args:
-        path: its folder is made if it is missing. Where it is a link, what it leads to is written.
-        data: options, and mappings of options under the names of sections.
-        comments: help, by `num_processes`, `fsdp` or `fsdp.cpu_offload`.
-        anew: keep nothing of what stands there.
-
-    Raises:
-        SettingsError: if there is a file already that cannot be read, or if it cannot be written.
+    Values that are the same stay as they are written there, and remarks beside keys that stay are kept;
+    new keys get their help, from `comments`, as a remark. `anew` keeps nothing of what stands there. A
+    file whose name ends in `.json` has no remarks. What a link leads to is written. Raises
+    `SettingsError` if a file that is there cannot be read, or if it cannot be written.
     """
     from accel_launch.settings.rendering import render
 
@@ -141,9 +133,9 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
     if target.suffix == ".json":
         text = json.dumps(data, indent=2) + "\n"
     elif target.exists() and not anew:
-        text = render(data, comments, read(target), _text(target))
+        text = render(data, comments, read(target).data, _text(target))
     else:
-        text = render(data, comments)
+        text = render(data, comments, {})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, text)

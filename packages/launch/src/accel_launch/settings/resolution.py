@@ -46,10 +46,6 @@ HANDED_ON = (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")
 """The options without a section that the processes read; all others end with the launcher."""
 
 
-_LONGEST = 100_000
-"""Characters of the channel: kernels take 128 KiB for one variable."""
-
-
 class Value(NamedTuple):
     """One option, its value, and where that was given: `--fsdp.cpu-offload`, a variable, a path, or "default"."""
 
@@ -116,18 +112,10 @@ def resolve(
     *,
     thorough: bool = False,
 ) -> Resolved:
-    """Decides which values hold.
+    """Decides which values hold, of a command line, a file (None: there is none) and the environment.
 
-    Args:
-        catalog: the options of what is installed.
-        command_line: what `parse` has read.
-        file: what `load` has read; None for none.
-        environ: variables of the environment.
-        thorough: also import the components that are not active, to check what a file or the
-            environment gives for them.
-
-    Raises:
-        SettingsError: with every mistake that was found.
+    `thorough` also imports the components that are not active, to check what a file or the environment
+    gives for them. Raises `SettingsError` with every mistake that was found.
     """
     resolution = _Resolution(catalog, command_line, file, environ, thorough)
     resolved = resolution.resolve()
@@ -177,19 +165,13 @@ class _Resolution:
             for each in given:
                 self._take(level, each, references)
         self._note_idle()
-        channel = json.dumps(self._channel)
-        if len(channel) > _LONGEST:
-            self.problems.append(
-                f"What was given on the command line and in files takes {len(channel)} characters, and a variable, by which processes are "
-                f"told, holds {_LONGEST}. Give long values in the code, or put them into a file of which the option is the path."
-            )
         return Resolved(
             self._catalog,
             self._given,
             tuple(references.values()),
             tuple(self._idle.values()),
             self._launch(),
-            channel,
+            json.dumps(self._channel),
             tuple(self._notes),
         )
 

@@ -20,14 +20,7 @@ _ALL = "`accel launch -h` shows all options."
 def unknown_option(
     word: str, catalog: Catalog, switches: Iterable[str], mentioned: Sequence[str] = ()
 ) -> SettingsError:
-    """The error for a word of the command line that is no option.
-
-    Args:
-        word: as it was typed, with its value if that stands behind `=`.
-        catalog: the options of what is installed.
-        switches: the options of the command itself.
-        mentioned: the components whose options are known, besides those of the run.
-    """
+    """The error for a word of the command line that is no option, of the command or of the `mentioned` components."""
     flag = word.partition("=")[0]
     name = flag.lstrip("-").replace("-", "_")
     section, dot, option = name.rpartition(".") if "." in name else (name, "", "")

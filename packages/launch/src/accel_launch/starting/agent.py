@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from accel_launch.starting.failures import Failure, find_failures, listed
+from accel_launch.starting.machines import Machines
 from accel_launch.starting.ranks import CAN_LOOK, Ranks
 
 if TYPE_CHECKING:
@@ -86,6 +87,13 @@ class HostAgent(LocalElasticAgent):
                 f"accel launch: rank {first.rank} failed (process {first.pid}): {first.how()}. All are started again: "
                 f"{listed(list(self.ranks.pids))}, restart {self._attempts} of {self._restarts}."
             )
+
+    def _exit_barrier(self) -> None:
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, Machines):
+            handler.finish()
+        else:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_ranks(signal.SIGTERM)

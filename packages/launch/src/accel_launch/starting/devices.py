@@ -40,15 +40,9 @@ def find_accelerators() -> Accelerators:
 def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that lets processes see only some of the accelerators.
 
-    Args:
-        ids: which, counted among those that are visible here.
-        found: those that are visible here.
-        environ: where the variable may be set already, by a scheduler for instance; then `ids`
-            counts in its list.
-
-    Raises:
-        LaunchError: for an accelerator that is not there or is named twice, and for a type whose
-            variable is not known.
+    `ids` counts among those that are visible here, and so in the list of the variable if a scheduler,
+    for instance, has set it already. Raises `LaunchError` for an accelerator that is not there or is
+    named twice, and for a type whose variable is not known.
     """
     asked = f"device_ids={','.join(map(str, ids))} was given"
     wrong = [each for each in ids if not 0 <= each < found.count]

@@ -122,13 +122,7 @@ class Scene(NamedTuple):
 
 
 def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
-    """The message at the end of a run that has failed.
-
-    Args:
-        failures: as `find_failures` gives them.
-        ranks: all of this machine.
-        scene: the rest.
-    """
+    """The message at the end of a run that has failed; `failures` as `find_failures` gives them, `ranks` all of this machine."""
     first = failures[0]
     moment = time.strftime("%H:%M:%S", time.localtime(first.time))
     place = f"{scene.where}, local rank {first.local_rank}, process {first.pid}, {moment}"

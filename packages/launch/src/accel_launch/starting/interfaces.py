@@ -17,12 +17,8 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 def interface_to(address: str) -> str | None:
     """The name of the interface that has `address` or routes to it; None if there is none, or the system does not tell.
 
-    gloo takes the interface of this host's name, which on many machines is the loopback; so on
-    several machines its `GLOO_SOCKET_IFNAME` is set to this one (see `variables_towards`). Sends
-    nothing.
-
-    Args:
-        address: a host name, or an IPv4 or IPv6 address.
+    gloo takes the interface of this host's name, which on many machines is the loopback; so on several
+    machines its `GLOO_SOCKET_IFNAME` is set to this one (see `variables_towards`). Sends nothing.
     """
     own = address_towards(address)
     return None if own is None else _interfaces().get(own)

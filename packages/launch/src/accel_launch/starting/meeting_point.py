@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_launch.starting.errors import LaunchError
+from accel_launch.starting.interfaces import address_towards
 
 if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
 
 MACHINES = "machines"
-"""The rendezvous of this package, in which machines have the ranks that they were given."""
+"""The rendezvous of this package: torch's, once machines have claimed their ranks."""
 
 HERE = "here"
 """The rendezvous of this package for a machine that is alone."""
@@ -68,8 +69,13 @@ def by_machine_rank(launch: LaunchOptions, rank: int, host: str, port: int, proc
         endpoint=address(host, port),
         run_id="accel",
         machines=(launch.num_machines, launch.num_machines),
-        options={"rank": rank, "processes": processes, "timeout": _seconds(launch)},
-        local_addr=launch.local_addr,
+        options={
+            "rank": rank,
+            "processes": processes,
+            "restarts": launch.max_restarts,
+            "timeout": launch.meeting_timeout,
+        },
+        local_addr=launch.local_addr or address_towards(host),
     )
 
 

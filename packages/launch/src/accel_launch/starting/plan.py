@@ -96,15 +96,9 @@ class Plan:
 def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> Plan:
     """Decides what is started on this machine. Starts nothing, and imports torch only to count accelerators.
 
-    Args:
-        launch: the options.
-        cpu: whether the run uses the CPU only.
-        environ: of this process, which tells of another launcher around this one.
-
-    Raises:
-        LaunchError: if the options do not fit together, or not to this machine or the other
-            launcher.
-        WorldError: if what the other launcher has said contradicts itself.
+    `cpu` says that the run uses the CPU only; `environ` tells of another launcher around this process.
+    Raises `LaunchError` if the options do not fit together, or not to this machine or that launcher;
+    `WorldError` if what the latter has said contradicts itself.
     """
     check_values(launch)
     if cpu and launch.device_ids is not None:
@@ -208,6 +202,8 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
     rank, meeting = _meeting(launch, here * machines)
     if meeting.backend == meeting_point.MACHINES:
         variables |= variables_towards(launch.local_addr or str(launch.main_process_ip), environ)
+    if machines > 1 and launch.max_restarts:
+        variables[OWN_STORE] = "1"
     return Plan(launch, "agent", place, here * machines, here, rank, meeting, variables, found)
 
 
@@ -256,6 +252,10 @@ def _meeting(launch: LaunchOptions, processes: int) -> tuple[int | None, Meeting
         )
     return rank, meeting_point.by_machine_rank(launch, rank, host, port, processes)
 
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Makes the processes of each round meet at a store of their own: under that of the launchers their keys have the number of the
+restart, which each machine counts for itself."""
 
 _EXAMPLES = {
     "machine_rank": "--machine-rank RANK",

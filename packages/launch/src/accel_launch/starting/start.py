@@ -17,24 +17,12 @@ if TYPE_CHECKING:
 
 
 def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
-    """Starts what a plan says, and stays until it has ended.
+    """Starts what a plan says, stays until it has ended, and returns the exit status.
 
-    Where one process is started and nothing is to be looked after, this process becomes the
-    program: the function does not return, and signals, output and exit status are the program's
-    own.
-
-    Args:
-        plan: from `make_plan`.
-        program: what every process executes.
-        environment: of the processes, as a whole; the plan's variables are added.
-
-    Returns:
-        0 if all processes have ended with 0; else the exit status of the one that failed first, 128
-        and the number of the signal if one killed it; or 128 and the number of the signal that this
-        process was sent.
-
-    Raises:
-        LaunchError: if there is no such program, or no such rendezvous.
+    Where one process is started and nothing is to be looked after, this process becomes the program: the
+    function does not return. The status is that of the rank that failed first, 128 and the number of
+    the signal if one killed it; 128 and the number of the signal that this process was sent; else 0.
+    Raises `LaunchError` if there is no such program or rendezvous.
     """
     program.check(environment)
     whole = {**environment, **plan.variables}

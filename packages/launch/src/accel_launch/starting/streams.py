@@ -16,13 +16,8 @@ _STREAMS = {0: "none", 1: "standard output", 2: "errors", 3: "both"}
 def read_streams(option: str, text: str, processes: int) -> dict[int, int]:
     """The streams that an option names: local rank → 0 none, 1 standard output, 2 errors, 3 both.
 
-    Args:
-        option: its name, for errors.
-        text: one number for all, or "0:3,1:2" for single local ranks.
-        processes: how many there are on this machine.
-
-    Raises:
-        LaunchError: for any other text, and for a local rank that is not there.
+    The text is one number for all, or "0:3,1:2" for single local ranks of `processes` on this machine.
+    Raises `LaunchError` for any other text, and for a local rank that is not there.
     """
     if re.fullmatch(r"[0-3]", text):
         return dict.fromkeys(range(processes), int(text))

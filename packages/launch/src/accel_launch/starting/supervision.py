@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,13 +14,17 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from accel_launch.starting.agent import HostAgent, say
 from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.failures import Failure, from_torch
 from accel_launch.starting.logs import Logs
+from accel_launch.starting.machines import Machines
 from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
+from accel_launch.starting.meeting_store import Address, Card
+from accel_launch.starting.one_machine import OneMachine
 from accel_launch.starting.orphan_guard import Guard
 
 if TYPE_CHECKING:
@@ -69,19 +73,10 @@ def supervise(
 ) -> Supervised:
     """Starts the ranks of this machine, and looks after them until the run has ended.
 
-    Args:
-        plan: one with an agent.
-        program: what every rank executes.
-        environment: of the ranks, as a whole.
-        signals: those that this process is sent meanwhile.
-        stays: whether this process goes on when it was told to end: then it leaves the rendezvous,
-            which its end would else tell.
-
-    Raises:
-        Ended: this process was told to end before there were ranks.
-        SignalException: it was told so later; the ranks have been told, too.
-        RendezvousError, DistError: the machines have not met.
-        LaunchError: there is no such rendezvous.
+    `stays` says that this process goes on when it was told to end: then it leaves the rendezvous, which
+    its end would else tell. Raises `Ended` if it was told so before there were ranks, `SignalException`
+    if later (the ranks have been told, too); `RendezvousError` or `DistError` if the machines have not
+    met; `LaunchError` if there is no such rendezvous.
     """
     launch = plan.launch
     assert plan.meeting is not None, "plans with an agent have one"
@@ -91,7 +86,7 @@ def supervise(
         guard = stack.enter_context(Guard(launch.shutdown_timeout))
         logs = Logs(launch, plan.here)
         stack.callback(logs.close)
-        if logs.kept:
+        if logs.kept and not stays:
             say(f"accel launch: the ranks' output is written to files under {logs.folder}")
         signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
         spec = _spec(plan, program, plan.meeting)
@@ -118,14 +113,13 @@ def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
 
 
 def _handler(meeting: MeetingPoint) -> RendezvousHandler:
-    if meeting.backend == MACHINES:
-        from accel_launch.starting import meeting as rendezvous
-
-        rendezvous.register()
-    elif meeting.backend == HERE:
-        from accel_launch.starting import here
-
-        here.register()
+    if meeting.backend in {HERE, MACHINES}:
+        address = Address(*parse_rendezvous_endpoint(meeting.endpoint, 0))
+        if meeting.backend == HERE:
+            return OneMachine(address)
+        told = meeting.options
+        card = Card(told["rank"], meeting.machines[1], told["processes"], told["restarts"])
+        return Machines(address, card, told["timeout"], meeting.local_addr)
     fewest, most = meeting.machines
     parameters = RendezvousParameters(
         backend=meeting.backend,
@@ -197,7 +191,7 @@ def _replace_environment(values: Mapping[str, str]) -> None:
 @contextmanager
 def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
     """A block in which torch's agent does not say what our summary says; all of it, if `LOGLEVEL` asks for its messages."""
-    filters = {} if environment.get("LOGLEVEL") else {name: _Repeated(starts) for name, starts in _REPEATED.items()}
+    filters = {} if environment.get("LOGLEVEL") else {name: _without(starts) for name, starts in _REPEATED.items()}
     for name, each in filters.items():
         logging.getLogger(name).addFilter(each)
     try:
@@ -207,10 +201,5 @@ def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
             logging.getLogger(name).removeFilter(each)
 
 
-class _Repeated(logging.Filter):
-    def __init__(self, starts: tuple[str, ...]) -> None:
-        super().__init__()
-        self._starts = starts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self._starts)
+def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not str(record.msg).startswith(starts)

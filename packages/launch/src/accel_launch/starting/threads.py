@@ -28,11 +28,7 @@ def threads_of_each(processes: int, given: int | None, environ: Mapping[str, str
     """The threads for each of `processes` on this machine. None: the process decides, as it does without a launcher.
 
     A process that has the machine for itself decides, unless its container has fewer cores than it
-    sees; several would each take all cores.
-
-    Args:
-        given: what was asked for.
-        environ: whose `OMP_NUM_THREADS` holds where nothing was asked for.
+    sees; several would each take all cores. What was `given` holds, else `OMP_NUM_THREADS`.
     """
     if given is not None:
         return given

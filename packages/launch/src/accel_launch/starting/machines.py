@@ -1,0 +1,285 @@
+"""How the machines of a run meet: each claims its rank at a store that machine 0 keeps, and torch gives out the ranks of processes.
+
+torch's `static` rendezvous believes every machine: two with one rank, or with different numbers,
+wait for each other until the timeout. So machines check in first, and everyone learns at once why a
+run cannot begin. A run without restarts is torch's `static` from there on: machine r has the ranks
+that its number says, and its processes use the same store. With restarts, the rounds are those of
+torch's `c10d`, at the same store.
+
+A thread of each launcher gives signs of life and hears why the run has ended elsewhere, so that the
+main thread never waits for the network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from accel_launch.starting.check_in import claim, compare_numbers, find_store, open_store
+from accel_launch.starting.meeting_store import (
+    BEGUN,
+    ENDED,
+    FINISHED,
+    LEFT,
+    PHASE,
+    Card,
+    MeetingError,
+    Pulse,
+    Waiting,
+    beats,
+    capital,
+    cards,
+    end,
+    listed,
+    phase,
+)
+from accel_launch.starting.one_machine import StaticRendezvous
+
+if TYPE_CHECKING:
+    from accel_launch.starting.meeting_store import Address
+
+BEAT, LOST = 0.5, 30.0
+"""Seconds between signs of life; and without an answer, after which the store is gone."""
+
+_STORE = timedelta(minutes=1)  # the messages of torch's agents once all machines are there
+_LAST_WORDS = 5.0  # seconds for which machine 0 keeps the store of a run that failed, so that the others hear why
+
+
+class Machines(StaticRendezvous):
+    """The rendezvous of several machines, of which this is the one with `card`.
+
+    Args:
+        address: where machine 0 keeps the store.
+        card: who this machine is.
+        timeout: how long it waits for the others, each time.
+        local_addr: the address by which the others reach this machine; None: its host name.
+    """
+
+    def __init__(self, address: Address, card: Card, timeout: timedelta, local_addr: str | None = None) -> None:
+        self._address, self._card, self._timeout, self._local_addr = address, card, timeout, local_addr
+        self._store: TCPStore | None = None
+        self._rounds: RendezvousHandler | None = None
+        self._finished = self._met = False
+        self._problem: MeetingError | None = None
+        self._answered = time.monotonic()
+        self._end = threading.Event()
+        self._heart = threading.Thread(target=self._beat_on, name="accel-heartbeat", daemon=True)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks use the launchers' store; with restarts, which machines count for themselves, a new one each time."""
+        return not self._card.restarts
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns when all machines are there.
+
+        Raises:
+            MeetingError: somebody does not come in time or never will, a rank is claimed twice, or
+                machines were told different numbers.
+        """
+        try:
+            if self._store is None:
+                self._check_in(Waiting(self._timeout.total_seconds()))
+            return self._next_round()
+        except DistError as error:
+            raise self._lost(str(error).splitlines()[0]) from error
+
+    def num_nodes_waiting(self) -> int:
+        """The number of machines that wait for another round.
+
+        Raises:
+            MeetingError: the run has ended on another machine, or machine 0 is gone.
+        """
+        self._check()
+        return 0 if self._rounds is None else self._rounds.num_nodes_waiting()
+
+    def finish(self) -> None:
+        """Says that the processes of this machine have ended well, and waits until those of the others have.
+
+        Raises:
+            MeetingError: the run has failed on another machine.
+        """
+        assert self._store is not None, "the machines have met"
+        self._finished = True
+        store, pulse = self._store, Pulse(self._store)
+        store.set(f"{FINISHED}/{self._card.rank}", "")
+        wait = Waiting(float("inf"))
+        while rest := [each.rank for each in self._others(store, FINISHED) if not pulse.is_silent(each.identity)]:
+            try:
+                self._check()
+            except MeetingError as error:
+                raise MeetingError(f"The processes of machine {self._card.rank} have finished, but: {error}") from error
+            wait.goes_on(lambda: f"this machine has finished, and waits for {listed(rest)}")
+
+    def shutdown(self) -> bool:
+        """This machine ends for good: well if it has finished, else as failed, because of the exception on its way."""
+        store, self._store = self._store, None
+        if store is None:
+            return True
+        try:
+            with contextlib.suppress(DistError):  # machine 0 is gone: nobody is left to be told
+                if time.monotonic() - self._answered < LOST:
+                    self._leave(store, sys.exc_info()[1])
+        finally:
+            self._stop()
+        return True
+
+    def _leave(self, store: TCPStore, error: BaseException | None) -> None:
+        if not self._finished:
+            reason = str(error) if isinstance(error, MeetingError) else self._failure(error)
+            end(store, reason, begun=self._met)  # who has met nobody ends no run of others
+            if self._rounds is not None:
+                self._rounds.shutdown()
+        store.set(f"{LEFT}/{self._card.rank}", "")
+        pulse, wait = Pulse(store), Waiting(_LAST_WORDS)
+        while self._card.rank == 0 and wait.goes_on(str):
+            if all(pulse.is_silent(each.identity) for each in self._others(store, LEFT)):
+                break
+
+    def _failure(self, error: BaseException | None) -> str:
+        how = "its processes have failed" if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, ChildFailedError):
+            rank, failure = error.get_first_failure()
+            code = failure.exitcode
+            how = f"rank {rank} was ended {f'with status {code}' if code >= 0 else f'by {failure.signal_name()}'}"
+        return (
+            f"{capital(self._card)} has failed and does not come back: {how}. Look at what it printed. To go on after failures, from "
+            f"a checkpoint: --max-restarts, the same on all machines."
+        )
+
+    def _next_round(self) -> RendezvousInfo:
+        card, store = self._card, self._store
+        assert store is not None, "this machine has checked in"
+        self._check()
+        done = card.machines - 1 - len(self._others(store, FINISHED))
+        if done:
+            raise MeetingError(
+                f"Machine {card.rank} of {card.machines} came to {self._address} to start its processes again, but those of {done} of "
+                f"the machines have finished already, so that nobody is left to train with. Look at what failed here at the end of "
+                f"the run; start all machines again to go on from a checkpoint."
+            )
+        if not card.restarts:
+            meeting_point = RendezvousStoreInfo(*self._address)
+            return RendezvousInfo(PrefixStore("agents", store), card.rank, card.machines, meeting_point)
+        self._rounds = self._rounds or self._elastic(store)
+        try:
+            return self._rounds.next_rendezvous()
+        except RendezvousError:
+            self._check()  # which says why, if it is because of another machine
+            raise
+
+    def _elastic(self, store: TCPStore) -> RendezvousHandler:
+        """torch's rounds, in which a machine may come back."""
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+            DynamicRendezvousHandler,
+            RendezvousTimeout,
+        )
+
+        machines = self._card.machines
+        handler: RendezvousHandler = DynamicRendezvousHandler.from_backend(
+            self.get_run_id(),
+            PrefixStore("agents", store),
+            C10dRendezvousBackend(store, self.get_run_id()),
+            machines,
+            machines,
+            self._local_addr,
+            RendezvousTimeout(join=self._timeout),
+            keep_alive_interval=1,
+            keep_alive_max_attempt=5,
+        )
+        return handler
+
+    def _check_in(self, wait: Waiting) -> None:
+        """Finds the store, claims the rank of this machine there, and waits until all have done so."""
+        card = self._card
+        address = self._address
+        store = open_store(address, card) if card.rank == 0 else find_store(address, card, wait)
+        store.set_timeout(_STORE)
+        claim(store, card)
+        self._store = store
+        self._beat(store)
+        self._heart.start()
+        atexit.register(self._stop)  # a thread that torch wakes up in an interpreter that ends takes the process down
+        compare_numbers(store, card)
+        pulse = Pulse(store)
+        while not phase(store).startswith(BEGUN):
+            self._check()
+            missing = [
+                rank
+                for rank, each in cards(store, card.machines).items()
+                if each is None or pulse.is_silent(each.identity)
+            ]
+            if card.rank == 0 and not missing:
+                store.compare_set(PHASE, "", BEGUN)
+            elif not wait.goes_on(lambda: self._waiting(missing)):  # noqa: B023
+                raise MeetingError(
+                    f"After {wait.waited} this machine was still {self._waiting(missing)}. Check that accel launch runs on each of them, "
+                    f"with its own machine_rank and the same main_process_ip and main_process_port; a machine that needs longer to come "
+                    f"is waited for with a longer meeting_timeout."
+                )
+        self._met = True
+
+    def _waiting(self, missing: list[int]) -> str:
+        return f"waiting for {listed(missing)} of {self._card.machines} at {self._address}"
+
+    def _others(self, store: TCPStore, without: str) -> list[Card]:
+        """The other machines that have not said `without`."""
+        return [
+            each
+            for rank, each in cards(store, self._card.machines).items()
+            if each is not None and rank != self._card.rank and not store.check([f"{without}/{rank}"])
+        ]
+
+    def _check(self) -> None:
+        """Raises `MeetingError` if the run has ended elsewhere, machine 0 is gone, or another machine has this rank."""
+        if self._problem is not None:
+            raise self._problem
+        silent = time.monotonic() - self._answered
+        if self._heart.is_alive() and silent > LOST:
+            raise self._lost(f"no answer for {silent:.0f} s")
+
+    def _lost(self, reason: str) -> MeetingError:
+        return self._problem or MeetingError(
+            f"{capital(self._card)} was in a run of {self._card.machines} machines that meet at {self._address}, but machine 0, which "
+            f"keeps the meeting point, is gone: {reason}. Look at the output of machine 0; then start all machines again: without "
+            f"machine 0 the others cannot go on."
+        )
+
+    def _beat_on(self) -> None:
+        store = self._store
+        assert store is not None, "the thread starts with one"
+        try:
+            mine = store.clone()  # type: ignore[attr-defined]  # a connection of its own: one that waits lets nobody else through
+            while self._problem is None and not self._end.wait(BEAT):
+                self._beat(mine)
+        except (DistError, OSError) as error:
+            self._problem = self._lost(str(error).splitlines()[0])
+
+    def _beat(self, store: TCPStore) -> None:
+        store.add(beats(self._card.identity), 1)
+        found = phase(store)
+        if found.startswith(ENDED):
+            self._problem = MeetingError(found.removeprefix(ENDED))
+        self._answered = time.monotonic()
+
+    def _stop(self) -> None:
+        """No sign of life from now on."""
+        self._end.set()
+        if self._heart.is_alive():
+            self._heart.join(2 * BEAT)
+        atexit.unregister(self._stop)
