@@ -124,7 +124,9 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and nobody here needs it
     names = sorted((name for name in options.libraries if name in LOOPS), key=list(LOOPS).index)
     jobs, epochs = {}, {}
-    for name in names:  # one after the other, for whoever makes an engine takes over what DeepSpeed keeps in the process
+    for (
+        name
+    ) in names:  # one after the other, for whoever makes an engine takes over what DeepSpeed keeps in the process
         jobs[name] = Job(options.batches, world, rank, options.size)
         epochs[name] = LOOPS[name](jobs[name])
     for name, job in jobs.items():

@@ -40,7 +40,16 @@ DOTTED = re.compile(
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
 OURS = (
-    *(accel_core, accel_data, accel_deepspeed, accel_fsdp, accel_launch, accel_precision, accel_testing, accel_trackers),
+    *(
+        accel_core,
+        accel_data,
+        accel_deepspeed,
+        accel_fsdp,
+        accel_launch,
+        accel_precision,
+        accel_testing,
+        accel_trackers,
+    ),
 )
 TRACKERS = [offer.load() for offer in list_offers("accel.trackers") if offer.distribution == "accel-trackers"]
 ROOTS = {
@@ -80,7 +89,7 @@ ALLOWED = {
     "Float8LinearConfig",  # torchao's
     "Float8LinearConfig.from_recipe_name",
     "SLURM_",  # the beginning of variables, in a pattern
-     # the user's model, in an example
+    # the user's model, in an example
     "broadcast_object",  # accel_core.collectives.reduce_gather, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
     "hook",  # what the user registers

@@ -16,7 +16,7 @@ from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest, read_manifest
 from accel_checkpoint.files.part_file import PartReader
 from accel_checkpoint.plan import StoredBoxes
-from accel_checkpoint.record import IMPORTED, absent_of
+from accel_checkpoint.record import absent_of
 from accel_checkpoint.run_state import (
     ACCUMULATION,
     COMPONENTS,

@@ -126,7 +126,7 @@ class Partitions:
             ]
             for part, view in zip(parts, views, strict=True):
                 if hasattr(part, "_zero_padding"):
-                    view._zero_padding = True  # type: ignore[attr-defined]
+                    view._zero_padding = True
             parts = self.zero.averaged_gradients[group] = GradPartitionBufferGroup(views, flat)
         found: torch.Tensor = parts.flat_partition
         return found

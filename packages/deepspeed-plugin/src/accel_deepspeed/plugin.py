@@ -94,7 +94,7 @@ class DeepSpeedPlugin(metaclass=_Configures):
         }
         strategy = DeepSpeed(**{name: value for name, value in given.items() if value is not None})
         if isinstance(getattr(hf_ds_config, "config", None), Mapping):
-            strategy.hf_ds_config = hf_ds_config  # the object itself: a trainer fills in more of it later
+            strategy.hf_ds_config = hf_ds_config  # type: ignore[assignment]  # the object itself: a trainer fills in more of it later
         return strategy
 
 

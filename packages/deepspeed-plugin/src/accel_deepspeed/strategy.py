@@ -336,8 +336,8 @@ class DeepSpeed(OlderAttributes, Strategy):
     def _make_engine(self, prepared: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         from accel_deepspeed import communication
 
-        request, configuration = self._prepared[prepared], self.current_configuration()
-        model: nn.Module = prepared.module
+        assert isinstance(prepared, PreparedModel), "they are made here"
+        model, request, configuration = prepared.module, self._prepared[prepared], self.current_configuration()
         optimizer = only_optimizer(optimizers, model)
         communication.start(self._world)
         prepare_operators(compiled_for(optimizer, configuration), self._world, _say)
