@@ -126,10 +126,10 @@ def test_what_does_not_fit_is_refused_as_ever(written):
 
 
 def test_a_record_may_lack_what_another_library_does_not_save_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(ForeignCheckpoint, "absent", ["accumulation"])
+    monkeypatch.setattr(ForeignCheckpoint, "absent", ["accumulation", "model"])
     write_foreign(foreign(), tmp_path / "new", lambda line: None)
     accelerator, *_ = prepared()
-    with pytest.raises(CheckpointError, match="lies: .*imported: "):
+    with pytest.raises(CheckpointError, match="lies: .*Missing: "):
         accelerator.load_state(tmp_path / "new")
 
 
@@ -212,4 +212,4 @@ def test_a_folder_that_is_called_import_can_be_looked_at(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     write_foreign(foreign(), Path("import"), lambda line: None)
     assert main(["./import"]) == 0
-    assert "model.0" in capsys.readouterr().out
+    assert str(Path("import")) in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from accel_deepspeed import DeepSpeed
 from accel_testing import CheckpointSuite, StrategySuite
 
@@ -22,10 +24,12 @@ def stage_3():
     return DeepSpeed(zero_stage=3)
 
 
+@pytest.mark.full
 class TestStage0(StrategySuite):
     strategy = stage_0
 
 
+@pytest.mark.full
 class TestStage1(StrategySuite):
     strategy = stage_1
 
@@ -41,10 +45,12 @@ class TestStage3(StrategySuite):
     }
 
 
+@pytest.mark.full
 class TestStage0Checkpoints(CheckpointSuite):
     strategy = stage_0
 
 
+@pytest.mark.full
 class TestStage1Checkpoints(CheckpointSuite):
     strategy = stage_1
 

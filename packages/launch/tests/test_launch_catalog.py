@@ -105,7 +105,7 @@ def test_a_name_of_a_strategy_and_a_precision_has_no_options_outside_of_python()
 
 def test_what_no_package_offers_says_so():
     with pytest.raises(NotInstalledError, match="No package offers it yet"):
-        CATALOG.section("deepspeed")
+        CATALOG.section("megatron_lm")
 
 
 def test_options_of_the_data_are_those_of_the_loader_that_is_chosen():

@@ -153,7 +153,7 @@ def test_the_older_name_of_the_devices_is_known():
         (["--fsdpp.cpu-offload"], "Type --fsdp.cpu-offload if that was meant"),
         (["--single.x"], "'single' has no option 'x'. Its options: none"),
         (["--single.cpu"], "'single' has no option 'cpu'"),
-        (["--deepspeed"], "'deepspeed' is not installed. No package offers it yet"),
+        (["--megatron-lm"], "'megatron_lm' is not installed. No package offers it yet"),
         (["--megatron-lm.x", "2"], "No package offers it yet: choose another"),
         (["--multi_gpu"], "is no option here. Leave it out: several processes train data-parallel by themselves"),
         (["--use-fsdp"], "Type --strategy fsdp"),
@@ -164,7 +164,7 @@ def test_the_older_name_of_the_devices_is_known():
         (["--xqzw"], "no such option. `accel launch -h` shows all options"),
         (["-x"], "-x was given, and there is no such option. `accel launch -h` shows all options"),
         (["-np", "2"], "-np was given, which is no option here. Type --num-processes"),
-        (["--strategy"], "nothing follows. Expected one of ddp, fsdp, single. Type --strategy=VALUE"),
+        (["--strategy"], "nothing follows. Expected one of ddp, deepspeed, fsdp, single. Type --strategy=VALUE"),
         (["--num-processes"], "without its value: nothing follows. Expected a whole number"),
         (["--num-processes", "--cpu"], "without its value: --cpu follows"),
         (["--main-process-ip", "-m", "x"], "without its value: -m follows"),
@@ -182,7 +182,7 @@ def test_a_value_may_begin_with_a_single_hyphen():
 
 def test_names_of_other_launchers_are_none_of_ours_and_their_advice_names_options_that_exist():
     assert not set(PEER_OPTIONS) & {*CATALOG.own, *launch.SWITCHES}
-    later = {"deepspeed", "megatron"}
+    later = {"megatron"}
     for text in PEER_OPTIONS.values():
         for flag in re.findall(r"--[a-z][\w.-]*[a-z0-9]", text):
             if not any(word in flag for word in later) and "`" not in text and "N" not in text:

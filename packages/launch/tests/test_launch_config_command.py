@@ -82,7 +82,7 @@ def test_validate_lists_all_mistakes_at_once_with_their_lines(capsys, home):
     file = home / "bad.yaml"
     file.write_text(
         "num_processes: two\nnum_machine: 2\nfsdp:\n  cpu_ofload: true\nbf16-true:\n  reduce_dtype: no\nstrategy: fsdp\n"
-        "nothing:\n  a: 1\ndeepspeed:\n  stage: 2\n"
+        "nothing:\n  a: 1\nmegatron_lm:\n  stage: 2\n"
     )
     status, _, err = run(capsys, "validate", str(file))
     assert status == 1
@@ -156,7 +156,7 @@ def test_what_no_subcommand_takes_is_refused(capsys, words, message):
 
 def test_a_strategy_that_no_package_offers_says_so(capsys):
     with pytest.raises((SettingsError, NotInstalledError), match="No package offers it yet"):
-        run(capsys, "show", "--deepspeed")
+        run(capsys, "show", "--megatron-lm")
 
 
 @pytest.mark.parametrize("name", ["", "default", "show", "validate", "path", "import"])

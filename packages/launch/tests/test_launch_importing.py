@@ -65,7 +65,7 @@ def test_what_is_carried_over_is_a_valid_file(file: Path):
     try:
         assert resolve(Catalog(), CommandLine(), content, {}, thorough=True).given
     except SettingsError as error:
-        assert file.stem in {"deepspeed", "megatron"}
+        assert file.stem == "megatron"
         assert "No package offers it yet" in str(error)
 
 
@@ -151,7 +151,9 @@ def test_deepspeed_says_what_is_not_its_own():
     assert imported.data["gradient_accumulation_steps"] == 4
     assert imported.data["machine_rank"] == 1
     reasons = {each.old.partition(".")[2]: each.reason for each in imported.left}
-    assert "no package offers" in reasons["zero_stage"]
+    assert imported.data["deepspeed"]["zero_stage"] == 3
+    assert imported.data["deepspeed"]["offload_folder"] == "/nvme"
+    assert "accelerator.build_model" in reasons["zero3_init_flag"]
     assert "clip_grad_norm_" in reasons["gradient_clipping"]
     assert "srun or mpirun" in reasons["deepspeed_hostfile"]
 
@@ -378,7 +380,7 @@ def test_the_command_repeated_changes_nothing_and_never_overwrites(tmp_path: Pat
 
 
 def test_the_command_says_what_the_file_needs_and_is_not_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "No package offers it yet" in run(capsys, FOLDER / "deepspeed.yaml", tmp_path / "config.yaml")
+    assert "No package offers it yet" in run(capsys, FOLDER / "megatron.yaml", tmp_path / "config.yaml")
 
 
 def test_the_command_finds_the_file_where_accelerate_keeps_it(

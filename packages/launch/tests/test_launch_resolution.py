@@ -231,8 +231,8 @@ def test_what_another_source_overrides_is_checked_all_the_same():
         ({"file": {"fsdp": True}}, "such as `fsdp: {option: value}`. Write `strategy: fsdp` to choose it"),
         ({"file": {"dynamo": "inductor"}}, "expected a mapping of them, such as `dynamo: {option: value}`\\.$"),
         ({"file": {"strategy": "fdsp"}}, "'fdsp' was asked for, and nothing.*Type 'fsdp' if that was meant"),
-        ({"file": {"deepspeed": {"stage": 2}}}, "'deepspeed' is not installed. No package offers it yet"),
-        ({"environ": {"ACCELERATE_STRATEGY": "deepspeed"}}, "No package offers it yet"),
+        ({"file": {"megatron_lm": {"stage": 2}}}, "'megatron_lm' is not installed. No package offers it yet"),
+        ({"environ": {"ACCELERATE_STRATEGY": "megatron_lm"}}, "No package offers it yet"),
         ({"environ": {"ACCELERATE_FSDPP__CPU_OFFLOAD": "1"}}, "Type ACCELERATE_FSDP__CPU_OFFLOAD if that was meant"),
         (
             {"environ": {"ACCELERATE_QQQ__X": "1"}},

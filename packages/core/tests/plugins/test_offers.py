@@ -82,7 +82,7 @@ def test_a_known_name_that_is_not_installed_says_what_to_install(monkeypatch):
 def test_a_known_name_that_no_package_offers_says_so(monkeypatch):
     install(monkeypatch)
     with pytest.raises(NotInstalledError) as error:
-        find("accel.strategies", "deepspeed")
+        find("accel.strategies", "megatron_lm")
     assert said(error).endswith("\nNo package offers it yet: choose another")
 
 

@@ -91,7 +91,7 @@ class DeepSpeed(OlderAttributes, Strategy):
     def __init__(
         self,
         zero_stage: int | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
         offload_optimizer: str | None = None,
         offload_param: str | None = None,
         offload_folder: str | Path | None = None,

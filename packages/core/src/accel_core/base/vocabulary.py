@@ -44,7 +44,7 @@ class LoggerType(Word):
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
         "accel.strategies": {
-            "deepspeed": None,
+            "deepspeed": "accel-deepspeed",
             "fsdp": "accel-fsdp",
             "megatron_lm": None,
         },
@@ -57,7 +57,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.importers": {"deepspeed": "accel-deepspeed"},
         "accel.recorders": {"background": "accel-trackers"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
-        "accel.commands": {"checkpoint": "accel-checkpoint"},
+        "accel.commands": {"checkpoint": "accel-checkpoint", "deepspeed": "accel-deepspeed"},
     }
 )
 """Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution.
@@ -77,6 +77,10 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("AORecipeKwargs", "FP8RecipeKwargs", "GradScalerKwargs", "TERecipeKwargs"), "accel-precision"),
         "FullyShardedDataParallelPlugin": "accel-fsdp",
+        **dict.fromkeys(
+            ("DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig", "get_active_deepspeed_plugin"),
+            "accel-deepspeed",
+        ),
         **dict.fromkeys(("debug_launcher", "notebook_launcher"), "accel-launch"),
     }
 )  # fmt: skip

@@ -154,7 +154,7 @@ _PARALLELISM: Mapping[str, Rule] = {
     "sp_attn_implementation": leave("under fsdp.context_parallel, attention is F.scaled_dot_product_attention"),
 }
 
-_OF_DEEPSPEED = "options of DeepSpeed are those of a strategy that no package offers yet"
+_OF_DEEPSPEED = "the other options are those that `accel launch --deepspeed -h` shows"
 _HOSTS = "type accel launch on each machine, or start it with srun or mpirun, which it joins"
 _DEEPSPEED: Mapping[str, Rule] = {
     "gradient_accumulation_steps": only_if(
@@ -174,6 +174,14 @@ _DEEPSPEED: Mapping[str, Rule] = {
         ),
         leave(_HOSTS, nothing=("standard",)),
     ),
+    "zero_stage": carry("deepspeed.zero_stage", int),
+    "offload_optimizer_device": carry("deepspeed.offload_optimizer", str, nothing=("none",)),
+    "offload_param_device": carry("deepspeed.offload_param", str, nothing=("none",)),
+    "offload_optimizer_nvme_path": carry("deepspeed.offload_folder", str, nothing=("none",)),
+    "offload_param_nvme_path": leave("deepspeed.offload_folder serves both", nothing=("none",)),
+    "zero3_init_flag": leave("the script says it: accelerator.build_model(factory)", nothing=(False,)),
+    "zero3_save_16bit_model": leave("weights are always gathered for saving", nothing=(True,)),
+    "deepspeed_moe_layer_cls_names": leave("give it in the code: DeepSpeed(moe_leaf_modules=[...])", nothing=(None,)),
 }
 
 _OF_MEGATRON = "options of Megatron are those of a strategy that no package offers yet"
