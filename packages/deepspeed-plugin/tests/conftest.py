@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from accel_deepspeed.operators import chosen_accelerator
 from accel_testing import no_leaks, preload
+
+with chosen_accelerator():  # which puts back what DeepSpeed sets in the environment when it is imported
+    import deepspeed  # noqa: F401
 
 preload("deepspeed", "accel_deepspeed.strategy")
 
