@@ -33,6 +33,8 @@ ROWS = [
     ("P10", 7),
     ("P11", 2),
     ("P12", 2),
+    ("P13", 2),
+    ("P13c", 2),
 ]
 TINY = ["--rounds", "1", "--repeats", "1", "--batches", "8", "--size", "2", "--libraries", "accel"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,16 +157,19 @@ class ModelEngine:
         """The averaged gradients of this rank's partitions, flat and live; none before a backward has synchronised."""
         return self._partitions.gradients() if self.has_gradients and self._partitions is not None else ()
 
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The part of a parameter's averaged gradient that is on this rank, flat and live; None if there is none yet."""
-        if not self.has_gradients:
-            return None
-        fragment = self.fragments[id(parameter)]
-        return self.gradients()[fragment.group].narrow(0, fragment.offset, fragment.numel)
+    def sent_gradients(self, wanted: Collection[int]) -> Sequence[torch.Tensor]:
+        """What this rank has of the averaged gradients of some parameters, by their `id`: live, in whole partitions where they are all wanted."""
+        flat = self.gradients()
+        if not flat or all(key in wanted for key in self.fragments):
+            return flat
+        kept = (fragment for key, fragment in self.fragments.items() if key in wanted)
+        return [flat[fragment.group].narrow(0, fragment.offset, fragment.numel) for fragment in kept]
 
     def gradient_state(self) -> GradientState:
         """See the hook of that name."""
         found: dict[str, list[Elementwise | Partial]] = {}
+        if self._partitions is not None and not (self.has_gradients or self.holds_back):
+            return found
         flat = self.gradients()
         for name, parameter in self.model.named_parameters():
             fragment = self.fragments.get(id(parameter))
@@ -197,11 +200,6 @@ class ModelEngine:
         assert self._partitions is not None, "in stage 0 nothing is stepped here"
         fragment = self.fragments[id(parameter)]
         return self._partitions.masters[fragment.group].detach().narrow(0, fragment.offset, fragment.numel)
-
-    def holds_any(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether one of these is a parameter of the model."""
-        own = set(map(id, self.model.parameters()))
-        return any(id(each) in own for each in parameters)
 
     def publish(self) -> None:
         """Gives the model the values of the masters. A collective."""

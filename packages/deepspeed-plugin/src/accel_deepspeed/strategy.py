@@ -38,7 +38,7 @@ from accel_deepspeed.configuration import Configuration, hidden_size_of
 from accel_deepspeed.configured_objects import check_schedule, compiled_for, realise
 from accel_deepspeed.engine_internals import is_shared_out, set_leaf_modules
 from accel_deepspeed.export import SavesWhole, StatesParts
-from accel_deepspeed.model_engine import ModelEngine, engine_that_steps, live_engines
+from accel_deepspeed.model_engine import ModelEngine, live_engines
 from accel_deepspeed.older_names import OlderAttributes
 from accel_deepspeed.operators import prepare_operators
 from accel_deepspeed.prepared_model import NoSync, PreparedModel, engine_of, set_engine
@@ -237,18 +237,11 @@ class DeepSpeed(OlderAttributes, Strategy):
     @hookimpl
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """By the norm over all parts. A collective."""
-        parts, whole = [], []
-        for parameter in {id(each): each for each in parameters}.values():
-            engine = engine_that_steps(parameter)
-            sent = None if engine is None else engine.gradient(parameter)
-            if sent is not None:
-                parts.append(sent)
-            if parameter.grad is not None:
-                whole.append(parameter.grad)
-        for prepared in self._prepared:
-            engine = engine_of(prepared)
-            if engine is not None and not math.isinf(max_norm) and engine.holds_any(parameters):
-                self._clipped.add(prepared)
+        own = {id(each): each for each in parameters}
+        if self.configuration.clipping is not None and not math.isinf(max_norm):
+            self._clipped.update(each for each in self._prepared if own.keys() & set(map(id, each.parameters())))
+        parts = [part for engine in live_engines() for part in engine.sent_gradients(own)]
+        whole = [each.grad for each in own.values() if each.grad is not None]
         with self._world.collective("clip_grad_norm_()"):
             return clipping.clip(parts, whole, max_norm, norm_type, self._world)
 
