@@ -195,7 +195,10 @@ def test_names_of_other_launchers_are_none_of_ours_and_their_advice_names_option
 
 def test_an_option_for_python_only_is_known_to_the_command_line(capsys):
     assert launch.main(["--fsdp", "-h"]) == 0
-    assert "For Python only: parallelize_plan (its type is Plan | None)." in capsys.readouterr().out
+    shown = " ".join(
+        capsys.readouterr().out.split()
+    )  # without the breaks of lines, which follow the width of the terminal
+    assert "For Python only: parallelize_plan (its type is Plan | None)." in shown
 
 
 def test_help_shows_every_option_in_groups(capsys, monkeypatch):

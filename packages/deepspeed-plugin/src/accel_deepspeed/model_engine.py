@@ -71,6 +71,7 @@ class ModelEngine:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.steps = steps
         self._double: Optimizer | None = None
         self._sources: Sequence[dict[str, Any]] = ()
         if steps:

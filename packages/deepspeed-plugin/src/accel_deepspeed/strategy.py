@@ -312,7 +312,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
         restore_optimizer(optimizer, names, ZeroSharding(), saved)
         for engine in self._engines():
-            if engine.optimizer is optimizer:
+            if engine.optimizer is optimizer and engine.steps:
                 engine.take_state()
 
     @property
