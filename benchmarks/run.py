@@ -109,8 +109,8 @@ ROWS = {
         Measure("P13 ZeRO stage 1 on 2 ranks, on the wall", "wall", None, "/"),
     ],
     "P13c": [
-        Measure("P13 ZeRO stage 3 on 2 ranks, CPU of the main thread", "cpu", 1.05, "/"),
-        Measure("P13 ZeRO stage 3 on 2 ranks, on the wall", "wall", None, "/"),
+        Measure("P13c ZeRO stage 3 on 2 ranks, CPU of the main thread", "cpu", 1.05, "/"),
+        Measure("P13c ZeRO stage 3 on 2 ranks, on the wall", "wall", None, "/"),
     ],
 }
 
