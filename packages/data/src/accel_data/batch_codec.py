@@ -106,7 +106,7 @@ class Frame:
 
 
 class Encoder:
-    """Turns batches into words and bodies for one receiver, whose `Decoder` has to get all of them, in order."""
+    """Turns batches into words and bodies for one `Decoder`, which has to get all, in order."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -243,7 +243,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _collect(node: Any, leaves: list[Any], kinds: list[Kind]) -> Any:
-    """Appends the leaves of a node and returns its shape: None for a leaf, else type, keys, and the children's shapes.
+    """Appends the leaves of a node and returns its shape: None for a leaf, else type, keys, shapes.
 
     Only containers that are their items and nothing else are opened. One without any plain tensor
     is a leaf itself: its content is pickled anyway, and lists of varying lengths then need no
@@ -288,7 +288,7 @@ def _taken(words: Iterator[int], count: int) -> list[int]:
 
 
 class _Pickler(pickle.Pickler):
-    """Hands plain tensors to the pickle as buffers, which stay outside of it (PEP 574); NumPy does so with its arrays."""
+    """Hands plain tensors to the pickle as buffers outside of it (PEP 574), as NumPy does."""
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_plain(obj):

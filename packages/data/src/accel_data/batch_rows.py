@@ -47,7 +47,7 @@ def slice_tensors(
     process_index: int | None = None,  # noqa: ARG001
     num_processes: int | None = None,  # noqa: ARG001
 ) -> Tree:
-    """Cuts every tensor of nested lists, tuples, dicts and other mappings along its first dimension.
+    """Cuts every tensor of nested lists, tuples, dicts and other mappings along dim 0.
 
     Args:
         data: the batch. Other leaves, and tensors without dimensions, are passed on as they are.
@@ -74,7 +74,7 @@ def count_rows(batch: Tree, expected: int | None = None) -> int | None:
 
 
 def holds_samples(batch: Tree, rows: int) -> bool | None:
-    """Whether a batch of so many rows is a list or tuple of samples; None if it can be read both ways, or has other rows."""
+    """Whether a batch of `rows` rows is a sequence of samples; None if it is ambiguous."""
     if type(batch) not in (list, tuple):
         return False
     columns = bool(batch) and all(_is_whole(child, rows) for child in batch)
@@ -84,7 +84,7 @@ def holds_samples(batch: Tree, rows: int) -> bool | None:
 
 
 def slice_rows(batch: Tree, start: int, stop: int, rows: int) -> Tree:
-    """Rows `start` to `stop` of a batch of `rows` rows; what has no rows stays whole. Tensors are views.
+    """Rows `start` to `stop` of a batch; what has no rows stays whole. Tensors are views.
 
     Raises:
         Unsplittable: if the batch does not have that many rows.

@@ -98,7 +98,7 @@ class Mailbox:
             self._send(frames, need)
 
     def post_error(self, error: BaseException) -> None:
-        """Has every other rank raise a RuntimeError that quotes `error`. A collective; for rank 0 of the group."""
+        """Makes the other ranks raise a RuntimeError quoting `error`. Collective; for rank 0."""
         assert self.rank == 0, "rank 0 of the group posts, the others receive"
         if self.size == 1:
             return
@@ -139,7 +139,7 @@ class Mailbox:
             raise _out_of_step((serial, sequence), found)
 
     def _written(self, kind: int, messages: Sequence[Message]) -> tuple[list[Frame], int]:
-        """Frames that hold the messages, and the need. Whatever may fail does so here, before anybody is told anything."""
+        """Frames that hold the messages, and the need. May fail: nothing is sent yet."""
         lengths = [2 + 1 + len(words) for words, _ in messages]
         starts = [aligned(length * WORD) for length in lengths]
         sizes = [start + sum(map(nbytes, bodies)) for start, (_, bodies) in zip(starts, messages, strict=True)]
@@ -200,7 +200,7 @@ def _has_cpu(group: ProcessGroup | None) -> bool:
 
 
 def _rounded(need: int) -> int:
-    """The capacity for a need: at most an eighth more, so that needs that vary a little share one."""
+    """The capacity for a need: at most an eighth more, so that similar needs share one."""
     shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
     return max(-(-need >> shift) << shift, FRAME_STEP)
 

@@ -136,7 +136,7 @@ class Sharing:
             yield Step(batches, position.samples, position.extras)
 
     def _counted(self, batch: Any, expected: int | None) -> Batch:
-        """A batch and its rows. What its members are, samples or columns, is the same for all batches of a loader."""
+        """A batch and its rows. Its members are samples, or columns, in all batches of a loader."""
         if self._samples is None and expected is not None:
             self._samples = holds_samples(batch, expected)
         samples = type(batch) is list if self._samples is None else self._samples

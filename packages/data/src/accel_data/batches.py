@@ -113,9 +113,7 @@ class BatchSamplerShard(Sampler[Indices]):
             yield indices
 
     def parts(self, start: int = 0) -> Parts | None:
-        """The arithmetic of this shard behind `start` samples, where batches are known to be cut from a sampler with a
-        length.
-        """
+        """The arithmetic of this shard behind `start` samples; None unless the length is known."""
         if type(self.batch_sampler) is not BatchSampler:
             return None
         total = length_of(self.batch_sampler.sampler)
@@ -126,7 +124,7 @@ class BatchSamplerShard(Sampler[Indices]):
         return Parts(total, part, self.process_index, count, self.drop_last, self.even_batches, start)
 
     def rows(self, start: int = 0, drawn: Drawn | None = None) -> Iterator[Part]:
-        """The index batches of this process, each with its number of rows and of real ones among them.
+        """The index batches of this process, each with its rows and the real ones among them.
 
         Args:
             start: how many samples of the epoch are left out: they are asked of the sampler, and
@@ -145,7 +143,7 @@ class BatchSamplerShard(Sampler[Indices]):
         return self._pieces(head, batches, start) if self.split_batches else self._whole_batches(head, batches, start)
 
     def _begin(self, start: int) -> tuple[list[Indices], Iterator[Indices]]:
-        """The batches behind `start` samples; and the first ones of the epoch, which fill up once they have been seen."""
+        """The batches behind `start` samples; and the epoch's first ones, which fill up later."""
         sampler, head = self.batch_sampler, list[Indices]()
         if start and type(sampler) is BatchSampler:
             first = Indices()
@@ -224,14 +222,14 @@ def _real(batch: Indices, read: int) -> Part:
 
 
 def _filled(samples: Indices, head: Indices, part: int, index: int, read: int) -> Part:
-    """The part of one process in the last step, filled from the first samples of the epoch, over and over if need be."""
+    """This process's part of the last step, filled from the first samples as often as needed."""
     start = index * part
     indices = list(islice(chain(samples, cycle(head)), start, start + part))
     return indices, Rows(part, min(max(len(samples) - start, 0), part)), read
 
 
 def _listed(batch: Any) -> Any:
-    """An index batch that can wait its turn: the sampler may fill the same list again, or yield a generator."""
+    """An index batch that can wait: a sampler may fill one list again, or yield generators."""
     return batch if type(batch) is Lone else list(batch)
 
 

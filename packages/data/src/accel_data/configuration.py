@@ -16,7 +16,7 @@ SEEDS = 2**64  # what torch.Generator.manual_seed takes
 
 @dataclass
 class DataLoaderConfiguration(KwargsHandler):
-    """Options of data loading: `Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))`.
+    """Options of data loading: `Accelerator(dataloader_config=DataLoaderConfiguration(...))`.
 
     It is complete: what it leaves out has its default, and an argument of the Accelerator or an
     environment variable for one of its fields is refused beside it.
@@ -69,7 +69,7 @@ class DataLoaderConfiguration(KwargsHandler):
 
 
 def check_options(receiver: str, options: Mapping[str, Any]) -> None:
-    """Raises `TypeError` or `ValueError` for the first option that its receiver, which the message names, cannot take."""
+    """Raises `TypeError` or `ValueError`, in the name of `receiver`, for the first wrong option."""
     for name, value in options.items():
         _CHECKS.get(name, _check_flag)(f"{receiver}({name}={value!r})", value)
     if options.get("presharded") and options.get("dispatch_batches"):

@@ -17,7 +17,7 @@ from accel_data.sample_count import CountingCollate
 
 
 class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):
-    """A `DataLoader` that is read on the first rank only, which sends every other rank its part of each global batch.
+    """A `DataLoader` that only the first rank reads; it sends each rank its part of a global batch.
 
     The other ranks never touch the dataset. Any batch travels that can be pickled, and ranks may
     get batches of different shapes. `Accelerator.prepare` and `prepare_data_loader` make it from a

@@ -44,9 +44,7 @@ _MORE, _LAST = 0, 1
 
 
 class Arrived(NamedTuple):
-    """A batch of this rank, its rows, how many follow, the samples that all ranks have read with it, and what else its
-    position needs.
-    """
+    """A batch, its rows, how many follow, the samples that all ranks have read, its position."""
 
     batch: Any
     rows: Rows | None
@@ -64,7 +62,7 @@ class Shared(NamedTuple):
 
 
 class Line:
-    """The way to the other ranks. Copies of a loader share the group; a pickled loader takes the whole world."""
+    """The way to the other ranks. Copies share the group; a pickled loader has the world."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
@@ -72,7 +70,7 @@ class Line:
         self._serial = 0
 
     def open(self) -> tuple[Mailbox, int]:
-        """The mailbox, and the number of the iteration that begins. Every rank opens the same ones, in the same order."""
+        """The mailbox, and the number of the iteration that begins; both are equal on all ranks."""
         if self._mailbox is None:
             self._mailbox = Mailbox(World.current(), self._group)
         self._serial += 1
@@ -129,7 +127,7 @@ class DispatchSource:
         self.local._accel_source.tell_epoch(epoch)
 
     def position(self) -> Start:
-        """The position of the loader; on the first rank with the states of generators and dataset."""
+        """The position of the loader; on the first rank with generators' and dataset's states."""
         position = self.epochs.position()
         if self.shard.index or position.extras.keys() - {"ended"}:
             return position
@@ -152,7 +150,7 @@ class DispatchSource:
         return self.sharing.global_batch
 
     def most_steps(self) -> int | None:
-        """Batches of an epoch on the first rank, which has most of them; None if that is not known."""
+        """Batches of an epoch on the first rank, which has most; None if that is unknown."""
         return self._steps(0)
 
     def reading(self) -> str:

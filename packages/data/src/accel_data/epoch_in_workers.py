@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def telling(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The attributes by which a copy of `loader` tells its workers the epoch; none where they are started anew, or not told."""
+    """The attributes with which a copy of `loader` tells its workers the epoch; {} if none does."""
     if not loader.persistent_workers or not callable(getattr(loader.dataset, "set_epoch", None)):
         return {}
     return {"dataset": ToldStream(loader.dataset), "worker_init_fn": ToldStart(loader.worker_init_fn)}
 
 
 class ToldStream(IterableDataset[Any]):
-    """Stands in a prepared loader where the user's iterable dataset stood. Other attributes are those of the dataset."""
+    """Stands for the user's iterable dataset in a prepared loader, with the same attributes."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -51,7 +51,7 @@ class ToldStream(IterableDataset[Any]):
 
 
 class ToldStart:
-    """The `worker_init_fn` of a loader over a `ToldStream`: the user's function, and the user's dataset in the worker's info.
+    """The `worker_init_fn` of a loader over a `ToldStream`: the user's, shown the user's dataset.
 
     Args:
         worker_init_fn: the user's, or None.

@@ -1,4 +1,4 @@
-"""The generators that users hand to their samplers and iterable datasets: orders are drawn from them, so states have theirs."""
+"""The generators of samplers and iterable datasets, whose states are part of a loader's state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Synchronise = Callable[[list[torch.Generator]], None]
 
 
 def given_generators(holder: Any) -> list[torch.Generator]:
-    """The generators of a batch sampler and the sampler inside it, of a sampler, or of a dataset; each once."""
+    """The generators of a sampler, of a batch sampler and its sampler, or a dataset; each once."""
     found: list[torch.Generator] = []
     for each in (holder, getattr(holder, "sampler", None)):
         generator = getattr(each, "generator", None)
@@ -63,7 +63,7 @@ def settle(
     synchronise: Synchronise | None,
     beside: torch.Generator | None,
 ) -> None:
-    """Brings generators where they are to be when the order of an iteration is drawn, and notes where that is.
+    """Brings generators where they are to be when an order is drawn, and notes where that is.
 
     Args:
         given: the generators.
@@ -82,7 +82,7 @@ def settle(
 
 
 def _states_of(generators: list[torch.Generator], begun: bool) -> dict[str, Any]:
-    """The states of generators, and whether they are those from which the order of a begun epoch is drawn."""
+    """The states of generators, and whether the order of a begun epoch is drawn from them."""
     return {"begun": begun, "states": [generator.get_state() for generator in generators]}
 
 

@@ -1,4 +1,4 @@
-"""`IterableDatasetShard`: one process's part of the samples of an iterable dataset, and the rule by which they are shared out.
+"""`IterableDatasetShard`: one process's samples of an iterable dataset, and how they are divided.
 
 A *step* is `count * part` consecutive samples of the stream; the process with index r takes the
 r-th part of each. An incomplete last step is dropped; or filled from the first samples of the
@@ -114,7 +114,7 @@ class Steps:
 
 
 class IterableDatasetShard(IterableDataset[T], Generic[T]):
-    """Wraps an iterable dataset to yield the samples of one process. Every process must see the same stream.
+    """Wraps an iterable dataset to yield one process's samples. All have to see the same stream.
 
     An incomplete last step is filled from the first samples of the stream, so that all processes
     get equally many; if the dataset yields nothing, so does each part of it. A single process gets
@@ -192,7 +192,7 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
 
 
 def asked(iterator: Iterator[T]) -> Iterator[T]:
-    """Yields an iterator's items; calls no `iter` on it, and no `next` after its end: some restart."""
+    """Yields an iterator's items; never calls `iter` on it, nor `next` after its end."""
     while True:
         try:
             sample = next(iterator)
@@ -210,7 +210,7 @@ def _recorded(samples: Iterator[Any], head: list[Any], limit: int) -> Iterator[A
 
 
 def _kept(sample: Any) -> Any:
-    """A sample that collate functions which pop from their samples do not empty for the next time."""
+    """A sample that is kept whole where collate functions pop from their samples."""
     return copy.copy(sample) if isinstance(sample, (dict, list)) else sample
 
 

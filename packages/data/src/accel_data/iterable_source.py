@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 
 class Fetched(NamedTuple):
-    """A batch, its rows, the samples that all ranks have read with it, what else its position needs, and which samples it has."""
+    """A batch, its rows, the samples that all ranks have read, its position, and its samples."""
 
     batch: Any
     rows: Rows | None
@@ -149,7 +149,7 @@ class StreamSource:
         return None
 
     def check(self, start: Start) -> None:
-        """Raises `ValueError` for a position in the streams of another number of ranks that have their own."""
+        """Raises `ValueError` for a position in the own streams of another number of ranks."""
         ranks = start.extras.get("ranks")
         if start.samples and ranks != self.owners:
             raise ValueError(
@@ -258,7 +258,7 @@ class StreamSource:
         return self._from_a_state(fetched if goes_on else restarted, start, stateful)
 
     def _read_through(self, fetched: Callable[[], Iterable[Any]], start: Start) -> Iterator[Fetched]:
-        """Nothing of an epoch that was at its end. It is read all the same, for what the dataset draws from is to go on."""
+        """Nothing, of an epoch at its end: it is read, so that what it draws from goes on."""
         for _ in self._from_the_beginning(fetched, Start(start.epoch), None):
             pass
         yield from ()
@@ -332,7 +332,7 @@ def at_the_end(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) -> dict[str, Any]:
-    """A state, and where it was taken: inside an epoch, behind its last batch, or between two epochs.
+    """A state, and where it was taken: inside an epoch, behind its last batch, or between epochs.
 
     Behind the last batch some have begun the next epoch already. A copy: some hand out what they go
     on changing.

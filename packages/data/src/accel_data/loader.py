@@ -84,7 +84,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         return super(PreparedLoader, self).__iter__()
 
     def _get_iterator(self) -> Any:
-        """torch's iterator. Where batches arrive with a note, it is taken off before anybody looks."""
+        """torch's iterator. A note that comes with a batch is taken off before its use."""
         source = self._accel_source
         if not isinstance(source, StreamSource):
             return super()._get_iterator()
@@ -100,7 +100,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         return inner
 
     def _stateful(self) -> Stateful | None:
-        """The object with its own position: the user's loader, or a dataset read in this process."""
+        """The object with its own position: the user's loader, or a dataset read here."""
         source, inherited = self._accel_source, cast(Any, super(PreparedLoader, self))
         if isinstance(source, StreamSource) and source.inherits_state and _is_stateful(inherited):
             return Inherited(inherited)
@@ -108,7 +108,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
 
 
 def reading_part(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
-    """The attributes by which a copy of `loader` becomes a `DataLoaderShard`: of an iterable dataset, all is its part."""
+    """The attributes that make a copy of `loader` a `DataLoaderShard` over all of its dataset."""
     outlet, shard, options = request.outlet(), request.shard, request.options
     identity, synchronise = request.identity(loader), request.synchronise()
     if isinstance(loader.dataset, IterableDataset):
@@ -159,7 +159,7 @@ def _is_stateful(obj: Any) -> bool:
 
 
 def dress_made(loader: DataLoader[Any], overrides: type) -> None:
-    """Gives a loader that was constructed a class like those that `prepare` makes: of these overrides and the loader's own."""
+    """Gives a constructed loader a class as `prepare` makes: these overrides over its own class."""
     bases = type(loader).__bases__
     if not (len(bases) == 2 and issubclass(bases[0], overrides) and issubclass(bases[1], DataLoader)):
         loader.__class__ = overridden_class(DataLoader, type(loader))

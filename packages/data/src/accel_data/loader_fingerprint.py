@@ -36,7 +36,7 @@ class Identity:
     workers: int | None
 
     def state(self, position: Start) -> dict[str, Any]:
-        """A state: numbers, and tensors of bytes where a generator or a dataset has a state of its own."""
+        """A state: numbers, and tensors of bytes where a generator or dataset has a state."""
         return {
             "version": VERSION,
             "seed": self.seed,

@@ -66,7 +66,7 @@ class Start:
 
 
 class Epochs:
-    """Numbers the iterations of one loader, and knows where the latest stands. Each that is advanced at least once is an epoch.
+    """Numbers the iterations of one loader. Each that is advanced at least once is an epoch.
 
     Attributes:
         following: the epoch that comes next.
@@ -87,7 +87,7 @@ class Epochs:
         self._latest: weakref.ref[EpochOpening] | None = None
 
     def set(self, epoch: int) -> None:
-        """The next iteration is `epoch`; it goes on from a state that was loaded, if that is of this epoch."""
+        """The next iteration is `epoch`; it goes on from a loaded state of this epoch."""
         if self._pending is not None and self._pending.epoch != epoch:
             warnings.warn(
                 f"loader.set_epoch({epoch}) gives up the position that was loaded: epoch {self._pending.epoch}, "
@@ -111,7 +111,7 @@ class Epochs:
 
     @property
     def restarts(self) -> bool:
-        """Whether the next iteration is the first of this process, and not of the run: the end of an epoch was loaded."""
+        """Whether the next iteration is the first of this process in a run that was continued."""
         pending = self._pending
         return pending is not None and not pending.samples and pending.epoch > 0 and not self.has_opened
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EpochSource:
-    """One rank's part of a loader: the order is a function of seed and epoch, the part is arithmetic.
+    """One rank's part of a loader: the order is a function of seed and epoch, the part arithmetic.
 
     Args:
         loader: the user's loader. Its samplers and its dataset are told the epoch, and otherwise
@@ -107,16 +107,16 @@ class EpochSource:
 
     @property
     def resumes(self) -> bool:
-        """Whether the next iteration goes on inside an epoch, or by hand from its beginning, after a position was loaded."""
+        """Whether the next iteration goes on from a loaded position, inside an epoch or by hand."""
         return self.epochs.resumes
 
     @property
     def restarts_workers(self) -> bool:
-        """Whether workers that persist are about to be started, which the run that is continued had already."""
+        """Whether persistent workers are about to start, which the continued run had already."""
         return self._draws_base_once and self.epochs.restarts
 
     def tell_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the dataset, the batch sampler and the sampler, where they take it."""
+        """Passes the epoch on to dataset, batch sampler and sampler, where they take it."""
         tell_epoch(epoch, self.dataset, self.sampler, getattr(self.sampler, "sampler", None))
 
     def batches(self, batch_sampler: Any = None, even_batches: bool | None = None) -> BatchSamplerShard:
@@ -136,7 +136,7 @@ class EpochSource:
         return size if size is None or self.split_batches else size * self.shard.count
 
     def most_steps(self) -> int | None:
-        """The batches of an epoch on the rank that has most of them, which is the first; None if that is not known."""
+        """The batches of an epoch on the first rank, which has most; None if that is unknown."""
         first = self.batches()
         first.process_index = 0
         steps = length_of(first)
@@ -168,11 +168,11 @@ class EpochSource:
         return Start(position.epoch, position.samples, extras)
 
     def _between_epochs(self) -> dict[str, Any]:
-        """The states of the user's generators. Workers that persist draw the base of their seeds once, not for every epoch."""
+        """The generators' states. Persistent workers draw the base of their seeds once."""
         return between_epochs(given_generators(self.sampler), begun=self._draws_base_once and self._has_drawn_base)
 
     def check(self, start: Start) -> None:
-        """Raises `ValueError` for a position behind the end of an epoch, where torch's own samplers tell how long that is."""
+        """Raises `ValueError` for a position behind the end of an epoch of known length."""
         sampler = getattr(self.sampler, "sampler", self.sampler)
         if type(sampler) in (SequentialSampler, RandomSampler) and start.samples > len(sampler):
             raise ValueError(
@@ -235,7 +235,7 @@ class LoneBatches:
 
 
 def _known_order(sampler: Any, key: int) -> Order | None:
-    """The order of torch's own sequential and shuffling samplers, which are not asked; None for all others."""
+    """The order of torch's own sequential and shuffling samplers; None for all others."""
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
     if type(sampler) is not RandomSampler or sampler.generator is not None:
@@ -247,7 +247,7 @@ def _known_order(sampler: Any, key: int) -> Order | None:
 
 
 def with_inner(sampler: Any, change: Callable[[Any], Any]) -> Any:
-    """A sampler, and the one inside a batch sampler, as `change` makes them; a copy where that is another."""
+    """A sampler and the one inside it, as `change` makes them; a copy where one changes."""
     changed = change(sampler)
     inner = getattr(sampler, "sampler", None)
     replaced = inner if inner is None else change(inner)
@@ -259,7 +259,7 @@ def with_inner(sampler: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def seeded(sampler: Any, key: int, run_seed: int) -> Any:
-    """A copy of a sampler that draws from a generator with this seed; the sampler itself if it takes none or has one."""
+    """A copy of a sampler with a generator of this seed, if it takes one and has none."""
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.with_seed(run_seed)
     if getattr(sampler, "generator", sampler) is not None:

@@ -34,7 +34,7 @@ class Order(Protocol):
     length: int
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The indices of the samples at `positions`: int64, 1-d, each from 0 to `length` - 1. Makes a new tensor."""
+        """Indices of the samples at `positions`: new, int64, 1-d, values in [0, `length`)."""
 
 
 class SequentialOrder:
@@ -49,7 +49,7 @@ class SequentialOrder:
 
 
 class ShuffledOrder:
-    """Each of `size` samples once, then each of them again in another order, up to `length` samples."""
+    """Each of `size` samples once, then again in another order, up to `length` samples."""
 
     def __init__(self, size: int, length: int, key: int) -> None:
         self.size = size
@@ -133,7 +133,7 @@ class _FeistelPermutation:
 
 
 def _mixed(values: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The function of a round: 32 bits, signed. In five operations, whose calls cost more than their arithmetic."""
+    """The function of a round, on signed 32 bits, in five operations: calls cost most."""
     mixed = torch.add(key, values, alpha=_GOLDEN)
     mixed.bitwise_xor_(mixed >> 32).mul_(_FACTORS[0])
     return mixed.bitwise_right_shift_(32)

@@ -1,4 +1,4 @@
-"""The base class of this package's loaders: position, epochs, and description beside the batches."""
+"""The base class of this package's loaders: position, epochs, and their description."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PositionedLoader(PreparedLoader):
         return self._accel_source.identity.state(self._position())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on where `state` was taken; the one after it is the next epoch, whole.
+        """The next iteration goes on where `state` was taken; the one after it is a whole epoch.
 
         At the end of an epoch that was not left yet, the next iteration is the rest of it: empty.
         Not a collective: every rank loads the same state, which any rank of a world of any size has
@@ -115,7 +115,7 @@ class PositionedLoader(PreparedLoader):
         source.restore(start)
 
     def check_state_dict(self, state: dict[str, Any]) -> Start:
-        """The position that `load_state_dict(state)` resumes at. Raises as it does; changes nothing."""
+        """The position at which `load_state_dict(state)` resumes. Raises as it does."""
         source = self._accel_source
         checked = source.identity.check(state)
         start = Start(checked["epoch"], checked["samples"], extras_of(checked))
@@ -135,7 +135,7 @@ class PositionedLoader(PreparedLoader):
         self._accel_source.tell_epoch(epoch)
 
     def behind(self, batches: int) -> PositionedLoader:
-        """A copy of which every iteration leaves out so many more batches of this rank, from the beginning of the epoch.
+        """A copy whose iterations leave out so many more of this rank's batches, from the start.
 
         See `skip_first_batches`. Without any, it goes on where a position was loaded.
 
@@ -173,7 +173,7 @@ class PositionedLoader(PreparedLoader):
         return length
 
     def describe(self) -> LoaderDescription:
-        """The batch size in every sense, the steps of an epoch, and how its end is handled; `print` it."""
+        """Batch sizes, steps of an epoch, and how its end is handled; `print` it."""
         source, accumulation = self._accel_source, self._accel_outlet.feed.lookahead
         total, ranks, batches = self.total_batch_size, source.shard.count, source.most_steps()
         return LoaderDescription(

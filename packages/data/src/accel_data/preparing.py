@@ -41,7 +41,7 @@ def prepare_data_loader(
     presharded: bool = False,
     uneven: Uneven = "pad",
 ) -> DataLoader[Any]:
-    """A copy of a loader that reads the part of one process; the loader is not changed. Needs no Accelerator.
+    """A copy of a loader that reads the part of one process. Needs no Accelerator.
 
     A collective in a world larger than one, which agrees on the seed of the run.
 

@@ -38,7 +38,7 @@ class CountingCollate:
 
 
 class Counting(CountingIterator):
-    """torch's iterator over collated batches, for a loader class that may look at the batches: it sees the user's.
+    """torch's iterator over collated batches, for a loader class that may look at the batches.
 
     Attributes:
         delivered: the batches with their counts, until somebody takes them.
@@ -59,7 +59,7 @@ class Counting(CountingIterator):
 
 
 def taken(delivered: deque[Collated] | None, batch: Any) -> int | None:
-    """The samples of a batch that was yielded; None where nobody counts, or a loader class has made it of several."""
+    """The samples of a yielded batch; None if nobody counts, or it was made of several."""
     if delivered is None:
         return None
     for place, collated in enumerate(delivered):

@@ -12,7 +12,7 @@ from accel_data.configuration import SEEDS, check_options
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles by `torch.randperm` from a generator that is seeded with `data_seed + epoch` at the start of each pass.
+    """Shuffles by `torch.randperm`, seeded with `data_seed + epoch` at the start of each pass.
 
     The order is the same on every rank that has the same seed, and in another run. The global
     streams of torch, Python and NumPy are neither read nor moved.
@@ -52,13 +52,13 @@ class SeedableRandomSampler(RandomSampler):
 
     @classmethod
     def like(cls, sampler: RandomSampler) -> SeedableRandomSampler:
-        """One that draws as many indices of the same data as another sampler, from the same generator if it has one."""
+        """One that draws as many indices as another sampler, from its generator."""
         twin = cls(sampler.data_source, sampler.replacement, generator=sampler.generator)
         twin.__dict__.update(sampler.__dict__)  # whether a number was given, or the data has it, torch keeps in private
         return twin
 
     def with_seed(self, seed: int) -> SeedableRandomSampler:
-        """A copy that has this seed instead of that of the process; the sampler itself if it was given one."""
+        """A copy that has this seed instead of the process's; itself if it was given one."""
         if self.data_seed is not None:
             return self
         twin = copy.copy(self)

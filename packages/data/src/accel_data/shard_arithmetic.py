@@ -68,7 +68,7 @@ class Parts:
         return replace(self, start=self.start + steps * self.part * self.count)
 
     def reads(self, order: Order) -> Iterator[IndexRead]:
-        """The index batches of this rank, each with how many follow, its rows, and how many samples all ranks have read then.
+        """This rank's index batches, each with how many follow, its rows, and the samples of all.
 
         `order.length` is `total`.
         """
@@ -113,7 +113,7 @@ def piece_of(batch_size: int, count: int) -> int:
 
 
 def check_process(asked: str, num_processes: int, process_index: int) -> None:
-    """Raises `ValueError`, in the name of what was `asked` for, unless there is a process of that index."""
+    """Raises `ValueError`, in the name of `asked`, unless there is a process of that index."""
     if num_processes < 1 or not 0 <= process_index < num_processes:
         raise ValueError(
             f"{asked}(num_processes={num_processes}, process_index={process_index}) names no process: process_index must be at "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """Every rank reads its own part of each global batch; the order is a function of seed and epoch.
+    """Each rank reads its part of every global batch; the order is a function of seed and epoch.
 
     `DataLoaderConfiguration` says more about each option.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
-    """The attributes by which a copy of `loader` becomes a `DataLoaderShard` of one rank's part of a stream."""
+    """The attributes that make a copy of `loader` a `DataLoaderShard` of a part of a stream."""
     source = SharedStreamSource(loader, request)
     attributes = {
         "_accel_outlet": request.outlet(),
@@ -43,7 +43,7 @@ def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
 
 
 class Arriving(CountingIterator):
-    """torch's iterator over counted batches, for a loader class that may look at the batches: it sees the user's."""
+    """torch's iterator over counted batches, for a loader class that may look at the batches."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner, BatchCount())
@@ -182,7 +182,7 @@ class SharedStreamSource(StreamSource):
     def _delivered(
         self, batches: Iterable[Any], behind: list[int] | None, stateful: Stateful | None
     ) -> Iterator[Fetched]:
-        """The batches that are not left out, each with its rows and the samples that all ranks have read then."""
+        """The batches that are kept, each with its rows and the samples of all ranks."""
         arrived = batches.arrived if isinstance(batches, Arriving) else None
         lanes = Lanes(behind, type(self.stream.dataset).__name__)
         constant = {"ranks": self.shard.count} if self.presharded else {}
@@ -198,7 +198,7 @@ class SharedStreamSource(StreamSource):
                 yield Fetched(batch, counted.rows, lanes.read * self._streams, extras, positions)
 
     def _positions(self, counted: Counted, before: int) -> Positions | None:
-        """The sample positions of a batch after `before` others; None unless all ranks see one stream."""
+        """The positions of a batch's samples after `before` others; None unless streams are one."""
         mark, rows = counted.mark, counted.rows
         if self.presharded or mark.lanes > 1 or rows is None or rows.rows is None:
             return None

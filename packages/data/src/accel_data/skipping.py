@@ -12,7 +12,7 @@ from accel_data.request import Request
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader that leaves out the first batches of each of its iterations, without reading them where they have indices.
+    """A loader that leaves out the first batches of each iteration, unread where they have indices.
 
     Of a prepared loader it is a copy that shares its epochs: an iteration of the one is followed by
     the next epoch of either. So loop over it for the rest of an epoch, and over the loader itself

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class PrivateStreams:
-    """The global streams of the CPU, seeded, for the time of a `with` block; afterwards they go on where they were.
+    """Seeds the CPU's global streams inside a `with` block; afterwards they are where they were.
 
     Args:
         seed: where the private streams begin; each block goes on where the last one stopped.
@@ -58,7 +58,7 @@ def drawn_apart(items: Iterator[T], seed: int) -> Iterator[T]:
 
 
 def draws_globally(sampler: Any) -> bool:
-    """Whether a sampler, or the one inside a batch sampler, is the user's own and takes no generator."""
+    """Whether a sampler, or the one inside a batch sampler, is the user's, without generator."""
     holders = [holder for holder in (sampler, getattr(sampler, "sampler", None)) if holder is not None]
     own = [holder for holder in holders if not type(holder).__module__.startswith("torch.utils.data")]
     return any(not hasattr(holder, "generator") for holder in own)

@@ -1,4 +1,4 @@
-"""Batches that end at different steps on different ranks, because the dataset itself gives the ranks different streams.
+"""Batches that end at different steps on different ranks, because their streams differ.
 
 Under the policies "pad" and "stop" the ranks agree, with every batch, on how many are still to
 come. The agreement does not stand in the way of the step: each rank holds one batch more than it
@@ -40,7 +40,7 @@ _FAILED = -1
 def even_ends(
     batches: Iterable[T], policy: Uneven, world: World, group: ProcessGroup | None = None, ahead: int = 1
 ) -> Iterator[tuple[T, bool, int]]:
-    """This rank's batches, as many as the policy says, each with whether it is real and how many follow.
+    """This rank's batches by the policy, each with whether it is real and how many follow.
 
     Advancing is a collective of the group, except for "join" and where the group has one rank.
     Ranks that leave the loop early do so at the same batch, and closing the iterator waits for what
@@ -154,7 +154,7 @@ class _Ends(Generic[T]):
 
 
 class _Agreement:
-    """One number of each rank to all, without waiting: `send`, and later `receive`. Both in the same order on all ranks.
+    """One number of each rank to all, without waiting: `send`, later `receive`, in the same order.
 
     Args:
         channel: of the ranks. The numbers travel on the CPU where its group can, for a device would
@@ -191,7 +191,7 @@ class _Agreement:
 
 
 def _renewed(batch: T) -> T:
-    """The batch in new containers, for a loop may take its own apart. The tensors are the same: their values do not count."""
+    """The batch in new containers with the same tensors, for a loop may take its own apart."""
     leaves, rebuild = flatten(batch)
     renewed: T = rebuild(leaves)
     return renewed

@@ -1,4 +1,4 @@
-"""Iterable datasets that every rank reads whole: what each rank, and each of its workers, keeps of the stream.
+"""Iterable datasets that every rank reads whole: the part of each rank and of its workers.
 
 Every worker of a loader has a copy of the dataset, and iterates it. There are two kinds of
 datasets:
@@ -80,7 +80,7 @@ class Counted(NamedTuple):
 
 
 class ShardedStream(IterableDataset[Element]):
-    """Stands in a prepared loader where the user's iterable dataset stood, and yields the elements of one rank.
+    """Stands for the user's iterable dataset in a prepared loader; yields one rank's elements.
 
     The loader's batch size has to be `part`, its collate function a `CountedCollate`, its
     `worker_init_fn` a `WorkerStart`. Other attributes are those of the dataset, which is not
@@ -124,7 +124,7 @@ class ShardedStream(IterableDataset[Element]):
         return self._plan.given["read"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the dataset, if it takes it, here and in workers that are already running."""
+        """Passes the epoch on to the dataset, if it takes it, here and in running workers."""
         self._plan.write(epoch=epoch)
         tell_epoch(epoch, self.dataset)
 
@@ -143,7 +143,7 @@ class ShardedStream(IterableDataset[Element]):
         return self._steps(self._plan.given).length(total)
 
     def __iter__(self) -> Iterator[Element]:
-        """Begins at once, not at the first element: by then the main process may have said how the following one goes."""
+        """Begins at once: by the first element the main process may have sent the next epoch."""
         info = get_worker_info()
         if info is None:
             return self._whole(iter(self.dataset), self._plan.given)
@@ -219,7 +219,7 @@ class CountedCollate:
 
 
 class WorkerStart:
-    """The `worker_init_fn` of a loader over a `ShardedStream`: it shows the user's function the user's dataset.
+    """The `worker_init_fn` of a loader over a `ShardedStream`: the user's, given its dataset.
 
     Args:
         worker_init_fn: the user's, or None.
@@ -270,7 +270,7 @@ class WatchedInfo(torch_worker.WorkerInfo):
 
 
 def watch(info: torch_worker.WorkerInfo, dataset: Any) -> WatchedInfo:
-    """Puts a watched one in the place of what `get_worker_info` returns in this worker, with the user's dataset.
+    """Watches what `get_worker_info` returns in this worker, and shows the user's dataset there.
 
     torch has no public way to do that. The process is a worker's, which does nothing else.
     """

@@ -1,4 +1,4 @@
-"""The first value that is not finite: which module made it, on which rank, at which step, from which samples.
+"""The first value that is not finite: its module, rank, step and samples.
 
 detector            sees that a window went wrong, and has every rank repeat its own
 recording           keeps what it takes to repeat a forward

@@ -75,7 +75,7 @@ class CountingPassage(Passage):
 
 
 class Window:
-    """The micro-batches of one call of `forward_backward`, which draws each before the one before it is used.
+    """The micro-batches of one call of `forward_backward`, which draws them one ahead.
 
     Args:
         feed: one that counts.

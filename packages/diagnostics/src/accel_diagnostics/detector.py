@@ -100,7 +100,7 @@ class NonFiniteDetector:
         override_class(self._feed, CountingFeed)
 
     def watch(self, model: nn.Module) -> None:
-        """Begins to record the forwards of a model that is trained: those in training mode, with gradients enabled.
+        """Begins to record the forwards of a model in training mode with gradients enabled.
 
         Args:
             model: the user's, inside a wrapper if there is one: it is called again without the
@@ -232,7 +232,7 @@ class NonFiniteDetector:
         return self._feed.current_drawn() if self._window is None else self._window.used
 
     def _prune(self) -> None:
-        """Drops forwards whose graphs are gone, unless a backward has come; and, but for the latest, those that had no graph."""
+        """Drops forwards whose graphs ended without a backward; keeps the last without graph."""
         waiting = [record for record in self._records if not record.gradients]
         lone = [record for record in waiting if not record.graphs]
         self._drop([*lone[:-KEPT_FORWARDS], *(record for record in waiting if record.has_lost_graph)])
@@ -265,7 +265,7 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_flags(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One 0-d flag per gradient. The largest component is looked at: a norm of another order may overflow by itself."""
+    """One 0-d flag per gradient, from its largest component: another norm may overflow."""
     held = [_values(gradient.detach()) for gradient in gradients]
     held = [gradient for gradient in held if gradient.numel()]
     if not held:

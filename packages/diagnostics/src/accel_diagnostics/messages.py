@@ -24,7 +24,7 @@ _ADVICE = {
 
 
 def describe_findings(findings: Sequence[Finding | None]) -> str:
-    """The message of `NonFiniteError`: what was asked, what was found on each rank, the first one first, and what to try."""
+    """The message of `NonFiniteError`: what each rank found, the first one first; what to try."""
     found = sorted((finding for finding in findings if finding is not None), key=lambda each: each.order)
     first, others = found[0], found[1:]
     lines = [

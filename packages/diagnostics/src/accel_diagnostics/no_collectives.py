@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Alone(TorchDispatchMode):
-    """A block in which a collective of torch raises: the other ranks, which repeat something else, would not come to it."""
+    """A block in which torch's collectives raise: the other ranks would not come to them."""
 
     def __torch_dispatch__(
         self,

@@ -97,7 +97,7 @@ class Watcher:
             ]
 
     def _stand_around(self, model: nn.Module) -> None:
-        """Hooks would be compiled with the model; so what calls the compiled code is called by another function."""
+        """Replaces what calls the compiled code, for hooks would be compiled with the model."""
         compiled: Any = model._compiled_call_impl
         before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
 
@@ -258,7 +258,7 @@ class Buffers:
 
 
 def floating(value: Any, name: str = "") -> Iterator[Named]:
-    """The floating and complex tensors inside a value, each with where it stands; containers and dataclasses are entered."""
+    """Floating and complex tensors inside a value, each with its place; enters dataclasses."""
     if isinstance(value, torch.Tensor):
         if _can_be_looked_at(value):
             yield name, value
@@ -275,7 +275,7 @@ def floating(value: Any, name: str = "") -> Iterator[Named]:
 
 
 def _can_be_looked_at(tensor: torch.Tensor) -> bool:
-    """Whether its values may be other than finite, and torch can tell: not of sparse and nested tensors, and of 8 bits."""
+    """Whether torch can tell that its values are finite: not of sparse, nested or 8-bit ones."""
     has_kind = tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
     return has_kind and tensor.layout is torch.strided and not tensor.is_nested
 

@@ -76,7 +76,7 @@ class Replay:
         return self._unseen(self.last_turn - 1, ["sums over micro-batches or ranks may overflow", *reasons])
 
     def _forwards(self, turn: int) -> list[Forward]:
-        """Those that a loss may come from: a backward reached them, or they came before it and used the same batch."""
+        """Forwards that a loss may come from: a backward reached them, or they shared its batch."""
         ended = [record for record in self.records if record.finite is not None]
         used = [_batches(record) for record in ended if turn in record.gradients]
         return [
@@ -229,7 +229,7 @@ def _batches(record: Forward) -> list[int]:
 
 
 def _leaf(value: Any) -> Any:
-    """A tensor without its history, which has ended or is another model's; also inside dataclasses."""
+    """A tensor without its history, also inside dataclasses."""
     if isinstance(value, torch.Tensor):
         return value.detach().requires_grad_() if value.requires_grad else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -263,7 +263,7 @@ def _finite_range(inputs: Sequence[Named]) -> tuple[float | None, float | None]:
 
 
 def _bad_rows(values: torch.Tensor, samples: Sequence[Any]) -> tuple[int, ...] | None:
-    """The rows of a batch in which a value is not finite; None if this is no tensor with a row per sample."""
+    """Rows of a batch with values that are not finite; None if it is no tensor with rows."""
     if len(samples) != 1 or samples[0] is None or not values.dim() or values.shape[0] != len(samples[0].ids):
         return None
     bad = ~torch.isfinite(values.reshape(values.shape[0], -1)).all(dim=1)

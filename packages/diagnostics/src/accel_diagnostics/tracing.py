@@ -151,7 +151,7 @@ class Trace:
         self.suspects.append(Suspect(call, (made[0], made[1].detach()), note, [made[1]]))
 
     def _absorb(self, call: Call) -> None:
-        """A call whose outputs are finite: what was suspected inside, or made one of its inputs, did no harm here."""
+        """A call with finite outputs: what was suspected inside it, or before it, did no harm."""
         given = {id(tensor) for _, tensor in call.inputs}
         for number, suspect in reversed(list(enumerate(self.suspects))):
             if number >= call.suspects or any(id(tensor) in given for tensor in suspect.tensors):
@@ -192,7 +192,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, the model has parameters of the same values and memory, whose gradients concern nobody."""
+    """Inside, the model has parameters of the same values and memory, with own gradients."""
     places = [
         (module, name, parameter)
         for module in model.modules()

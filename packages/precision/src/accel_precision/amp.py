@@ -1,4 +1,4 @@
-"""Half precision: mixed, where matrix products run in it and all else in full precision; and pure, where all of it does.
+"""Half precision: mixed, for matrix products only, or pure, for everything.
 
 bfloat16 has the range of single precision, and needs nothing else. float16 has more digits and a
 small range, so that losses are scaled: see `accel_precision.scaling`.
@@ -107,7 +107,7 @@ class ScaledPrecision(HalfPrecision):
 
 
 class BF16(HalfPrecision):
-    """`mixed_precision="bf16"`: matrix products in bfloat16, parameters, gradients and all else as they are.
+    """`mixed_precision="bf16"`: matrix products in bfloat16, all else as it is.
 
     Args:
         output_dtype: floating leaves of what the model returns are cast to it, so that losses are
@@ -122,7 +122,7 @@ class BF16(HalfPrecision):
 
 
 class BF16True(HalfPrecision):
-    """`mixed_precision="bf16-true"`: parameters, gradients, optimizer state and all products in bfloat16.
+    """`mixed_precision="bf16-true"`: parameters, gradients, states and products in bfloat16.
 
     Half the memory. Updates that are smaller than 1/256 of a parameter are lost, unless the
     optimizer rounds them by chance or keeps what is left over. Floating inputs of the model are
@@ -140,7 +140,7 @@ class BF16True(HalfPrecision):
 
 
 class FP16(ScaledPrecision):
-    """`mixed_precision="fp16"`: matrix products in float16 with dynamic loss scaling, parameters and all else as they are.
+    """`mixed_precision="fp16"`: matrix products in float16 with loss scaling, all else as it is.
 
     Args:
         output_dtype: as for `BF16`.
@@ -163,7 +163,7 @@ class FP16(ScaledPrecision):
 
 
 class FP16True(ScaledPrecision):
-    """`mixed_precision="fp16-true"`: parameters, gradients, optimizer state and all products in float16, losses scaled.
+    """`mixed_precision="fp16-true"`: parameters, gradients and states in float16, losses scaled.
 
     Half the memory, and for small or careful models only: gradients are float16 after unscaling
     too, so what is below 6e-8 is lost before the step, and an optimizer's epsilon below that is

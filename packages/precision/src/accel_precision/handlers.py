@@ -10,7 +10,7 @@ from accel_core import KwargsHandler
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of dynamic loss scaling: `Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(...)])`.
+    """Options of dynamic loss scaling: `Accelerator(kwargs_handlers=[GradScalerKwargs(...)])`.
 
     Args:
         init_scale: what losses are multiplied by at first, above 0.

@@ -36,7 +36,7 @@ def become(layer: nn.Linear, other: nn.Linear, calls: type[FilledRows]) -> None:
 
 
 def revert(layer: nn.Linear) -> None:
-    """Makes a layer an `nn.Linear` again that became something else; another one is left alone. Its weight stays what it is.
+    """Makes a converted layer an `nn.Linear` again, with its weight; leaves others alone.
 
     Classes that a strategy has made around it since, to shard it for instance, stay around it. A
     layer whose weight is cut, and arrives in the layer's own format when it is gathered, stays what
@@ -76,7 +76,7 @@ def has_become(layer: nn.Linear) -> bool:
 
 
 class FilledRows(ClassOverride):
-    """Calls of a layer whose kernels want the number of rows (the product of all dims but the last) to be a multiple.
+    """Calls a layer whose kernels want a multiple of rows (the product of all dims but the last).
 
     Rows of zeros are appended and cut off again: they change no scale, no gradient and no other
     row. The input comes in the dtype of autocast, on every kind of device; engines look at autocast

@@ -46,7 +46,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Choice:
-    """The layers of a model that are converted, and for each of the others why it is left as it is; both by name."""
+    """The layers that are converted, and for each of the others the reason; both by name."""
 
     model: str
     taken: Mapping[str, nn.Linear]
@@ -68,7 +68,7 @@ class Report:
 
 @dataclass
 class Conversions:
-    """Chooses the layers of one model after the other, and remembers what became of them. It holds no model.
+    """Chooses the layers of models, and remembers what became of them. It holds no model.
 
     Args:
         precision: the name in messages.
@@ -118,7 +118,7 @@ class Conversions:
 
     @property
     def converted(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the converted layers, by the name of the model's class, numbered where it occurs again."""
+        """Names of the converted layers, by the name of the model's class."""
         return MappingProxyType({name: report.converted for name, report in self.reports.items()})
 
     def _check_patterns(self, model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
@@ -133,7 +133,7 @@ class Conversions:
 
 
 def size_misfit(layer: nn.Linear, multiple: int) -> str | None:
-    """The reason why kernels for sizes divisible by `multiple` cannot compute a layer; None if they can."""
+    """Why kernels for sizes divisible by `multiple` cannot compute a layer; None if they can."""
     if type(layer) is not nn.Linear:
         return f"a {type(layer).__name__}, which computes in its own way"
     if "forward" in vars(layer):
@@ -148,7 +148,7 @@ def size_misfit(layer: nn.Linear, multiple: int) -> str | None:
 def _sorted(
     layers: Mapping[str, nn.Linear], rule: Rule, misfit: Misfit
 ) -> tuple[dict[str, nn.Linear], dict[str, str], dict[str, str]]:
-    """The layers that are taken, those that are left, and those that the user chose and that cannot be taken."""
+    """The layers that are taken, that are left, and that were chosen and cannot be taken."""
     names = list(layers)
     taken: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}

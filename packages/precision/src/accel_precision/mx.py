@@ -1,4 +1,4 @@
-"""`mixed_precision="mxfp8"`: linear layers in a microscaling format, in which each block of 32 values has a scale of its own.
+"""`mixed_precision="mxfp8"`: linear layers in a format with a scale for each 32 values.
 
 It is a prototype of torchao (`torchao.prototype`), whose interface may move; tried with torchao
 0.18. NVFP4 is left out: torchao has kernels of it for training on Blackwell alone, which were never
@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 class MXFP8(Precision):
-    """Matrix products of linear layers in MXFP8 by torchao, on top of bf16, as `FP8` does it with other scales.
+    """Matrix products of linear layers in MXFP8 by torchao, on top of bf16, as `FP8`.
 
     All linear layers are converted whose two sizes are divisible by 32, except the first and the
     last one. Parameters, names and checkpoints stay those of the ordinary model. Products need
@@ -86,7 +86,7 @@ class MXFP8(Precision):
 
     @property
     def converted(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the layers that were converted, by the name of the model's class, numbered where it occurs again."""
+        """Names of the converted layers, by the name of the model's class."""
         return self._conversions.converted
 
     @hookimpl

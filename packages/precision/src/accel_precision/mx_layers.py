@@ -1,4 +1,4 @@
-"""torchao's linear layer in MXFP8, under autocast. Imports a prototype of torchao; import it where it is used."""
+"""torchao's linear layer in MXFP8, under autocast. Imports a prototype; import it late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["KernelPreference", "MXLinear"]
 
 
 class MXLinear(MXFP8Linear):  # type: ignore[misc]  # torchao is untyped
-    """An `MXFP8Linear` whose weight is cast to the dtype of the input, as autocast casts that of an `nn.Linear`.
+    """An `MXFP8Linear` whose weight is cast to the dtype of the input, as autocast does.
 
     torchao's own forward hands both to kernels that take one dtype. The function that it calls has
     no public name; tried with torchao 0.18.

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: small gradients survive float16, and steps whose gradients overflowed are left out.
+"""Dynamic loss scaling: small gradients survive float16, and overflowed steps are left out.
 
 The loss is multiplied by a scale before its backward, and the gradients are divided by it before
 the step. An overflow makes the scale smaller; many steps in a row without one make it larger
@@ -76,7 +76,7 @@ class LossScaling:
         return self._scaler.get_scale()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiplies a loss of any shape; the result has at least single precision if the loss is 0-d."""
+        """Multiplies a loss of any shape; a 0-d result has at least single precision."""
         self._settle()
         return self._scaler.scale(loss)
 
@@ -111,7 +111,7 @@ class LossScaling:
         return SKIPPED if self._scaler.finish(optimizer) else step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the next loss will see; nothing changes by asking. Empty if scaling is off."""
+        """The state that the next loss will see, without changing it. Empty if scaling is off."""
         return self._scaler.settled_state() if self.options.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class LossScaling:
             self._scaler.update_stepped(list(self._waiting()))
 
     def _waiting(self) -> Iterator[torch.Tensor]:
-        """The gradients of optimizers that have neither stepped nor unscaled, wherever the strategy keeps them."""
+        """Gradients of optimizers that neither stepped nor unscaled, wherever they are kept."""
         recorded = self._scaler.stages
         for owner in self._owners:
             for optimizer in owner.optimizers:
@@ -240,7 +240,7 @@ class _Scaler(GradScaler):
         return any(found.item() for found in state["found_inf_per_device"].values())
 
     def update_stepped(self, waiting: Sequence[torch.Tensor]) -> None:
-        """Updates the scale by what those found that have stepped; gradients that are unscaled and wait for a step stay so.
+        """Updates the scale from the optimizers that stepped; unscaled gradients that wait stay so.
 
         Args:
             waiting: gradients that were scaled by the scale so far, and are multiplied in place to

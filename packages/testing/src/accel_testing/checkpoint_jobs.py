@@ -70,14 +70,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class PlainOptimizer:
-    """An optimizer of one process: tensors and numbers of its state by "<parameter>/<key>", and the options of its groups."""
+    """One process's optimizer: state by "<parameter>/<key>", and the options of its groups."""
 
     state: State
     groups: list[dict[str, Any]]
 
 
 class Student(nn.Module):
-    """Two layers share a weight, one is frozen, one parameter has a single row, and a buffer is only written."""
+    """Two layers share a weight, one is frozen; one parameter has one row; a buffer is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Student(nn.Module):
 
 
 def adam(model: nn.Module, rate: float) -> Optimizer:
-    """Two groups with options of their own; a large epsilon, for a small one magnifies what is lost in rounding."""
+    """Two groups with options of their own, and a large epsilon: a small one magnifies rounding."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     others = [parameter for parameter in trained if parameter.dim() <= 1]
@@ -186,7 +186,7 @@ class Session:
 
 
 def trained_alone(subject: CheckpointSubject) -> tuple[Moment, PlainOptimizer, Moment]:
-    """In one process: where a run stood when it was saved, with its optimizer, and where it ended."""
+    """Where a run in one process stood when saved, with its optimizer, and where it ended."""
     run = Session(subject)
     run.train(BEFORE)
     run.note()
@@ -272,7 +272,7 @@ def _counted(run: Session, first: int) -> Iterator[int]:
 
 
 def given_another_optimizer(subject: CheckpointSubject) -> tuple[Moment, Moment, str | None]:
-    """A run before and after it was to load the checkpoint of one with another optimizer, and how it was refused."""
+    """A run before and after it loads another optimizer's checkpoint, and the refusal."""
     run = Session(subject, seed=1, make=momentum)
     before = run.moment()
     refusal = None

@@ -38,7 +38,7 @@ OPTIMIZER_HOOKS = "optimizer_state names the state of each parameter, and load_o
 
 
 class CheckpointSuite(Suite):
-    """The tests of what a strategy saves and loads. Subclass it under a name that begins with `Test`, and set `strategy`.
+    """The tests of a strategy's checkpoints. Subclass it as `Test…`, and set `strategy`.
 
     Attributes:
         strategy: the name of an installed strategy, or what makes one without arguments: the class,
@@ -76,7 +76,7 @@ class CheckpointSuite(Suite):
             compare(found.state, saved.state, what, rule, 0.0)
 
     def test_one_process_reads_the_optimizer_that_was_trained(self, world: int) -> None:
-        """By the names of the user's parameters, with the number of steps and the options of each group."""
+        """By the names of the user's parameters, with steps and options of each group."""
         _, expected, _ = self._facts(jobs.trained_alone, world)[0]
         _, found, _ = self._facts(jobs.read_own, world)[0]
         self._compare_optimizers(found, expected, f"The optimizer that one process loaded, of {world} ranks", TOLERANCE)
@@ -106,7 +106,7 @@ class CheckpointSuite(Suite):
             )
 
     def test_what_is_taken_over_is_saved_as_it_was(self, world: int) -> None:
-        """One process saves, the strategy loads and saves, one process loads: nothing has changed, to the bit."""
+        """One process saves, the strategy loads and saves, one process loads: equal to the bit."""
         self._facts(jobs.taken_over, world)
         at, expected, _ = self._facts(jobs.trained_alone, world)[0]
         found_at, found, _ = self._facts(jobs.read_again, world)[0]
@@ -135,7 +135,7 @@ class CheckpointSuite(Suite):
                 )
 
     def test_an_open_window_is_saved_or_refused(self, world: int) -> None:
-        """The gradients that are pending are part of the run; who cannot save them says when it can."""
+        """Pending gradients are saved, or the error says when saving works."""
         for rank, fact in enumerate(self._facts(jobs.saved_in_open_window, world)):
             if isinstance(fact, str):
                 require(

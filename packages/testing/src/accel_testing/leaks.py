@@ -125,7 +125,7 @@ def _settings(rng: bool) -> dict[str, Any]:
 
 
 def _handler(number: signal.Signals) -> object:
-    """The handler of a signal, where nobody is known to put one there for good or to take it away early."""
+    """The handler of a signal, unless others are known to change it."""
     handler = signal.getsignal(number)
     return signal.SIG_DFL if getattr(handler, "__module__", None) in _SIGNAL_USERS else handler
 

@@ -67,7 +67,7 @@ class Numbers(Dataset[int]):
 
 
 class Records(Numbers):
-    """Samples with everything that a batch may hold: tensors of several dtypes, texts, a tuple and a dict in a dict."""
+    """Samples with all that a batch may hold: several dtypes, texts, nested containers."""
 
     def __getitem__(self, index: int) -> Any:
         return {
@@ -103,7 +103,7 @@ class Counting(IterableDataset[int]):
 
 
 class GrowingBatches:
-    """A batch sampler of somebody's own: batches of 1, 2, 3, 1, 2, 3, … samples, and no `batch_size`.
+    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3, … samples, and no `batch_size`.
 
     Args:
         size: how many samples there are.
@@ -141,7 +141,7 @@ class LabelledLoader(DataLoader[Any]):
 
 
 class Teams(Strategy):
-    """Ranks work in teams, as under tensor parallelism: all of a team read the same part of the data, and train nothing.
+    """Ranks in teams, as under tensor parallelism, read the same part of the data; trains nothing.
 
     The team is half the world, or all of it where that has no half, so there are fewer parts than
     ranks.
@@ -170,7 +170,7 @@ def parts_of_teams(ranks: int) -> int:
 
 
 def described(batch: Any, device: torch.device) -> Any:
-    """A batch in plain objects: of each tensor its dtype, shape and values, and whether it is on `device`."""
+    """A batch as plain objects: of tensors dtype, shape, values, and whether on `device`."""
     if isinstance(batch, torch.Tensor):
         return ("tensor", str(batch.dtype), tuple(batch.shape), batch.tolist(), batch.device.type == device.type)
     if isinstance(batch, dict):

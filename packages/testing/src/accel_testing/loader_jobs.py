@@ -108,7 +108,7 @@ class Shuffled:
         return [counted(self.accelerator, batch) for batch in self.loader]
 
     def left_after(self, batches: int) -> tuple[list[int], dict[str, Any]]:
-        """Begins an iteration, leaves the loop after so many batches, and says what was counted and where it stood.
+        """Leaves an iteration after so many batches; returns what was counted, and the position.
 
         With 0, none is begun.
         """
@@ -269,7 +269,7 @@ def surroundings(subject: LoaderSubject) -> dict[str, bool]:
 
 
 def windows(subject: LoaderSubject) -> dict[str, tuple[int, list[int]]]:
-    """Of epochs with accumulation: how many steps they had, and after how many of them windows closed."""
+    """Of epochs with accumulation: their steps, and after how many of them windows closed."""
     found = {}
     for name, inside in (("alone", _nothing), ("an evaluation inside", _evaluate), ("one left by break", _peek)):
         accelerator = subject.reading(gradient_accumulation_steps=WINDOW)
@@ -390,7 +390,7 @@ def prepared_again(subject: LoaderSubject) -> tuple[bool, Raised | None]:
 
 
 def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
-    """Of copies of a loader, made before it is read: what they read, or raised, and what the loader reads."""
+    """Of copies made before a loader is read: what they read or raise, and what it reads."""
     made: dict[str, Callable[[Any], Any]] = {
         "copy.deepcopy": copy.deepcopy,
         "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),

@@ -35,7 +35,7 @@ Told = list[tuple[int, Case, Reading]]
 
 
 class LoaderSuite(Suite):
-    """The tests of a loader component. Subclass it under a name that begins with `Test`, and set `loader`.
+    """The tests of a loader component. Subclass it as `Test…`, and set `loader`.
 
     Attributes:
         loader: the name of an installed loader, or what makes one without arguments: the class, or
@@ -49,7 +49,7 @@ class LoaderSuite(Suite):
     _jobs = loader_jobs.JOBS
 
     def test_every_sample_is_counted_once(self, world: int) -> None:
-        """`gather_for_metrics` over an epoch gives each sample once, whatever the sizes: padding does not count."""
+        """`gather_for_metrics` over an epoch gives each sample once; padding does not count."""
         for rank, case, reading in self._told(loader_jobs.sequences, world):
             if reading.counted is not None and not case.drop_last:
                 _compare_samples(reading.counted, list(range(case.samples)), f"Of {case} on rank {rank}, metrics")
@@ -87,7 +87,7 @@ class LoaderSuite(Suite):
             )
 
     def test_all_ranks_have_equally_many_batches(self, world: int) -> None:
-        """Also where the samples do not divide, so that no rank waits in a collective for one that has ended."""
+        """Also where samples do not divide, so that no rank waits for one that has ended."""
         facts = self._facts(loader_jobs.sequences, world)
         for number, case in enumerate(CASES):
             steps = [len(readings[number].batches) for readings in facts]
@@ -102,7 +102,7 @@ class LoaderSuite(Suite):
             )
 
     def test_ranks_of_one_shard_read_the_same(self, world: int) -> None:
-        """The part that is read follows the `Shard`, not the rank: peers under tensor parallelism read alike."""
+        """The part follows the `Shard`, not the rank: tensor-parallel peers read alike."""
         facts = self._facts(loader_jobs.sequences_in_teams, world)
         for number, case in enumerate(CASES):
             shards = facts[0][number].shards
@@ -133,7 +133,7 @@ class LoaderSuite(Suite):
                 _compare_samples(found, list(range(23)), f"Of batches of varying sizes on rank {rank}, metrics")
 
     def test_shuffling_gives_each_epoch_an_order_of_its_own(self, world: int) -> None:
-        """Every epoch is a permutation, and no two are the same; nor are those of two loaders, or of two seeds."""
+        """Each epoch is another permutation; so are those of two loaders, or of two seeds."""
         names = ("epoch 0", "epoch 1", "epoch 2", "epoch 0 of a second loader", "epoch 0 of another seed")
         for rank, found in enumerate(self._facts(loader_jobs.orders, world)):
             for name in names:
@@ -174,13 +174,13 @@ class LoaderSuite(Suite):
                     _require_equal(epoch, expected, f"Epoch {number} with {way} on rank {rank}")
 
     def test_batches_keep_their_structure_on_the_device(self, world: int) -> None:
-        """Dicts, tuples, texts and dtypes are those that plain torch collates; tensors are on the device."""
+        """Dicts, tuples, texts and dtypes are as torch collates; tensors are on the device."""
         for rank, batches in enumerate(self._facts(loader_jobs.structures, world)):
             for found, expected in batches:
                 require(found == expected, f"On rank {rank} a batch is\n{found}\nand plain torch makes\n{expected}")
 
     def test_the_users_loader_is_kept_and_left_alone(self, world: int) -> None:
-        """The prepared loader has its class, attributes and worker settings; the user's own goes on as before."""
+        """The prepared loader keeps class, attributes and workers; the user's is unchanged."""
         for rank, facts in enumerate(self._facts(loader_jobs.belongings, world)):
             lost = [what for what, kept in facts.items() if not kept]
             require(
@@ -194,7 +194,7 @@ class LoaderSuite(Suite):
             require(not changed, f"prepare() changed {' and '.join(changed)} on rank {rank}. Restore what you touch.")
 
     def test_windows_of_accumulation_end_with_the_epoch(self, world: int) -> None:
-        """Ten batches by four give windows of 4, 4 and 2, also beside an evaluation that is finished or left."""
+        """Ten batches by four give windows of 4, 4 and 2, also beside an evaluation."""
         for rank, found in enumerate(self._facts(loader_jobs.windows, world)):
             for name, (steps, closed) in found.items():
                 window = loader_jobs.WINDOW
@@ -207,7 +207,7 @@ class LoaderSuite(Suite):
                 )
 
     def test_a_run_goes_on_where_its_state_was_taken(self, world: int) -> None:
-        """A fresh run that loads a state reads exactly what was left of the epoch, and then the next one, whole."""
+        """A fresh run that loads a state reads the rest of the epoch, then the next one whole."""
         for rank, found in enumerate(self._facts(loader_jobs.resumptions, world)):
             for stop, resumption in found.items():
                 _check_resumption(resumption, f"A state taken {stop}, loaded on rank {rank}")
@@ -243,7 +243,7 @@ class LoaderSuite(Suite):
             )
 
     def test_copies_read_what_the_loader_reads(self, world: int) -> None:
-        """A deep copy, and a pickle that comes back, made before the loader is read; or they are refused with a reason."""
+        """A deep copy and a pickle, made before the loader is read, read alike or are refused."""
         for rank, found in enumerate(self._facts(loader_jobs.copies, world)):
             for way, (copied, expected) in found.items():
                 if isinstance(copied, Raised):

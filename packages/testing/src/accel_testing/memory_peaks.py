@@ -13,7 +13,7 @@ _MMAP_THRESHOLD = -3  # a parameter of glibc's `mallopt`
 
 
 def leave_no_gaps() -> None:
-    """Has large blocks given back when they are freed. Before what is measured allocates: gaps that are filled are not seen."""
+    """Returns large blocks when they are freed, for gaps that are filled again are not seen."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 

@@ -191,7 +191,7 @@ def reference_token_gradients(batches: Sequence[TokenBatch]) -> tuple[Gradients,
 def reference_state(
     windows: Sequence[Sequence[int]], count: int, net: Callable[[], nn.Module] = Net, factor: float = 1.0
 ) -> State:
-    """The state after one optimizer step per window; the learning rate is multiplied by `factor` after each."""
+    """The state after one optimizer step per window; each multiplies the rate by `factor`."""
     model = built(net)
     optimizer = PlainSGD(model.parameters())
     for micro_batches in windows:

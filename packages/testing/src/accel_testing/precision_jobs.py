@@ -123,7 +123,7 @@ class Run:
         return x.to(self.accelerator.device), y.to(self.accelerator.device)
 
     def backward(self, micro_batch: int, overflows: bool = False) -> float:
-        """Forward and backward; returns the loss. If it is to overflow, that is one number's gradient, on the last shard."""
+        """Forward and backward; returns the loss. `overflows`: the last shard has one inf gradient."""
         x, y = self.part(micro_batch)
         output = self.model(x)
         loss = F.mse_loss(output["logits"].float(), y)

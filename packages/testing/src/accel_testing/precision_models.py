@@ -27,7 +27,7 @@ Windows = Sequence[Sequence[int]]
 
 
 class Pupil(nn.Module):
-    """Learns, notes the dtypes that it meets, and returns more than it computes: a mapping with tuples, integers and bools.
+    """Learns, notes the dtypes that it meets, and returns mappings, tuples, integers and bools.
 
     It has a layer between the first and the last one, which narrow formats often leave as they are.
     Of `shift` it returns the first number alone, so that a gradient of one number may overflow,
@@ -69,7 +69,7 @@ def marks_for(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def samples(first: int, count: int) -> Batch:
-    """Samples `first`, `first + 1`, … of an endless data set, whose targets can be learned: (count, WIDTH) each."""
+    """Samples `first`, `first + 1`, … of an endless data set: inputs and targets (count, WIDTH)."""
     rows = torch.arange(first, first + count, dtype=torch.float32)[:, None]
     columns = torch.arange(1, WIDTH + 1, dtype=torch.float32)
     x = torch.sin(rows * columns * 0.7 + columns)
@@ -87,7 +87,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
 
 
 def reference_losses(windows: Windows, count: int, rate: float = LEARNING_RATE) -> list[float]:
-    """The mean losses of consecutive windows of what `count` shards read, with an optimizer step after each."""
+    """Mean losses of windows of what `count` shards read, with an optimizer step after each."""
     model = built(Pupil)
     optimizer = PlainSGD(model.parameters())
     optimizer.rate = rate

@@ -57,7 +57,7 @@ WINDOWS = [range(first, first + jobs.SIZE) for first in range(0, jobs.WINDOWS * 
 
 
 class Setting(NamedTuple):
-    """A strategy, by its name or what makes one, and a number of ranks. `str()` is its id in pytest."""
+    """A strategy (a name, or what makes one) and a number of ranks. `str()` is its pytest id."""
 
     strategy: str | Callable[[], Strategy]
     world: int
@@ -77,7 +77,7 @@ class _Declarations:
 
 # The declarations stand last: what stands before `Suite` may not be overridden, and `test_the_declarations_hold` sees to it.
 class PrecisionSuite(Suite, _Declarations):
-    """The tests of a precision. Subclass it under a name that begins with `Test`, and set `precision`.
+    """The tests of a precision. Subclass it as `Test…`, and set `precision`.
 
     Attributes:
         precision: the name of an installed precision, or what makes one without arguments: the
@@ -103,7 +103,7 @@ class PrecisionSuite(Suite, _Declarations):
             cls.worlds = sorted({world for _, world in cls.strategies})
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Runs each test once per strategy; where a strategy is lacking, only the one that wants a refusal."""
+        """Runs each test once per strategy; only the refusal where the strategy is lacking."""
         if "setting" in metafunc.fixturenames:
             test: Any = metafunc.function.__name__
             chosen: list[Any] = [
@@ -156,7 +156,7 @@ class PrecisionSuite(Suite, _Declarations):
             )
 
     def test_the_policy_holds_or_is_refused(self, setting: Setting) -> None:
-        """The five declared dtypes are the observed ones, or every rank raises a ValueError that says what the strategy can do."""
+        """The declared dtypes are observed, or every rank raises a ValueError with a reason."""
         lacking = self.lacks.get(str(setting))
         for rank, fact in enumerate(self._facts(jobs.observed, setting)):
             if isinstance(fact, Refused):
@@ -184,7 +184,7 @@ class PrecisionSuite(Suite, _Declarations):
             _compare_dtypes(fact, f"With evaluation_mode=True under {setting} on rank {rank}")
 
     def test_evaluating_computes_what_training_computes(self, setting: Setting) -> None:
-        """To the bit, where nothing is dropped; and with `evaluation_mode=True` within the tolerance."""
+        """To the bit where nothing is dropped; with `evaluation_mode=True` within the tolerance."""
         for rank, (expected, found) in enumerate(self._facts(jobs.evaluated, setting)):
             for how, output in found.items():
                 tolerance = 0.0 if how.startswith("a trained") else self.gradient_tolerance
@@ -206,7 +206,7 @@ class PrecisionSuite(Suite, _Declarations):
         self._compare_losses(facts, models.reference_losses(WINDOWS, facts[0].count), "windows of accumulation")
 
     def test_losses_go_down(self, setting: Setting) -> None:
-        """With and without accumulation what is trained learns: in the end at least half as much as in full precision."""
+        """With and without accumulation the loss falls, half as far at least as in float32."""
         for job, windows in ((jobs.trained, STEPWISE), (jobs.accumulated, WINDOWS)):
             facts = self._facts(job, setting)
             found, count = _means(facts)[-1], facts[0].count
@@ -259,7 +259,7 @@ class PrecisionSuite(Suite, _Declarations):
             )
 
     def test_training_goes_on_after_an_overflow(self, setting: Setting) -> None:
-        """The next step is taken with finite numbers; that of what never was scaled is lost, and says so by its losses."""
+        """The next step is finite; an optimizer that was never scaled shows it in its losses."""
         for rank, fact in enumerate(self._facts(jobs.overflowed, setting)):
             if not (fact.scales and fact.states[0]):
                 continue
@@ -273,7 +273,7 @@ class PrecisionSuite(Suite, _Declarations):
             )
 
     def test_clipping_sees_the_gradients_of_the_plain_loss(self, setting: Setting) -> None:
-        """`clip_grad_norm_` unscales by itself; norm and clipped gradients are those of full precision."""
+        """`clip_grad_norm_` unscales; norm and gradients are those of full precision."""
         for rank, fact in enumerate(self._facts(jobs.clipped, setting)):
             expected = models.reference_gradients([0], fact.count)
             norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
@@ -310,7 +310,7 @@ class PrecisionSuite(Suite, _Declarations):
             compare(ended.state, after.state, f"The state of rank {rank} that was loaded and trained on", rule, 0.0)
 
     def test_what_a_precision_remembers_is_loaded(self, setting: Setting) -> None:
-        """By what a loss is scaled, and all that `state_dict` gives, right after loading and later."""
+        """The scale of a loss, and `state_dict`, right after loading and later."""
         for rank, (at, after, loaded, ended) in enumerate(self._facts(jobs.resumed, setting)):
             for when, found, expected in (("", loaded, at), (" and trained on", ended, after)):
                 require(
@@ -321,7 +321,7 @@ class PrecisionSuite(Suite, _Declarations):
                 )
 
     def test_weights_load_into_full_precision(self, setting: Setting) -> None:
-        """Those of a checkpoint are plain tensors under the user's names, and train on with `mixed_precision="no"`."""
+        """Weights of a checkpoint are plain tensors that full precision loads."""
         facts = self._facts(jobs.read_in_full, setting)
         saved = next(state for state, _, _ in facts if state)
         for rank, (_, read, loss) in enumerate(facts):
@@ -362,7 +362,7 @@ class PrecisionSuite(Suite, _Declarations):
                 )
 
     def test_autocast_gives_the_compute_dtype(self, setting: Setting) -> None:
-        """Inside the block and not around it, and full precision with `AutocastKwargs(enabled=False)`."""
+        """Inside the block only, and in full precision with `AutocastKwargs(enabled=False)`."""
         for rank, (compute, found) in enumerate(self._facts(jobs.autocast, setting)):
             for where, dtype in found.items():
                 expected = compute or torch.float32 if where.startswith("inside") else torch.float32
@@ -486,7 +486,7 @@ def _dtypes(fact: Observed) -> Iterator[tuple[str, object, object]]:
 
 
 def _check_travel(fact: Observed, what: str) -> None:
-    """Gradients that travelled in a narrow dtype fit it, and a mean of two that are not alike fits none otherwise."""
+    """Gradients that were reduced in a narrow dtype fit it; a mean of unlike ones shows it."""
     stored, travelled = fact.policy.param or torch.float32, fact.policy.reduce or fact.policy.param or torch.float32
     if fact.count == 1 or stored is not torch.float32:
         return  # nothing travels, or nothing can be seen of it

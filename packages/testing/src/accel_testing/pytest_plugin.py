@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def leak_check() -> Iterator[None]:
-    """Fails a test that leaves its process otherwise than it found it: see `accel_testing.no_leaks`."""
+    """Fails a test that changes its process: see `accel_testing.no_leaks`."""
     from accel_testing.leaks import no_leaks  # every run of pytest in this environment imports this module
 
     with no_leaks():

@@ -67,7 +67,7 @@ _OF_A_RANK = ("accel", "torch.distributed", "__main__")
 
 
 def preload(*modules: str) -> None:
-    """Has the server import modules before the first rank is forked, so that ranks find them: engines that take seconds.
+    """Imports modules in the server before the first rank is forked: engines that take seconds.
 
     Call it in a `conftest.py`. Behind the first `run_ranks` of a process it has no effect but on
     the next server.
@@ -129,7 +129,7 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Runs `function(*args, **kwargs)` on `world_size` fresh processes and returns what each returned, in rank order.
+    """Runs `function(*args, **kwargs)` on `world_size` new processes; returns results by rank.
 
     Function, arguments and results are pickled: the function must stand at the level of a module
     that the ranks can import (they get this process's `sys.path` and working directory). Results of
@@ -333,7 +333,7 @@ def _kill(ranks: list[_Rank]) -> None:
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
-    """Sends a signal to a process that may have ended just now; what ends a rank ends its workers with it."""
+    """Sends a signal to a process that may have ended, and to its workers."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
@@ -413,7 +413,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def _keep_loaded(inherited: frozenset[str]) -> None:
-    """Keeps from finalization what the server had loaded. The last callback of `atexit`: the others may still import.
+    """Keeps what the server had loaded from finalization. The last callback of `atexit`.
 
     Finalization takes every module apart, and C's `exit` every library, and by that they copy most
     of the memory that a rank shares with the server. Kept are modules that hold nothing of one

@@ -107,7 +107,7 @@ def observe(
 
 
 def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) -> None:
-    """Runs jobs one after the other on this rank, and puts the facts of each, or `Raised`, into the store on `port`.
+    """Runs jobs one after the other on this rank; puts facts, or `Raised`, into the store.
 
     That store, which the test hosts, is not the process group's: through it the ranks agree after
     each job that all have come to its end. One that raises on some ranks only, or hangs, leaves the

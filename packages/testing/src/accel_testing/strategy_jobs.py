@@ -79,7 +79,7 @@ class Loop:
 
 
 def fed(accelerator: Accelerator, batches: int) -> Iterator[int]:
-    """Stands in for a prepared loader of so many batches: yields their numbers, and reports as loaders do."""
+    """Stands in for a prepared loader: yields numbers, and reports as loaders do."""
     passage = accelerator._feed.enter()
     try:
         for index in range(batches):
@@ -123,7 +123,7 @@ def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
 
 
 def state_of(accelerator: Accelerator, model: nn.Module) -> State:
-    """A copy of the state under the user's names; empty where the strategy gives it to the main process only."""
+    """A copy of the state under the user's names; may be empty but on the main process."""
     return {name: _whole(value) for name, value in accelerator.get_state_dict(model).items()}
 
 
@@ -154,7 +154,7 @@ def start(subject: Subject) -> State:
 
 
 def surroundings(subject: Subject) -> dict[str, bool]:
-    """Whether preparing left the random stream, the environment and the default dtype as they were."""
+    """Whether preparing left random stream, environment and default dtype as they were."""
     accelerator = subject.accelerator()
     model = models.built(Net)
     torch.rand(1)  # so that a stream that was seeded before is no longer at its beginning
@@ -209,7 +209,7 @@ def _windows(loop: Loop) -> tuple[int, list[Gradients]]:
 
 
 def held_back(subject: Subject) -> tuple[int, int, list[Gradients]]:
-    """Shard and shards; gradients after a micro-batch inside `no_sync`, one half inside, and one outside."""
+    """Shard and shards; gradients after a micro-batch inside, half inside and outside `no_sync`."""
     loop = Loop(subject)
     found = []
     with loop.accelerator.no_sync(loop.model):
@@ -223,7 +223,7 @@ def held_back(subject: Subject) -> tuple[int, int, list[Gradients]]:
 
 
 def triggered(subject: Subject) -> tuple[int, list[Gradients]]:
-    """Shards, and the gradients of a backward that is told to synchronise although its forward was not."""
+    """Shards, and gradients of a backward told to synchronise after a forward inside `no_sync`."""
     loop = Loop(subject)
     with loop.accelerator.no_sync(loop.model):
         loss = loop.loss(0)
@@ -428,7 +428,7 @@ def prepared_again(subject: Subject) -> dict[str, bool]:
 
 
 def buffers(subject: Subject) -> tuple[int, State, State, bool]:
-    """BatchNorm's state after two training steps, after an evaluation, and whether the evaluation was finite."""
+    """BatchNorm's state after two steps and an evaluation, and whether that was finite."""
     loop = Loop(subject, models.NormNet)
     loop.train(2)
     before = loop.state()

@@ -44,7 +44,7 @@ MEAN = "After the closing backward of a window, .grad is the mean over the data-
 
 
 class StrategySuite(Suite):
-    """The tests of a strategy. Subclass it under a name that begins with `Test`, and set `strategy`.
+    """The tests of a strategy. Subclass it as `Test…`, and set `strategy`.
 
     Attributes:
         strategy: the name of an installed strategy, or what makes one without arguments: the class,
@@ -97,7 +97,7 @@ class StrategySuite(Suite):
         self._check_windows(strategy_jobs.accumulated_in_sync, world, [range(4), range(4, 8), range(8, 10)])
 
     def test_a_window_by_hand_is_one_big_batch(self, world: int) -> None:
-        """Gradients add up outside `accumulate` as well; each backward there has the weight 1/steps."""
+        """Gradients add up outside `accumulate` too; each backward weighs 1/steps."""
         self._check_windows(strategy_jobs.accumulated_by_hand, world, [range(4)])
 
     def test_several_backwards_of_one_forward_add_up(self, world: int) -> None:
@@ -149,7 +149,7 @@ class StrategySuite(Suite):
             )
 
     def test_any_order_of_preparing_trains(self, world: int) -> None:
-        """The optimizer before, after or with its model, in one call or several; or it is refused by name."""
+        """The optimizer before, after or with its model, in one call or more; or refused."""
         for rank, (count, found) in enumerate(self._facts(strategy_jobs.orders, world)):
             expected = models.reference_state([[0], [1]], count, factor=0.5)
             for order, state in found.items():
@@ -164,7 +164,7 @@ class StrategySuite(Suite):
                     compare(state, expected, f"The state of rank {rank} after two steps ({order})", hint)
 
     def test_clipping_gives_the_norm_of_one_process(self, world: int) -> None:
-        """`clip_gradients`: for all parameters, a subset, a generator, and beside a frozen backbone."""
+        """`clip_gradients` of all parameters, a subset, a generator, and beside a frozen part."""
         for rank, (count, found) in enumerate(self._facts(strategy_jobs.clipped, world)):
             for choice, (norm, gradients) in found.items():
                 expected_norm, expected = _clipped_reference(choice, count)
@@ -194,7 +194,7 @@ class StrategySuite(Suite):
                         compare(state, reference, what, "Every trained model is synchronised")
 
     def test_a_model_that_is_not_trained_can_be_called(self, world: int) -> None:
-        """A frozen model by all ranks, and one prepared with `evaluation_mode=True` by one rank alone."""
+        """A frozen model on all ranks, and one for evaluation on one rank alone."""
         x, _ = models.samples(0, models.ROWS)
         with torch.no_grad():
             expected = models.built(models.NormNet).eval()(x)
@@ -236,7 +236,7 @@ class StrategySuite(Suite):
                 require(same, f"prepare() was given {what} again on rank {rank}, and returned another object.")
 
     def test_buffers_live(self, world: int) -> None:
-        """BatchNorm counts and averages while training, and an evaluation leaves its buffers alone."""
+        """BatchNorm counts and averages in training; an evaluation leaves its buffers alone."""
         for rank, (_, trained, evaluated, finite) in enumerate(self._facts(strategy_jobs.buffers, world)):
             require(finite, f"After two steps an evaluation is not finite on rank {rank}.")
             if trained:
@@ -339,7 +339,7 @@ def _expected_dtypes(policy: str, count: int) -> dict[str, torch.dtype]:
 
 
 def compare(found: State, expected: State, what: str, rule: str, tolerance: float = TOLERANCE) -> None:
-    """Fails unless the tensors have the same names and values, up to a relative error of the largest of each."""
+    """Fails unless names and values are equal, up to a relative error of each largest value."""
     require(
         found.keys() == expected.keys(),
         f"{what} has the names {sorted(found)}, expected {sorted(expected)}. {rule}.",

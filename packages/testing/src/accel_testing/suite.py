@@ -11,7 +11,7 @@ from accel_testing.shared_launch import Raised, Subject, observe
 
 
 class Suite:
-    """Tests of one kind of component. A suite is a direct subclass of it, and a plugin author subclasses the suite.
+    """Tests of one kind of component: a direct subclass is a suite, which plugin authors subclass.
 
     Attributes:
         worlds: the numbers of ranks with which the component is tested.
@@ -55,7 +55,7 @@ class Suite:
         return pytest.param(world, id=str(world), marks=marks)
 
     def test_the_declarations_hold(self) -> None:
-        """Inherited tests are inherited, lacks have reasons, and the component can be made on a rank."""
+        """Tests are inherited, lacks have reasons, and the component can be made on a rank."""
         cls, kind = type(self), self._examined
         suite = cls.__mro__[cls.__mro__.index(Suite) - 1]
         inherited = _members(suite) | _members(Suite)

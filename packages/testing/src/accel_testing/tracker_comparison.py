@@ -24,7 +24,7 @@ def compare(
     what: str,
     optional: Records = (),
 ) -> None:
-    """Fails unless each name has these records, in any order, and none but them and maybe the optional ones.
+    """Fails unless each name has these records, in any order, and maybe the optional ones.
 
     Args:
         found: name → pairs of a step and what was read.

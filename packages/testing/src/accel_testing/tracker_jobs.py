@@ -44,7 +44,7 @@ class Session:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def call(self, moment: str, *calls: Callable[[Tracker], Any]) -> Any:
-        """Calls in the thread; notes what has changed, under the name of the moment. Returns what the last one did."""
+        """Calls in the thread, notes what changed under a moment's name, returns the last."""
         before = _process_state()
         try:
             return self.thread.submit(lambda: [each(self.tracker) for each in calls][-1]).result()
@@ -248,7 +248,7 @@ _REPORTING = "import accel_testing.tracker_jobs; accel_testing.tracker_jobs.repo
 
 
 def report_imports() -> None:
-    """Prints the packages that classes bring along, whose modules and names are the argument of this process."""
+    """Prints the packages imported with the classes that this process's argument names."""
     found = []
     for module, name in json.loads(sys.argv[1]):
         before = set(sys.modules)
@@ -262,7 +262,7 @@ def report_imports() -> None:
 
 
 def imports(*kinds: type[Tracker], timeout: float = 100) -> list[list[str]]:
-    """For each class the packages that are imported along with it, and by making one; in a fresh process that has accel_core.
+    """Packages that are imported with each class and by making one, in a fresh process.
 
     Raises:
         RuntimeError: if that process fails, with what it printed; or if it could not find a class.

@@ -74,11 +74,11 @@ class Declarations:
     leaves_behind: ClassVar[Mapping[str, str]] = {}
 
     def read(self, written: Written) -> Recorded:
-        """Reads a run back with the service's own reader. What was not recorded by the tracker is left out."""
+        """Reads a run back with the service's reader, without what the service added itself."""
         raise NotImplementedError
 
     def options(self, folder: Path) -> Mapping[str, Any]:  # noqa: ARG002
-        """`init_kwargs` of a run. They may name this folder, which is empty, and given again to a run that is resumed."""
+        """`init_kwargs` of a run. They may name this folder, empty, and serve a resumed run too."""
         return {}
 
 

@@ -57,7 +57,7 @@ TWO_RUNS = "test_two_runs_do_not_mix"
 
 
 class TrackerSuite(Declarations):
-    """The tests of a tracker. Subclass it under a name that begins with `Test`, set `tracker`, and implement `read`.
+    """The tests of a tracker. Subclass it as `Test…`, set `tracker`, and implement `read`.
 
     Attributes:
         tracker: the name of an installed tracker, or what makes one without arguments.
@@ -77,7 +77,7 @@ class TrackerSuite(Declarations):
                 setattr(cls, name, _failing(test, cls.lacks[name]) if name in cls.lacks else test)
 
     def test_the_declarations_hold(self) -> None:
-        """Inherited tests are inherited, lacks have reasons, and there is a tracker and a reader."""
+        """Tests are inherited, lacks have reasons, and there are a tracker and a reader."""
         cls, tests = type(self), _tests()
         own = [name for name, member in vars(TrackerSuite).items() if inspect.isfunction(member)]
         overridden = [name for name in own if inspect.unwrap(getattr(cls, name)) is not vars(TrackerSuite)[name]]
@@ -183,8 +183,9 @@ class TrackerSuite(Declarations):
             )
 
     def test_odd_names_are_kept_or_told(self) -> None:
-        """Empty, of dots, with a tab, with blanks around, long: a value is recorded under its name, or under another one in a warning
-        that names both, or it is refused. What is logged beside it and after it is there.
+        """Empty, of dots, with tabs or blanks, long: recorded, or renamed by a warning, or refused.
+
+        What is logged beside it and after it is there.
         """
         self._reject("start (odd)", "after")
         for moment in given.ODD_CALLS:
@@ -204,7 +205,7 @@ class TrackerSuite(Declarations):
         self._compare("large", "numbers", "odd")
 
     def test_an_odd_configuration_comes_back(self) -> None:
-        """Names that are empty or begin with "_", at the top and below. Those that have to change are told in a warning."""
+        """Names that are empty or begin with "_", at any depth; changed ones are in a warning."""
         self._reject("start (odd)")
         found, said = self._read("odd").config, "\n".join(self._facts().said)
         for name, value in flat(given.ODD_CONFIG):
@@ -269,7 +270,7 @@ class TrackerSuite(Declarations):
         )
 
     def test_a_resumed_run_goes_on(self) -> None:
-        """It is one run: what came before the checkpoint stays, what came after it may be superseded."""
+        """It is one run: what came before the checkpoint stays; later records may be replaced."""
         self._reject("start (resumed)", "log (resumed or beside)")
         found, at = self._read("resumed"), given.RESUMED_AT
         require(
@@ -281,7 +282,7 @@ class TrackerSuite(Declarations):
         compare(found.numbers, before + given.LOGGED_RESUMED, self._number, "Resuming", superseded)
 
     def test_two_runs_do_not_mix(self) -> None:
-        """Each has its own values and configuration, and two trackers know nothing of each other."""
+        """Each has its own values and configuration; two trackers know nothing of each other."""
         require(TWO_RUNS not in self.lacks, "Two runs were not tried at once, because lacks says that they mix.")
         self._reject("start (resumed)", "start (beside)", "log (resumed or beside)", "finish (beside)")
         found, other = self._read("beside"), self._read("resumed")
@@ -298,15 +299,16 @@ class TrackerSuite(Declarations):
         )
 
     def test_random_streams_stay(self) -> None:
-        """After `start`, behind which the core restores them: the training goes on while a tracker records."""
+        """After `start`, behind which the core restores them: training goes on meanwhile."""
         moments = {moment: what for moment, what in self._facts().changed.items() if not moment.startswith("start")}
         self._require_unchanged(
             moments, lambda name: name.startswith("the state of"), "Draw from a generator of your own."
         )
 
     def test_the_process_stays_as_it_was(self) -> None:
-        """Its environment, working directory, signals, hooks, output, log, warnings, dtype and way to start processes; and no thread or
-        process is left at the end.
+        """Environment, folder, signals, hooks, output, log, warnings, dtype, start method.
+
+        No thread or process is left at the end.
         """
         advice = "Switch it off, or declare what cannot be helped: leaves_behind = {'sys.excepthook': 'the reason'}."
         self._require_unchanged(self._facts().changed, lambda name: not name.startswith("the state of"), advice)

@@ -1,4 +1,4 @@
-"""fp8: linear layers whose matrix products run in eight bits, by torchao or by Transformer Engine."""
+"""fp8: matrix products of linear layers in eight bits, by torchao or Transformer Engine."""
 
 from accel_precision.fp8.component import FP8
 from accel_precision.fp8.gathered import plain_weight

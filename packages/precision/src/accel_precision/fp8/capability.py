@@ -32,7 +32,7 @@ MXFP8_PRODUCTS = Need("matrix products in MXFP8", (10, 0), ())
 
 @dataclass(frozen=True)
 class Found:
-    """The properties of a device: its type, and its compute capability or architecture, if known."""
+    """Properties of a device: its type, and its compute capability or architecture."""
 
     device_type: str
     capability: tuple[int, int] | None = None

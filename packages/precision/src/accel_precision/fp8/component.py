@@ -33,7 +33,7 @@ _EXTRAS: Mapping[Backend, str] = {"torchao": "torchao", "transformer_engine": "t
 
 
 class FP8(Precision):
-    """Matrix products of linear layers in fp8, on top of bf16: everything else computes as under `mixed_precision="bf16"`.
+    """Matrix products of linear layers in fp8; everything else as under `mixed_precision="bf16"`.
 
         accelerator = Accelerator(mixed_precision="fp8")
         accelerator = Accelerator(mixed_precision=FP8("rowwise", skip=["lm_head"]))
@@ -113,7 +113,7 @@ class FP8(Precision):
 
     @property
     def converted(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the layers that were converted, by the name of the model's class, numbered where it occurs again."""
+        """Names of the converted layers, by the name of the model's class."""
         return self._conversions.converted
 
     @hookimpl
@@ -148,7 +148,7 @@ class FP8(Precision):
 
     @hookimpl
     def revert_model(self, model: nn.Module) -> None:
-        """Layers are `nn.Linear` again. Those of Transformer Engine stay, and compute in the dtype of their parameters.
+        """Layers are `nn.Linear` again. Transformer Engine's stay, and compute in their dtype.
 
         So do sharded ones whose weights travel in fp8 (`enable_fsdp_float8_all_gather`): no other
         layer can compute with these.
@@ -188,7 +188,7 @@ _REMEDIES = {
 def choose_backend(
     asked: Backend | None, recipe: object, installed: Callable[[str], bool], of_torchao: Sequence[str] = ()
 ) -> Backend:
-    """The back end: the one that was asked for, that of the recipe, else the first that is installed.
+    """The back end: the one asked for, the recipe's, else the first that is installed.
 
     Args:
         asked: by name; None: not at all.

@@ -1,4 +1,4 @@
-"""Weights that are gathered in fp8: their scales, computed together. Imports torchao; import it where it is used."""
+"""Weights gathered in fp8, with their scales in one reduction. Imports torchao; import it late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_core.api.component import ClassOverride
 
 
 class Gathering(ClassOverride):
-    """Before each call of a model, one all-reduce for the scales of all its sharded weights, instead of one per weight.
+    """Before each call of a model, one all-reduce for the scales of all its sharded weights.
 
     It runs at every call, and not only after an optimizer's step: weights change in other ways too,
     by `load_state` for one, and a scale that is too old would cut values off without a word.

@@ -1,4 +1,4 @@
-"""Options of fp8 as small data classes: what `FP8(recipe=...)` and `Accelerator(kwargs_handlers=[...])` take.
+"""Options of fp8 as data classes, for `FP8(recipe=...)` and `kwargs_handlers=[...]`.
 
 Which class is given decides the back end: `AORecipeKwargs` is torchao's, `TERecipeKwargs` is
 Transformer Engine's. `FP8RecipeKwargs` is the older union of both, which says by `backend` whose it
@@ -131,7 +131,7 @@ class TERecipeKwargs(LayerOptions):
 
 @dataclass
 class FP8RecipeKwargs(LayerOptions):
-    """Options of fp8 under the older name, for either back end; see `TERecipeKwargs`, whose fields it has.
+    """The fields of `TERecipeKwargs` under the older name, for either back end.
 
     Args:
         backend: "AO", "TE", or None: Transformer Engine if one of its options was given, else

@@ -1,4 +1,4 @@
-"""fp8 by torchao: linear layers become `Float8Linear`, whose parameters stay the ordinary ones. Tried with torchao 0.18."""
+"""fp8 by torchao 0.18: linear layers become `Float8Linear` and keep their parameters."""
 
 from __future__ import annotations
 

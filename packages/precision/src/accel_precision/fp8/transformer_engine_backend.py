@@ -1,4 +1,4 @@
-"""fp8 by Transformer Engine: linear layers and layer norms are replaced by its own, and calls run inside its autocast.
+"""fp8 by Transformer Engine: its linear layers and layer norms, called in its autocast.
 
 Transformer Engine runs on NVIDIA's devices only, and cannot be installed without one. **Nothing of
 `convert` and below it was ever run here**: it is written against the documented interface of
@@ -32,7 +32,7 @@ _CALLS = "_accel_te_calls"
 
 
 def convert(model: nn.Module, recipe: TERecipeKwargs, conversions: Conversions) -> Choice:
-    """Replaces layers by those of the engine, which share their parameters. Norms go with it: the engine has faster ones.
+    """Replaces linear layers and layer norms by the engine's, which share their parameters.
 
     Raises:
         ValueError: from `Conversions.choose`, before anything is changed.
@@ -65,7 +65,7 @@ def check_device(found: Found, recipe: TERecipeKwargs) -> None:
 
 
 def scaling(recipe: TERecipeKwargs) -> tuple[str, dict[str, Any]]:
-    """The class in `transformer_engine.common.recipe`, and its arguments as far as they were given; a format by its name."""
+    """The class in `transformer_engine.common.recipe` and its given arguments; formats by name."""
     names = ["fp8_format"]
     if not recipe.use_mxfp8_block_scaling:
         names += ["margin", "amax_history_len", "override_linear_precision"]
@@ -76,7 +76,7 @@ def scaling(recipe: TERecipeKwargs) -> tuple[str, dict[str, Any]]:
 
 
 class _Autocast(ClassOverride):
-    """Calls of a model run inside the engine's autocast; in evaluation only if that was asked for."""
+    """Calls the model inside the engine's autocast; in evaluation only if asked for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recipe, evaluates = vars(self)[_CALLS]
@@ -85,7 +85,7 @@ class _Autocast(ClassOverride):
 
 
 class _Stateless(ClassOverride):
-    """A module of the engine that has in `state_dict()` what the ordinary module has, and not the engine's own state."""
+    """An engine's module whose `state_dict()` is that of the ordinary module."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -144,7 +144,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _norms(model: nn.Module) -> list[nn.LayerNorm]:
-    """The norms that the engine has: over one dim, with weight and bias, and nothing attached to them."""
+    """The norms that the engine has: over one dim, with weight and bias, without hooks."""
     return [
         module
         for module in model.modules()
@@ -165,7 +165,7 @@ def _misfit(model: nn.Module, layer: nn.Linear) -> str | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether something hangs on a module that its successor would not have; torch has no public word for it (tried with 2.13)."""
+    """Whether hooks or the like hang on a module, which its successor would lack (torch 2.13)."""
     return any(
         vars(module)[name]
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
