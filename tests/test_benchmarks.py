@@ -89,7 +89,7 @@ def test_a_row_of_the_benchmarks_runs(row, lines, results):
 
 @in_full
 def test_gathering_for_metrics_is_one_collective(results):
-    """P7: two tensors travel in exactly one collective."""
+    """Two tensors travel in exactly one collective."""
     rounds = results.of("P7")[1]["rounds"]["P7"]
     assert {measured["accel"]["collectives"] for measured in rounds} == {1.0}
     assert {measured["plain"]["collectives"] for measured in rounds} == {2.0}
@@ -108,7 +108,7 @@ def test_dispatched_batches_travel_together_and_without_pickles(results):
 
 @in_full
 def test_resuming_deep_in_a_huge_set_reads_one_batch_and_takes_no_memory(results):
-    """P10: at batch 10^6 of 10^9 samples, no other sample is read, also under a sampler of the user's own."""
+    """At batch 10^6 of 10^9 samples, no other sample is read, also under a sampler of the user's own."""
     rounds = results.of("P10")[1]["rounds"]["P10"]
     assert {measured["accel"]["other"] for measured in rounds} == {0.0}
     assert all(measured["accel"]["memory"] <= 2**20 for measured in rounds)

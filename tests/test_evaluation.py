@@ -1,4 +1,4 @@
-"""D1: evaluation on any number of ranks counts every sample once, in the order of one process.
+"""Evaluation on any number of ranks counts every sample once, in the order of one process.
 
 What is expected is computed here, from the size of the dataset and of the batches alone; only a shuffled order is taken from
 a run of one process.
@@ -123,7 +123,7 @@ def assert_every_sample_counts_once(cases: list[Case], world: int, timeout: floa
     "world", [1, 2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
 )
 def test_every_sample_is_counted_once_and_in_order(world: int) -> None:
-    """D1, a sample of the product."""
+    """A sample of the product."""
     assert_every_sample_counts_once(sampled(world), world, timeout=100)
 
 
@@ -131,7 +131,6 @@ def test_every_sample_is_counted_once_and_in_order(world: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_sample_is_counted_once_in_the_whole_product(world: int) -> None:
-    """D1."""
     cases = [case for case in product() if possible(case, world)]
     for first in range(0, len(cases), 2000):
         assert_every_sample_counts_once(cases[first : first + 2000], world, timeout=1800)

@@ -97,7 +97,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_ten_batches_in_windows_of_four_are_three_updates_the_last_over_two(kind: str) -> None:
-    """L3; semantics 9: loaders without a length look ahead one window."""
+    """Loaders without a length look ahead one window."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
     loader, model, optimizer = prepared(accelerator, LOADERS[kind]())
     assert trace(accelerator, loader, model, optimizer) == pytest.approx(reference(10, 2, 4), rel=1e-5)
@@ -144,7 +144,6 @@ def evaluation_kinds(accelerator: Accelerator, model: nn.Module) -> dict[str, An
 
 @pytest.mark.parametrize("kind", ["whole", "broken_out", "broken_out_on_the_last", "raising", "kept_alive", "nested"])
 def test_an_evaluation_loop_inside_training_changes_nothing(kind: str) -> None:
-    """L3."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
     loader, model, optimizer = prepared(accelerator, DataLoader(Numbers(20), batch_size=2))
     between = evaluation_kinds(accelerator, model)[kind]
@@ -152,7 +151,7 @@ def test_an_evaluation_loop_inside_training_changes_nothing(kind: str) -> None:
 
 
 def test_breaking_on_the_last_batch_does_not_switch_accumulation_off() -> None:
-    """L3: measured in the peer."""
+    """Measured in the peer."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
     loader, model, _ = prepared(accelerator, DataLoader(Numbers(8), batch_size=2))
     for _ in zip(range(4), loader, strict=False):
@@ -166,7 +165,6 @@ def test_breaking_on_the_last_batch_does_not_switch_accumulation_off() -> None:
 
 
 def test_loops_driven_by_hand_and_zipped_loops_close_their_last_window() -> None:
-    """L3."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
     loader, model, optimizer = prepared(accelerator, DataLoader(Numbers(20), batch_size=2))
     other = accelerator.prepare(DataLoader(Numbers(60), batch_size=2))
@@ -185,7 +183,6 @@ def windows_on_ranks() -> list[float]:
 
 
 def test_windows_are_the_same_on_two_ranks() -> None:
-    """L3."""
     for found in run_ranks(windows_on_ranks, 2):
         assert found == pytest.approx(reference(10, 2, 4), rel=1e-5)
 
@@ -212,13 +209,11 @@ def rates(accumulation: int, per_process: bool = False) -> list[float]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_one_scheduler_step_is_one_step_on_any_number_of_processes(world: int, accumulation: int) -> None:
-    """L1."""
     for found in [rates(accumulation)] if world == 1 else run_ranks(rates, world, accumulation):
         assert found == [0.5, 0.25, 0.125, 0.0625]
 
 
 def test_the_peers_rule_is_an_explicit_option() -> None:
-    """L1; semantics 12."""
     for found in run_ranks(rates, 2, 1, per_process=True):
         assert found == [0.5**2, 0.5**4, 0.5**6, 0.5**8]
 
@@ -246,7 +241,6 @@ def metrics() -> dict[str, list[float]]:
 
 
 def test_metrics_count_every_sample_once_wherever_they_are_gathered() -> None:
-    """Semantics 18; B2."""
     numbers = [float(value) for value in range(9)]
     for found in [metrics(), *run_ranks(metrics, 2)]:
         assert found["loop"] == numbers
@@ -263,7 +257,7 @@ def shuffled() -> list[list[float]]:
 
 
 def test_the_order_is_the_same_on_one_process_and_on_two() -> None:
-    """D4: a function of seed and epoch."""
+    """A function of seed and epoch."""
     alone = shuffled()
     assert alone[0] != alone[1]
     assert all(sorted(epoch) == [float(v) for v in range(12)] for epoch in alone)
@@ -301,7 +295,7 @@ def own_sampler(draw: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("draw", ["python", "torch"])
 def test_a_sampler_that_draws_from_the_global_streams_loses_nothing(draw: str) -> None:
-    """D1, D5: the streams differ between ranks, the order must not."""
+    """The streams differ between ranks, the order must not."""
     for found in run_ranks(own_sampler, 2, draw):
         first, second = found["epochs"]
         assert sorted(first) == sorted(second) == [float(value) for value in range(16)]
@@ -310,7 +304,7 @@ def test_a_sampler_that_draws_from_the_global_streams_loses_nothing(draw: str) -
 
 
 def test_fifty_runs_leave_nothing_behind() -> None:
-    """L14: create, train, close; object counts stay flat."""
+    """Create, train, close; object counts stay flat."""
 
     def run() -> None:
         accelerator = Accelerator(gradient_accumulation_steps=2)

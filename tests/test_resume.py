@@ -1,4 +1,4 @@
-"""R1, R2, R11: loaders go on where killed processes saved them, on any number of processes, and read nothing for it."""
+"""Loaders go on where killed processes saved them, on any number of processes, and read nothing for it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def assert_resumed_runs_equal_uninterrupted_ones(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_killed_runs_go_on_in_new_processes_as_if_nothing_had_happened(world: int, tmp_path: Path) -> None:
-    """R1, sampled pairwise."""
+    """Sampled pairwise."""
     assert_resumed_runs_equal_uninterrupted_ones(tmp_path, sampled(world), world)
 
 
@@ -126,7 +126,6 @@ def test_killed_runs_go_on_in_new_processes_as_if_nothing_had_happened(world: in
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_killed_runs_of_the_whole_product_go_on(world: int, kind: str, tmp_path: Path) -> None:
-    """R1."""
     assert_resumed_runs_equal_uninterrupted_ones(tmp_path, whole(kind), world, timeout=3600)
 
 
@@ -144,7 +143,7 @@ CHAINS = [
 
 @pytest.mark.timeout(240)
 def test_other_numbers_of_processes_read_every_sample_once_and_in_the_same_order(tmp_path: Path) -> None:
-    """R2: 4, 2, 1, and 4 processes; with the same global batch, and with as large a batch for each process."""
+    """4, 2, 1, and 4 processes; with the same global batch, and with as large a batch for each process."""
     for number, world in enumerate(LEGS):
         last = number + 1 == len(LEGS)
         run = run_ranks if last else killed
@@ -218,7 +217,7 @@ MILLION = 10**6
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_going_on_at_batch_one_million_reads_no_skipped_sample(shuffle: bool) -> None:
-    """R11: the first batch behind a million of them is all that is read; by a state and by skipping it is the same."""
+    """The first batch behind a million of them is all that is read; by a state and by skipping it is the same."""
     found = []
     for skip in (False, True):
         accelerator, dataset = Accelerator(cpu=True), Recorded(10**9)
@@ -249,13 +248,12 @@ def go_on_in_the_middle_of_a_huge_set() -> int:
 
 @pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the kernel does not measure peaks")
 def test_going_on_in_the_middle_of_a_huge_set_takes_no_memory() -> None:
-    """R11: no order of all samples is made."""
+    """No order of all samples is made."""
     [extra] = run_ranks(go_on_in_the_middle_of_a_huge_set, 1)
     assert extra <= 2**20
 
 
 def test_a_sampler_of_the_users_own_is_asked_for_what_is_skipped_but_no_sample_is_read() -> None:
-    """R11."""
     dataset = Recorded(MILLION)
     loader = Accelerator(cpu=True).prepare(DataLoader(dataset, 8, sampler=Odd(MILLION // 2)))
     loader.load_state_dict({**loader.state_dict(), "samples": 8 * 50_000})
@@ -263,7 +261,7 @@ def test_a_sampler_of_the_users_own_is_asked_for_what_is_skipped_but_no_sample_i
 
 
 def test_a_stream_with_a_state_goes_on_from_it_without_reading_what_was_skipped() -> None:
-    """R11, for datasets with a position of their own."""
+    """For datasets with a position of their own."""
     state = read_three_batches(CountingTape()).state_dict()
     tape = CountingTape()
     loader = Accelerator(cpu=True).prepare(DataLoader(tape, 2))
@@ -296,7 +294,6 @@ def metrics_behind_a_skip(options: dict[str, Any]) -> dict[str, list[list[int]]]
 
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=["sharded", "dispatched"])
 def test_metrics_are_exact_behind_a_skip_and_the_next_epoch_is_whole(options: dict[str, Any]) -> None:
-    """R11."""
     steps = [list(range(start, min(start + 8, 29))) for start in range(0, 29, 8)]
     for found in run_ranks(metrics_behind_a_skip, 2, options):
         for skipped in (2, 3, 4):

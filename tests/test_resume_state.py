@@ -1,4 +1,4 @@
-"""R1, R2, R10, R11: a run goes on from `save_state` in new processes as if it had not been interrupted."""
+"""A run goes on from `save_state` in new processes as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def assert_resumed_runs_equal_uninterrupted_ones(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_killed_runs_train_on_in_new_processes_as_if_nothing_had_happened(world: int, tmp_path: Path) -> None:
-    """R1, sampled pairwise: samples, losses bit for bit, learning rates, and the user's own counter.
+    """Sampled pairwise: samples, losses bit for bit, learning rates, and the user's own counter.
 
     Augmentation that this process draws when the loop asks for a batch goes on too. What is drawn ahead of the loop does not:
     streams of workers begin anew with an iteration, and so does what a stream or the reader of a dispatched loader draws.
@@ -119,7 +119,6 @@ def test_killed_runs_train_on_in_new_processes_as_if_nothing_had_happened(world:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_killed_runs_of_the_whole_product_train_on(world: int, kind: str, tmp_path: Path) -> None:
-    """R1."""
     runs = list(filter(possible, itertools.starmap(Run, itertools.product((kind,), *CHOICES[1:-1]))))
     assert_resumed_runs_equal_uninterrupted_ones(tmp_path, runs, world, timeout=3600)
 
@@ -129,7 +128,7 @@ LEGS = (4, 2, 1, 4)
 
 @pytest.mark.timeout(240)
 def test_other_numbers_of_processes_train_on_the_same_batches(tmp_path: Path) -> None:
-    """R2: samples and rates are those of the uninterrupted run, losses are up to the order of sums, and nothing is lost."""
+    """Samples and rates are those of the uninterrupted run, losses are up to the order of sums, and nothing is lost."""
     for number, world in enumerate(LEGS):
         last = number + 1 == len(LEGS)
         (run_ranks if last else killed)(leg, world, tmp_path, number, last, timeout=60)
@@ -157,7 +156,7 @@ def test_other_numbers_of_processes_train_on_the_same_batches(tmp_path: Path) ->
 
 @pytest.mark.timeout(240)
 def test_the_rates_of_every_schedule_go_on(tmp_path: Path) -> None:
-    """R10: saved at the end of a window and inside one, on as many processes and on another number."""
+    """Saved at the end of a window and inside one, on as many processes and on another number."""
     whole = run_ranks(save_schedules, 2, tmp_path)
     for world in (2, 1):
         for rank, found in enumerate(run_ranks(load_schedules, world, tmp_path)):
@@ -171,7 +170,6 @@ def test_the_rates_of_every_schedule_go_on(tmp_path: Path) -> None:
 def test_a_run_saved_at_batch_one_million_goes_on_without_reading_a_skipped_sample(
     shuffle: bool, tmp_path: Path
 ) -> None:
-    """R11."""
     million = 10**6
     [(ids, read_for_it, position)] = run_ranks(go_on_far_inside, 1, tmp_path, million, shuffle)
     assert ids == read_for_it
@@ -181,7 +179,7 @@ def test_a_run_saved_at_batch_one_million_goes_on_without_reading_a_skipped_samp
 
 
 def test_metrics_are_exact_in_a_last_global_batch_that_was_begun_by_fewer_processes(tmp_path: Path) -> None:
-    """R11: one of 29 samples is left, which two and four processes fill up."""
+    """One of 29 samples is left, which two and four processes fill up."""
     run_ranks(save_near_the_end, 1, tmp_path)
     [rest] = run_ranks(go_on_near_the_end, 1, tmp_path)
     assert len(rest[0]) == 1

@@ -256,7 +256,7 @@ def test_imports_are_absolute():
 
 
 def test_the_core_names_no_vendor():
-    """S7: a new device, strategy or tracker needs no change in the core. Docstrings and comments may give examples."""
+    """A new device, strategy or tracker needs no change in the core. Docstrings and comments may give examples."""
     named = {
         f"{relative(path)}:{number} {text}"
         for path in PACKAGES["core"].glob("src/**/*.py")
@@ -290,7 +290,7 @@ def test_a_vendor_in_a_docstring_is_an_example():
 
 
 def test_no_pickle_is_loaded_from_a_file():
-    """R5: no pickle is executed; weights in a pickle are read with `weights_only=True` only."""
+    """No pickle is executed; weights in a pickle are read with `weights_only=True` only."""
     loads = set()
     for path in MODULES:
         for node in ast.walk(tree(path)):

@@ -1,4 +1,4 @@
-"""S7: a strategy and an observer of third parties work from their wheels, and the core knows neither.
+"""A strategy and an observer of third parties work from their wheels, and the core knows neither.
 
 The wheels of examples/accel-hello and examples/accel-stopwatch are installed into a folder of their own, which subprocesses
 find by PYTHONPATH: what runs here is what an installation runs, entry points and metadata included.

@@ -137,7 +137,7 @@ def batches_of_loader(n, b, drop_last, shard, split=False, even=True, seed=0, **
 
 @pytest.mark.parametrize(("split", "even", "drop_last", "n", "b", "expected"), list(rows_of_table()))
 def test_each_row_of_the_index_table_holds_for_batch_samplers_and_loaders(split, even, drop_last, n, b, expected):
-    """Semantics 20: the exact tables; D6: the length is the number of iterations."""
+    """The exact tables; the length is the number of iterations."""
     sampler = BatchSampler(SequentialSampler(range(n)), b, drop_last)
     custom = Batches(list(sampler), batch_size=b, drop_last=drop_last)
     for rank in (0, 1):
@@ -191,7 +191,7 @@ CASES = list(itertools.product(range(1, 41), range(1, 9), range(1, 5), *[(False,
 
 
 def test_every_sample_is_read_exactly_once_and_in_order():
-    """D1: n in 1..40 x batch 1..8 x ranks 1..4 x drop_last x even x split x own batch sampler; sampled, whole in soak."""
+    """`n` in 1..40 x batch 1..8 x ranks 1..4 x drop_last x even x split x own batch sampler; sampled, whole in soak."""
     for n, b, ranks, drop_last, even, split, custom in random.Random(0).sample(CASES, 1000):
         check_exactly_once(n, b, ranks, drop_last, even, split, custom=custom)
 
@@ -200,7 +200,7 @@ def test_every_sample_is_read_exactly_once_and_in_order():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_sample_is_read_exactly_once_and_in_order_in_all_cases(ranks):
-    """D1: the whole product."""
+    """The whole product."""
     for n, b, r, drop_last, even, split, custom in CASES:
         if r == ranks:
             check_exactly_once(n, b, r, drop_last, even, split, custom=custom)

@@ -1,4 +1,4 @@
-"""D3, D4, D5 of prepared loaders on real ranks, and what is refused on every one of them."""
+"""Orders, ends and settings of prepared loaders on real ranks, and what is refused on every one of them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def all_uneven_ends():
 
 @pytest.mark.timeout(120)
 def test_ranks_with_uneven_streams_end_as_the_policy_says():
-    """D3: in every epoch; what pads is not counted."""
+    """In every epoch; what pads is not counted."""
     for by_lengths in run_ranks(all_uneven_ends, RANKS):
         for lengths, found in zip(LENGTHS, by_lengths, strict=True):
             parts = [own_batches(rank, length) for rank, length in enumerate(lengths)]
@@ -167,7 +167,7 @@ def joined_training(lengths):
 
 @pytest.mark.timeout(120)
 def test_ranks_with_uneven_streams_train_to_their_ends_inside_join():
-    """D3: ranks with 5, 3 and 0 batches."""
+    """Ranks with 5, 3 and 0 batches."""
     reports = run_ranks(joined_training, RANKS, (5, 3, 0))
     assert [read for read, _ in reports] == [own_batches(0, 5), own_batches(1, 3), []]
     assert len({weight for _, weight in reports}) == 1
@@ -190,7 +190,7 @@ def streams_with_workers():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_workers_and_ranks_never_read_a_sample_twice(ranks):
-    """D3: whether or not the dataset divides itself among the workers."""
+    """Whether or not the dataset divides itself among the workers."""
     for found in run_ranks(streams_with_workers, ranks):
         assert len(found) == 9
         for batches in found.values():
@@ -219,7 +219,7 @@ def orders():
 
 @pytest.mark.timeout(120)
 def test_orders_differ_by_epoch_and_loader_and_augmentation_by_rank():
-    """D4: an order is not touched by what the user draws, nor by the way in which ranks come to their parts."""
+    """An order is not touched by what the user draws, nor by the way in which ranks come to their parts."""
     (first, draws), (second, others) = run_ranks(orders, 2)
     assert first == second
     shared = [first[False, number, epoch] for number in range(2) for epoch in range(2)]
@@ -255,7 +255,7 @@ def what_survives():
 
 @pytest.mark.timeout(120)
 def test_loaders_of_the_users_own_keep_class_attributes_and_samples():
-    """D5: sharded and dispatched."""
+    """Sharded and dispatched."""
     for found in run_ranks(what_survives, 2):
         for kind in ("shard", "dispatch"):
             assert found[kind, "batches"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]

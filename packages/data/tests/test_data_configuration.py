@@ -22,7 +22,7 @@ FLAGS = [
 
 
 def test_the_defaults_are_those_of_the_seeds():
-    """A1: and `presharded` and `uneven`, which are ours."""
+    """And `presharded` and `uneven`, which are ours."""
     assert asdict(DataLoaderConfiguration()) == {
         "split_batches": False,
         "dispatch_batches": None,
@@ -103,7 +103,7 @@ def test_the_receiver_is_named():
 
 
 def test_an_accelerator_hands_every_field_to_the_loader_component():
-    """A1: also those that are no arguments of the Accelerator; a component built in code checks the same."""
+    """Also those that are no arguments of the Accelerator; a component built in code checks the same."""
     config = DataLoaderConfiguration(split_batches=True, dispatch_batches=False, data_seed=3, uneven="join")
     accelerator = Accelerator(cpu=True, dataloader_config=config, rng_types=["torch"])
     told = {setting.option: setting.value for setting in accelerator.explain().settings}

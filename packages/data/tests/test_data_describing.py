@@ -25,7 +25,6 @@ def test_sizes_are_those_of_all_ranks():
 
 
 def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
-    """D6."""
     loader = DataLoader(range(100), batch_size=8)
     description = prepare(loader, 1, 4, feed=Feed(lookahead=2)).describe()
     assert (description.per_rank_batch, description.global_batch, description.effective_batch) == (8, 32, 64)
@@ -48,7 +47,6 @@ def test_describing_tells_every_batch_size_and_how_an_epoch_ends():
     (DataLoader(range(9), batch_size=None), 1, {}, "9 steps per epoch over 9 samples; batches come as the dataset"),
 ])  # fmt: skip
 def test_every_kind_of_loader_can_be_described(loader, ranks, options, expected):
-    """D6."""
     assert re.search(expected, str(prepare(loader, 0, ranks, **options).describe()))
 
 
@@ -58,7 +56,7 @@ def test_steps_are_windows_of_which_the_last_may_be_short():
 
 
 def test_the_length_is_the_number_of_iterations_of_this_rank():
-    """D6: in every mode, also where ranks differ."""
+    """In every mode, also where ranks differ."""
     lengths = [len(prepare(DataLoader(range(9), batch_size=2), rank, 2, even_batches=False)) for rank in (0, 1)]
     assert lengths == [3, 2]
     with pytest.raises(TypeError, match="Triples has no length. Give it a __len__"):

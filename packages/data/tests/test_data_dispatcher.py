@@ -136,7 +136,7 @@ def passes_of_the_product(ahead):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_sample_is_yielded_once_in_order(ranks):
-    """D1, and the number of batches that follow, which decides about windows of accumulation."""
+    """The number of batches that follow, which decides about windows of accumulation."""
     ahead = 3
     found = run_ranks(passes_of_the_product, ranks, ahead)
     for (loader, options), *by_rank in zip(loaders_of_the_product(), *found, strict=True):
@@ -168,7 +168,7 @@ def windows_of_accumulation():
 
 
 def test_a_stream_closes_its_last_window():
-    """L3: ten batches in windows of four."""
+    """Ten batches in windows of four."""
     expected = [i in (3, 7, 9) for i in range(10)]
     assert run_ranks(windows_of_accumulation, 2) == [expected, expected]
 
@@ -252,7 +252,7 @@ def pass_over(loader, ids, even):
 
 @pytest.mark.parametrize("even", [True, False])
 def test_any_batch_that_can_be_pickled_is_dispatched(even):
-    """D2: neither equal shapes nor tensors are needed."""
+    """Neither equal shapes nor tensors are needed."""
     found = run_ranks(batches_of_any_kind, 2, even)
     for kind in (*COLLATES, *MADE):
         ranks = [by_rank[kind][0] for by_rank in found]

@@ -77,7 +77,7 @@ def test_states_count_what_all_ranks_have_yielded(whole):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("saved_by", [0, 1])
 def test_any_number_of_ranks_goes_on_where_the_state_was_taken(whole, saved_by, ranks):
-    """R1, R2: with the state of any rank, but for generators and datasets whose states only the first rank has."""
+    """With the state of any rank, but for generators and datasets whose states only the first rank has."""
     kinds = [kind for kind in LOADERS if saved_by == 0 or kind != "generator"]
     found = run_ranks(resumed_run, ranks, {kind: whole[saved_by][kind][2] for kind in kinds})
     for kind in kinds:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_iteration_that_yields_is_the_next_epoch(workers):
-    """Design 7; an iterator that is never advanced begins nothing."""
+    """An iterator that is never advanced begins nothing."""
     options = {"batch_size": 3, "shuffle": True, "num_workers": workers}
     orders = global_order(lambda: DataLoader(range(9), **options), 1, epochs=3)
     loader = prepare(DataLoader(range(9), **options, persistent_workers=bool(workers)))
@@ -41,7 +41,7 @@ def test_an_epoch_can_be_set():
 
 
 def test_the_epoch_reaches_dataset_sampler_batch_sampler_and_loader():
-    """Semantics 21: automatic at every iteration, and forwarded."""
+    """Automatic at every iteration, and forwarded."""
     told = []
 
     class Teller(BatchSampler):

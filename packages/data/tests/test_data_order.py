@@ -97,7 +97,7 @@ def test_a_sequential_order_is_the_positions():
 
 
 def test_positions_in_a_very_large_set_cost_no_memory():
-    """P10: the order of 10^9 samples is not materialised."""
+    """The order of 10^9 samples is not materialised."""
     order = ShuffledOrder(10**9, 10**9, key=2)
     indices = order.at(torch.arange(10**9 - 4096, 10**9))
     assert indices.unique().numel() == 4096

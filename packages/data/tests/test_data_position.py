@@ -140,7 +140,7 @@ def epochs(loader, count=3):
 @pytest.mark.parametrize("saved_at", [0, 1, 4, 9, "last", "end"])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_new_process_goes_on_where_the_state_was_taken(kind, saved_at):
-    """R1, C3: another seed is drawn in the new process, for neither run set one."""
+    """Another seed is drawn in the new process, for neither run set one."""
     whole = epochs(prepare(LOADERS[kind]()), 4)
     saved = prepare(LOADERS[kind]())
     epochs(saved, 1)
@@ -161,7 +161,7 @@ def test_a_new_process_goes_on_where_the_state_was_taken(kind, saved_at):
 @pytest.mark.parametrize(("saved_on", "resumed_on"), [(4, 2), (2, 1), (1, 4), (2, 3)])
 @pytest.mark.parametrize("kind", ["shuffled", "a sampler's generator", "seedable", "own sampler"])
 def test_any_number_of_ranks_goes_on_in_the_same_order(kind, saved_on, resumed_on):
-    """R2, C3: no sample is lost and none repeated, also where the global batch is another one."""
+    """No sample is lost and none repeated, also where the global batch is another one."""
     (whole,) = global_orders([prepare(LOADERS[kind]())])
     loaders = [prepare(LOADERS[kind](), rank, saved_on) for rank in range(saved_on)]
     iterators = [iter(loader) for loader in loaders]
@@ -190,7 +190,6 @@ def global_orders(loaders, count=1):
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_skipping_leaves_out_the_beginning_and_the_next_epoch_is_whole(kind):
-    """R11."""
     whole = epochs(prepare(LOADERS[kind]()), 2)
     loader = prepare(LOADERS[kind]())
     assert epochs(skip_first_batches(loader, 3), 1) == [whole[0][3:]]
@@ -228,7 +227,6 @@ class Counting(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("resume", ["state", "skip"])
 def test_resuming_at_batch_one_million_reads_no_skipped_sample(resume):
-    """R11, P10."""
     dataset = Counting()
     loader = prepare(DataLoader(dataset, batch_size=8, shuffle=True), seed=7)
     if resume == "state":
@@ -346,7 +344,7 @@ class Careless(DataLoader):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_class_that_joins_batches_resumes_behind_what_torch_delivered(options):
-    """D5: what workers have fetched ahead does not count."""
+    """What workers have fetched ahead does not count."""
 
     def make():
         return prepare(Joining(range(N), batch_size=2, shuffle=True, **options))
@@ -373,7 +371,6 @@ def test_a_class_that_never_asks_for_batches_has_no_position():
 
 
 def test_a_constructed_loader_over_a_shard_knows_its_padding_and_its_position():
-    """C1."""
 
     def make(rank):
         sampler = BatchSamplerShard(BatchSampler(SequentialSampler(range(7)), 2, drop_last=False), 2, rank)
@@ -396,7 +393,7 @@ class Halved(Joining):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_class_that_counts_its_batches_is_believed(rank):
-    """D5, D6: what it asks torch for is the number of this rank."""
+    """What it asks torch for is the number of this rank."""
     assert len(prepare(Halved(range(24), batch_size=2), rank, 2)) == 6 // 3 + 1
 
 
@@ -425,7 +422,7 @@ def test_a_position_that_was_loaded_is_what_the_state_says():
 
 @pytest.mark.parametrize("kind", ["stream with epochs", "a generator"])
 def test_workers_that_persist_are_told_the_epoch_and_resume(kind):
-    """R1: they keep the copy of the dataset that they were started with."""
+    """They keep the copy of the dataset that they were started with."""
 
     def make():
         return prepare(LOADERS[kind](num_workers=1, persistent_workers=True))

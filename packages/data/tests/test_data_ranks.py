@@ -26,7 +26,7 @@ def epochs_without_and_with_a_worker():
 
 @pytest.mark.timeout(120)
 def test_all_ranks_use_rank_zeros_generator():
-    """Semantics 21: all ranks get rank 0's state of a generator that the user handed in, once per iteration."""
+    """All ranks get rank 0's state of a generator that the user handed in, once per iteration."""
     for (first, state), (second, other) in zip(*run_ranks(epochs_without_and_with_a_worker, 2), strict=True):
         expected = SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(10))
         for epoch in range(2):
@@ -70,7 +70,7 @@ def gathered_samples_of_all_cases():
 
 @pytest.mark.timeout(120)
 def test_metrics_count_every_sample_once_and_in_order():
-    """D1: on two ranks, one collective a batch."""
+    """On two ranks, one collective a batch."""
     expected = [samples for _, samples in CASES]
     assert run_ranks(gathered_samples_of_all_cases, 2) == [expected, expected]
 

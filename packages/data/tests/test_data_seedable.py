@@ -28,7 +28,7 @@ def torch_order(seed, data=DATA, **options):
     {"replacement": True, "num_samples": 40},
 ])  # fmt: skip
 def test_an_epoch_is_drawn_as_torch_draws_from_seed_plus_epoch(options):
-    """C1: the seeds' meaning; each full pass makes the epoch one more."""
+    """The seeds' meaning; each full pass makes the epoch one more."""
     sampler = SeedableRandomSampler(DATA, data_seed=7, **options)
     assert len(sampler) == len(torch_order(7, **options))
     assert [list(sampler) for _ in range(3)] == [torch_order(7 + epoch, **options) for epoch in range(3)]

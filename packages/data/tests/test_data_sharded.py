@@ -65,7 +65,7 @@ class WeirdLoader(DataLoader):
 
 
 def test_a_shuffled_order_is_a_function_of_seed_and_epoch():
-    """D4: it differs by epoch and by seed, and is the same in another run."""
+    """It differs by epoch and by seed, and is the same in another run."""
     make = lambda: DataLoader(range(50), batch_size=4, shuffle=True)
     [first, second] = global_order(make, 1, epochs=2)
     assert sorted(first) == sorted(second) == list(range(50))
@@ -85,7 +85,7 @@ def test_a_shuffled_order_is_a_function_of_seed_and_epoch():
 ])  # fmt: skip
 @pytest.mark.parametrize("split", [False, True])
 def test_the_order_is_the_same_on_any_number_of_ranks(make_sampler, split):
-    """D4, design 7: on one, two and four ranks, for every kind of sampler; its number of samples is honoured."""
+    """On one, two and four ranks, for every kind of sampler; its number of samples is honoured."""
     size = 4 if split else 2
     make = lambda: DataLoader(range(30), batch_size=size, sampler=make_sampler())
     one, two, four = (global_order(make, ranks, epochs=2, split_batches=split) for ranks in (1, 2, 4))
@@ -101,7 +101,7 @@ def test_draws_without_replacement_use_every_sample_equally_often():
 
 
 def test_the_users_own_random_calls_change_nothing():
-    """D4: whatever is drawn between batches and epochs, the order is the same."""
+    """Whatever is drawn between batches and epochs, the order is the same."""
     loader = prepare(DataLoader(range(20), batch_size=3, shuffle=True))
     expected = [ids(loader), ids(loader)]
     loader.set_epoch(0)
@@ -120,7 +120,7 @@ def test_the_users_own_random_calls_change_nothing():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_global_stream_moves_as_with_torch(ranks, workers, shuffle):
-    """L3, D4: after an epoch, the state of torch's global generator is what torch's loader leaves."""
+    """After an epoch, the state of torch's global generator is what torch's loader leaves."""
     loader = DataLoader(range(8), batch_size=2, shuffle=shuffle, num_workers=workers)
     torch.manual_seed(5)
     list(loader)
@@ -140,7 +140,7 @@ def test_one_process_without_shuffling_gives_torchs_batches_and_worker_streams()
 
 
 def test_worker_streams_differ_by_rank_worker_and_epoch_and_are_reproducible():
-    """D4: augmentation differs by rank; all streams derive from one seed."""
+    """Augmentation differs by rank; all streams derive from one seed."""
 
     def draws(rank):
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_a_loader_of_one_process_never_asks_for_the_world(monkeypatch):
 
 
 def test_the_users_sampler_is_not_changed_but_what_they_change_is_seen():
-    """D5: samplers are kept; the original is not mutated."""
+    """Samplers are kept; the original is not mutated."""
     sampler = WeightedRandomSampler([1.0] * 10, 10)
     loader = prepare(DataLoader(range(10), batch_size=5, sampler=sampler))
     ids(loader)
@@ -196,7 +196,7 @@ def test_a_sampler_inside_a_batch_sampler_of_the_users_is_seeded():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [None, torch.tensor])
 def test_padding_is_marked_on_the_batch_that_has_it(workers, collate):
-    """D1, semantics 18: rows are matched with the batch that is used, not with one that workers fetch ahead."""
+    """Rows are matched with the batch that is used, not with one that workers fetch ahead."""
     feed = Feed()
     loader = DataLoader(range(9), batch_size=2, num_workers=workers, collate_fn=collate)
     found = [(b.tolist(), feed.current_rows(), feed.begin_step()) for b in prepare(loader, 1, 2, feed=feed)]
@@ -206,7 +206,7 @@ def test_padding_is_marked_on_the_batch_that_has_it(workers, collate):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_sampler_without_a_length_is_looked_ahead_and_filled(workers):
-    """Semantics 9: the last, shorter window is known when it begins."""
+    """The last, shorter window is known when it begins."""
     feed = Feed(lookahead=2)
     loader = DataLoader(range(21), batch_sampler=Triples(21), num_workers=workers)
     found = [(b.tolist(), feed.current_rows().real, feed.begin_step()) for b in prepare(loader, 1, 2, feed=feed)]
@@ -238,7 +238,7 @@ def test_only_the_sampler_is_looked_ahead():
     {"num_workers": 1, "multiprocessing_context": "fork"},
 ])  # fmt: skip
 def test_loader_settings_change_nothing_that_a_rank_reads(options):
-    """D5: worker settings survive."""
+    """Worker settings survive."""
     plain, other = (prepare(DataLoader(range(30), batch_size=4, **o), 1, 2) for o in ({}, options))
     assert [ids(plain), ids(plain)] == [ids(other), ids(other)]
     for name, value in options.items():
@@ -247,7 +247,6 @@ def test_loader_settings_change_nothing_that_a_rank_reads(options):
 
 
 def test_the_original_is_not_changed():
-    """D5."""
     loader = DataLoader(range(9), batch_size=2, shuffle=True, num_workers=1)
     before = dict(vars(loader))
     prepared = prepare(loader, 0, 2)
@@ -259,7 +258,7 @@ def test_the_original_is_not_changed():
 
 
 def test_a_subclass_that_iterates_in_its_own_way_is_served():
-    """D5: a DataLoader subclass with its attributes."""
+    """A DataLoader subclass with its attributes."""
     feed = Feed()
     loader = prepare(WeirdLoader(range(5), batch_size=2, flavour="sweet"), 1, 2, feed=feed)
     assert loader.flavour == "sweet"
@@ -297,7 +296,7 @@ def test_an_error_of_the_dataset_is_passed_on(workers):
 
 
 def test_loaders_that_make_no_batches_are_served_in_a_world_of_one():
-    """D5: batch_size=None; semantics 21: its order too is a function of seed and epoch."""
+    """`batch_size=None`: its order too is a function of seed and epoch."""
     loader = prepare(DataLoader(range(6), batch_size=None, shuffle=True))
     torch.manual_seed(0)
     first = [list(loader), list(loader)]
@@ -317,7 +316,7 @@ def test_batches_are_put_on_the_device():
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_copies_and_pickles_go_on_at_the_same_epoch(duplicate, workers):
-    """L14: prepared loaders copy and pickle correctly, while an iterator lives."""
+    """Prepared loaders copy and pickle correctly, while an iterator lives."""
     make = lambda: DataLoader(Told(9), batch_size=2, shuffle=True, num_workers=workers)
     orders = [ids(loader) for loader in [prepare(make(), 1, 2)] for _ in range(2)]
     loader = prepare(make(), 1, 2)
@@ -330,7 +329,7 @@ def test_copies_and_pickles_go_on_at_the_same_epoch(duplicate, workers):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loaders_without_batches_are_shared_out_element_by_element(rank):
-    """D5: `batch_size=None`."""
+    """`batch_size=None`."""
     feed = Feed()
     prepared = prepare(DataLoader([torch.arange(n) for n in (1, 2, 3)], batch_size=None), rank, 2, feed=feed)
     found = [(len(batch), feed.current_rows()) for batch in prepared]

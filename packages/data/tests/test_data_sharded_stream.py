@@ -82,7 +82,7 @@ def order_of(found):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stream_is_read_once_by_all_ranks_and_workers_in_its_order(ranks, workers):
-    """D3: workers x ranks never duplicate."""
+    """Workers x ranks never duplicate."""
     found = parts(lambda: DataLoader(Stream(), batch_size=4, num_workers=workers), ranks)
     assert order_of(found) == list(range(N))
     assert len({len(batches) for batches in found}) == 1
@@ -123,7 +123,6 @@ class Doubling(DataLoader):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_loader_class_that_iterates_in_its_own_way_sees_its_own_batches(options):
-    """D5."""
     loader = prepare(Doubling(Stream(8), batch_size=2, **options), 1, 2)
     for _ in range(2):
         assert [batch.tolist() for batch in loader] == [[4, 6], [12, 14]]
@@ -156,7 +155,6 @@ MAKERS = {
     ("shared", 0, True), ("split", 2, True), ("stateful", 0, True),
 ])  # fmt: skip
 def test_a_new_process_goes_on_inside_the_stream(kind, workers, presharded, steps):
-    """R1."""
 
     def make():
         return prepare(MAKERS[kind](num_workers=workers), 1, 2, presharded=presharded)
@@ -181,7 +179,6 @@ def test_a_new_process_goes_on_inside_the_stream(kind, workers, presharded, step
 
 @pytest.mark.parametrize(("saved_on", "resumed_on"), [(4, 2), (2, 3), (2, 1)])
 def test_any_number_of_ranks_goes_on_in_a_stream_that_all_see(saved_on, resumed_on):
-    """R2."""
     loaders = [prepare(MAKERS["shared"](), rank, saved_on) for rank in range(saved_on)]
     begun = [sample for loader in loaders for sample in next(iter(loader)).tolist()]
     state = {**loaders[0].state_dict(), "samples": len(begun), "epoch": 0}
@@ -264,7 +261,6 @@ def test_a_datapipe_is_refused():
 
 @pytest.mark.parametrize(("presharded", "expected"), [(False, "keeps its part"), (True, "a stream of its own")])
 def test_a_stream_can_be_described(presharded, expected):
-    """D6."""
     loader = prepare(DataLoader(Sized(), batch_size=4), presharded=presharded)
     assert expected in str(loader.describe())
     assert loader.total_batch_size == 8
@@ -305,7 +301,7 @@ def uneven_ranks(policy, counts):
 
 @pytest.mark.timeout(120)
 def test_ranks_with_five_three_and_no_batches_end_together():
-    """D3: padding is gathered by nobody, and the second epoch is as the first."""
+    """Padding is gathered by nobody, and the second epoch is as the first."""
     expected = [[0, 1, 100, 101], [2, 3, 102, 103], [4, 5, 104, 105], [6, 7], [8, 9]]
     assert run_ranks(uneven_ranks, 3, "pad", (5, 3, 0)) == [[expected] * 2] * 3
     assert (

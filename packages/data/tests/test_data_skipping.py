@@ -80,7 +80,7 @@ LOADERS = {
 @pytest.mark.parametrize("number", [0, 1, 3, 4, 9])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_sharded_loader_reads_nothing_that_is_left_out(kind, number, rank):
-    """R11: padding is still known, and the next epoch is whole. Twenty samples make four batches of two ranks."""
+    """Padding is still known, and the next epoch is whole. Twenty samples make four batches of two ranks."""
     feed, dataset = Feed(), Counting(20)
     loader = sharded(LOADERS[kind](dataset), rank, 2, feed)
     whole_feed, whole_dataset = Feed(), Counting(20)
@@ -205,7 +205,7 @@ def skipped_on_ranks(dispatch, kinds):
 
 @pytest.mark.parametrize(("dispatch", "kinds"), [(True, [*KINDS]), (False, ["map", "shuffled", "batch sampler"])])
 def test_metrics_stay_exact_behind_skipped_batches(dispatch, kinds):
-    """R11, on two ranks, with a ragged end: four steps of six samples."""
+    """On two ranks, with a ragged end: four steps of six samples."""
     found, there = run_ranks(skipped_on_ranks, 2, dispatch, kinds)
     assert found == there
     for (kind, number), (rest, states, lengths, following) in found.items():

@@ -106,7 +106,7 @@ def seen():
 
 
 def test_ranks_end_as_the_policy_says_and_know_how_many_batches_follow(seen):
-    """D3: 5, 3 and 0 batches. What follows is exact for the last `ahead` batches, for all ranks together."""
+    """5, 3 and 0 batches. What follows is exact for the last `ahead` batches, for all ranks together."""
     ranks = seen[ends_on_all_ranks]
     for ahead in (1, 2, 4, 9):
         following = [min(remaining, ahead) for remaining in (4, 3, 2, 1, 0)]
