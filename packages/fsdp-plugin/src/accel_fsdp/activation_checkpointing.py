@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a unit computed is not kept for the backward, but computed again there.
+"""Activation checkpointing: what a unit computed is computed again for the backward.
 
 Between forward and backward only the inputs of a unit stay in memory, for about a third more
 computation. See Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost",
@@ -22,7 +22,7 @@ _TAKEN = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_st
 
 
 def checkpoint_units(units: Sequence[nn.Module | list[nn.Module]]) -> None:
-    """Makes the forward of each unit run again in the backward; random numbers and autocast are then as they were.
+    """Makes the forward of each unit run again in the backward, in its random state and autocast.
 
     It happens in place: names of parameters and buffers, `state_dict`, and the printed form stay
     what they are. Without gradients, nothing is different. A unit inside another one runs again

@@ -64,7 +64,7 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 def clip(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, pending: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Scales the gradients of `parameters` so that their joint norm is at most `max_norm`. A collective.
+    """Scales gradients so that their joint norm is at most `max_norm`. Collective.
 
     Args:
         parameters: their `.grad` is scaled.

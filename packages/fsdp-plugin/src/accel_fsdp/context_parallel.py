@@ -1,4 +1,4 @@
-"""Context parallelism: the peers of a group hold parts of a sequence, and attend to all of it together.
+"""Context parallelism: peers hold parts of a sequence, and attend to all of it together.
 
     with accelerator.maybe_context_parallel(
         buffers=[tokens, labels, positions], buffer_seq_dims=[1, 1, 1]
@@ -53,7 +53,7 @@ def split_sequence(
     buffer_seq_dims: Sequence[int],
     no_restore_buffers: Collection[torch.Tensor] = (),
 ) -> Iterator[None]:
-    """Inside the block each buffer holds this process's part of the sequence, and attention spans all parts.
+    """Inside, buffers hold this process's part of the sequence, and attention spans all parts.
 
     The forward and the backward belong inside: buffers change in place at the end of the block, and
     a backward that needs one then raises. Attention is a collective over the group. What the block
@@ -164,7 +164,7 @@ def _biased(
     bias: torch.Tensor,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention with one of torch's causal biases, which find the function that they serve, and the next to be called, in `F`."""
+    """Attention with one of torch's causal biases, which look their function up in `F`."""
     ours = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = original
     try:
@@ -174,7 +174,7 @@ def _biased(
 
 
 class _Collected(torch.autograd.Function):
-    """Keys and values of all peers, in the order of the sequence if `ordered`, else one peer's after the other's."""
+    """Keys and values of all peers, in the order of the sequence if `ordered`, else by peer."""
 
     @staticmethod
     def forward(
@@ -192,7 +192,7 @@ class _Collected(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[None, None, torch.Tensor, torch.Tensor]:
-        """The gradients of wholes on all peers, summed, to that of the part: in float32, as many terms as there are peers."""
+        """The gradients of wholes, summed over peers in float32, for this part."""
         peers, dtype = dist.get_world_size(ctx.group), keys.dtype
         wide = torch.promote_types(dtype, torch.float32)
         sent = torch.cat([_separated(whole, peers, ctx.ordered).flatten(1) for whole in (keys, values)], 1).to(wide)
@@ -228,7 +228,7 @@ def _part(buffer: torch.Tensor, dim: int, length: int, peers: int, peer: int) ->
 
 
 def _show(buffer: torch.Tensor, memory: torch.Tensor) -> None:
-    """Makes `buffer` a view of other memory, in place. What it showed before is not written to, for others may be views of it.
+    """Makes `buffer` a view of other memory, in place, without writing to what it showed before.
 
     It counts as a change for autograd: a backward that needs the buffer as it was raises.
     """

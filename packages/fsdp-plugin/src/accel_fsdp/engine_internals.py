@@ -28,13 +28,13 @@ MOST_SIZES = 64
 
 
 def cut_parameters(units: Iterable[nn.Module]) -> list[Any]:
-    """The engine's record of each parameter of some units; once, also where several modules make one unit."""
+    """The engine's record of each parameter of some units, once."""
     states = {id(state): state for state in map(engine_state, units)}
     return [cut for state in states.values() for group in state._fsdp_param_groups for cut in group.fsdp_params]
 
 
 def held_gradients(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
-    """The whole local gradients that wait for a backward that synchronises, live, by the name of their parameter.
+    """The whole local gradients that wait for a synchronising backward, live, by parameter.
 
     Args:
         model: the root.
@@ -52,12 +52,12 @@ def drop_held(cuts: Iterable[Any]) -> None:
 
 
 def gathered_parameters(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
-    """The whole parameters that the model computes with, and shows while it does, by name; they are not the ones to be stepped."""
+    """The gathered parameters that the model shows while it computes, by name; never stepped."""
     return _by_name(model, [(cut, cut._unsharded_param) for cut in cuts if _is_gathered_once(cut)])
 
 
 def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
-    """Whether a tensor is a whole parameter that the model computes with, or a view of one: its memory goes when it is cut again."""
+    """Whether a tensor is a gathered parameter or a view of one, whose memory will go."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     memory = tensor.untyped_storage().data_ptr()
@@ -67,12 +67,12 @@ def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
 
 
 def parts_behind(cuts: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """The parts that are stepped, and have the gradients, by the `id` of the gathered parameter that is shown in their place."""
+    """The sharded parameters, which are stepped, by the `id` of the gathered ones."""
     return {id(cut._unsharded_param): cut.sharded_param for cut in cuts if _is_gathered_once(cut)}
 
 
 def clear(cuts: Iterable[Any], set_to_none: bool) -> None:
-    """Clears the gradients of parts, also where gathered parameters are shown in their place; forgets those that were held back."""
+    """Clears the gradients of shards, of gathered parameters, and those that were held back."""
     cuts = list(cuts)
     drop_held(cuts)
     for gradient in [cut.sharded_param.grad for cut in cuts if not set_to_none and cut.sharded_param.grad is not None]:
@@ -82,12 +82,12 @@ def clear(cuts: Iterable[Any], set_to_none: bool) -> None:
 
 
 def is_any_gathered(state: Any) -> bool:
-    """Whether parameters of a unit are not in the parts that are stepped. `reshard()` of a unit costs microseconds also where they are."""
+    """Whether parameters of a unit are gathered; `reshard()` costs microseconds anyway."""
     return any(not group.is_sharded for group in state._fsdp_param_groups)
 
 
 def was_interrupted(state: Any) -> bool:
-    """Whether a backward raised before its end. The engine goes on from there without a word, and reduces nothing any more.
+    """Whether a backward raised before its end: the engine would go on and reduce nothing.
 
     A backward queues a callback for its end, and the flag is cleared there.
 
@@ -126,7 +126,7 @@ def _pre_backward(engines: Callable[[torch.Tensor], torch.Tensor], gradient: tor
 
 
 def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
-    """Between forward and backward, a unit's parameters are kept in parts on the second dim of `mesh`: fewer ranks than shards.
+    """Keeps a unit's parameters sharded on the second dim of `mesh` between forward and backward.
 
     That is what a number as `reshard_after_forward` of `fully_shard` does, with a mesh that was
     made elsewhere.
@@ -142,7 +142,7 @@ def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def gather_apart(model: nn.Module, world: World) -> None:
-    """Has units of unlike sizes gather in process groups of their own, on CPUs. A collective, made once per size.
+    """Has units of unlike sizes gather in own process groups, on CPUs. Collective, once per size.
 
     Where one rank calls the model once more than another, they gather different units. In one
     group, gloo would end the process of the one with the smaller unit; in two they wait, and the
@@ -179,7 +179,7 @@ class GatherApart:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gathers. In the group that is given, if that is not the one of the mesh: the engine gathers again in a part of it."""
+        """Gathers, in the group that is given: the engine gathers again in a part of the mesh."""
         group = self._groups.get(group, group)
         work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return work

@@ -28,7 +28,7 @@ def save_whole(model: nn.Module) -> None:
 
 
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The method of the user's class, with all weights on the main process. Collective, unless it is given a `state_dict`."""
+    """The user's method, with all weights on the main process. Collective without `state_dict`."""
     save = super(ShardedModel, self).save_pretrained
     if any(isinstance(each, Mapping) for each in (*args[1:], kwargs.get("state_dict"))):
         return save(*args, **kwargs)

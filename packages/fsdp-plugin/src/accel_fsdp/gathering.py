@@ -43,7 +43,7 @@ class Gathering:
         self._kept = {id(module) for module in self._left_alone(model)} if self._keeps else set()
 
     def parts(self, unit: Unit) -> Iterator[tuple[Unit, Any]]:
-        """The parts of a unit to gather together, each with its `MixedPrecisionPolicy`; the unit is last.
+        """The parts of a unit to gather together, each with its policy; the unit is last.
 
         Args:
             unit: the units inside of it have been sharded already.
@@ -79,7 +79,7 @@ class Gathering:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
 
     def _left_alone(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Modules all of whose parameters autocast leaves alone, as far as can be seen: embeddings, and those of one dim at most."""
+        """Modules whose parameters autocast leaves alone: embeddings, and those of one dim."""
         owners: dict[int, list[nn.Module]] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):

@@ -99,7 +99,7 @@ class Synchronisation:
         self._may_hold |= not travels
 
     def held(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The gradients that have not travelled, whole and live, by name. Costs nothing where all travel at once."""
+        """The gradients that were not reduced, whole and live, by name; free where none wait."""
         if not self._may_hold:
             return {}
         found = held_gradients(model, self.cuts)
@@ -122,11 +122,11 @@ class Synchronisation:
         return found
 
     def outliving(self, output: torch.Tensor) -> torch.Tensor:
-        """An output that stays valid after resharding: a copy if it is a parameter or a view of one."""
+        """An output that stays valid after resharding: parameters and views of them are copied."""
         return output.clone() if is_gathered(output, self._kept) else output
 
     def reshard(self) -> None:
-        """Puts the parts in the places of gathered parameters, where these are not needed any more or not up to date."""
+        """Shows shards in the places of gathered parameters that are out of date or not needed."""
         for unit, state in zip(self.units, self._states, strict=True):
             if is_any_gathered(state):
                 unit.reshard()
@@ -139,12 +139,12 @@ def synchronisation_of(model: nn.Module) -> Synchronisation | None:
 
 
 def attach(model: nn.Module, synchronisation: Synchronisation) -> None:
-    """Makes it the one that `synchronisation_of` finds, and that calls go by: the model is a `ShardedModel`."""
+    """Sets what `synchronisation_of` finds, and what calls of the `ShardedModel` go by."""
     vars(model)[_SYNCHRONISATION] = synchronisation
 
 
 class ShardedModel(ClassOverride):
-    """The overrides of a sharded model: calls decide whether gradients are sent, and copying raises.
+    """The overrides of a sharded model: calls decide about synchronising, copying raises.
 
     `__call__` is overridden, and no hook is registered: hooks would be compiled with the model.
     """
@@ -176,7 +176,7 @@ class ShardedModel(ClassOverride):
         return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, as it would of a whole model: those of the parts, and those that have not travelled."""
+        """Clears the gradients of shards, and those that were not reduced."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         clear(vars(self)[_SYNCHRONISATION].cuts, set_to_none)
 

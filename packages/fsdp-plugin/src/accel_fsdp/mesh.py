@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, processes: int, replicate: int, context: int, tensor: int, shard: int | None = None) -> Sizes:
-        """The sizes for so many processes: what the named dimensions leave over is the number of shards, unless that is named too.
+        """The sizes for so many processes: shards take what the named dimensions leave over.
 
         Raises:
             ValueError: if the product of the named dimensions does not divide the number of
@@ -92,7 +92,7 @@ class Meshes:
     def build(
         cls, world: World, replicate: int = 1, context: int = 1, tensor: int = 1, shard: int | None = None
     ) -> Meshes:
-        """Arranges the processes of `world`. A collective: every rank calls it, with the same numbers.
+        """Arranges the processes of `world`. Collective, with the same numbers on all ranks.
 
         Args:
             world: whose ranks these are. In a world of one that has no group yet, one is started,
@@ -124,7 +124,7 @@ class Meshes:
         )
 
     def layout(self) -> Layout:
-        """The layout for the core: this rank's part of the data, and the ranks that average gradients."""
+        """The layout for the core: this rank's data, and the ranks that average gradients."""
         whole = self.data.count == self.root.size()
         return Layout(self.data, None if whole else self.data_group, self.root, self.gradient_group)
 
@@ -136,7 +136,7 @@ class Meshes:
 
 
 def _root(world: World, grid: torch.Tensor) -> DeviceMesh:
-    """The mesh over replicas, shards and tensor peers; of those dimensions that have one process only the shards' stays."""
+    """The mesh over replicas, shards and tensor peers; sizes of one only for the shards."""
     names = ("replicate", "shard", "tensor")
     wanted = [(name, dim) for dim, name in enumerate(names) if name == "shard" or grid.shape[dim] > 1]
     return DeviceMesh.from_group(
@@ -156,7 +156,7 @@ def _coordinate(ranks: torch.Tensor, rank: int, dim: int) -> int:
 
 
 def _mine(world: World, lines: torch.Tensor) -> ProcessGroup:
-    """The group that this rank is in, of those whose ranks are the lines along the last dimension. All ranks make all groups."""
+    """This rank's group along the last dimension of `ranks`. All ranks make all groups."""
     mine = None
     for members in lines.reshape(-1, lines.shape[-1]).tolist():
         group = world.subgroup(members)

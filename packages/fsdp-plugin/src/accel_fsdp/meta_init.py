@@ -1,4 +1,4 @@
-"""Models that are built without data, cut, and given their data part by part: no process but the first ever has all of it.
+"""Models that are built without data, sharded, and then filled: only rank 0 ever has all of it.
 
 `Recipes.build` runs the factory, and each parameter goes to the meta device as soon as it stands in
 its module. Numbers (parameters without dims), buffers, and tensors that are neither, are computed
@@ -66,7 +66,7 @@ class Recipes:
         self._of: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
 
     def build(self, factory: Factory, checkpoint: Path | None) -> nn.Module:
-        """The factory's model, its parameters without data. No collective; random streams are unchanged.
+        """The factory's model, its parameters without data. No collective, no random draw.
 
         A parameter of a class of its own (quantised weights, say) keeps its data, and so does a
         model that the factory did not build but had.
@@ -96,7 +96,7 @@ class Recipes:
         return model
 
     def materialise(self, model: nn.Module, world: World, device: torch.device) -> None:
-        """Gives a model that `build` built its data. A collective; every parameter stays the object that it is.
+        """Gives a model of `build` its data. Collective; parameters stay the objects that they are.
 
         Without a checkpoint the main process runs the factory, in CPU memory, and broadcasts one
         tensor after another, so beside what it keeps another rank has one of them at most. Random
@@ -196,7 +196,7 @@ class _Filling:
 
     @torch.no_grad()
     def _allocate(self, device: torch.device) -> None:
-        """Gives every tensor without data memory, without values yet. Ties stay, and all objects but buffers."""
+        """Gives every tensor without data memory. Ties stay, and all objects but buffers."""
         for parameter in self._model.parameters():
             if parameter.is_meta and not is_sharded(parameter):
                 memory = torch.empty_like(parameter, device=self._world.device)
@@ -214,7 +214,7 @@ class _Filling:
                 local_of(parameter).copy_(kept[name])
 
     def _keep_buffers(self, before: Tensors) -> None:
-        """Puts the buffers that had data back, and ties the others again: `to_empty` has made new ones."""
+        """Puts the buffers that had data back, and ties the others again after `to_empty`."""
         placed: dict[int, torch.Tensor] = {}
         for name, made in list(self._model.named_buffers(remove_duplicate=False)):
             old = before[name]
@@ -225,7 +225,7 @@ class _Filling:
 
     @torch.no_grad()
     def _send(self, source: Tensors, names: Iterable[str]) -> None:
-        """Fills tensors by those of the main process, of a source or else its own, one after the other. A collective."""
+        """Fills tensors one by one from the main process's, or from a source. Collective."""
         sharding, targets = DTensorSharding(), _named(self._model)
         for name in names:
             target = targets[name]
@@ -249,7 +249,7 @@ class _Filling:
 
 @contextmanager
 def _without_data() -> Iterator[None]:
-    """Parameters with dims go to the meta device as they are put into modules by this thread; what is tied stays tied."""
+    """Moves parameters with dims to meta as this thread puts them into modules; ties stay."""
     made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
     thread = get_ident()
 
@@ -277,7 +277,7 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _followed(own: Mapping[str, Any], begun: Mapping[str, Any], ended: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a rank's random streams; where they are as they began on the main process, as they ended there."""
+    """A rank's random states: where they are as on the main process at first, as there at last."""
     followed = {name: ended[name] for name in own if name in begun and _same(own[name], begun[name])}
     return {**own, **followed}
 

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters were cut: what they have learnt is cut too, and those that cannot step a DTensor are refused.
+"""Optimizers of sharded parameters: their state is sharded, unless they cannot step a DTensor.
 
 No list says which optimizers can: it would be out of date with the next release of torch. Each is
 tried, in a copy, on parameters of a few elements that lie on the ranks as the real ones do.
@@ -43,7 +43,7 @@ RATE = 0.1
 
 
 def carrying(model: nn.Module, optimizers: Sequence[Optimizer], whole: Collection[nn.Parameter] = ()) -> MoveState:
-    """The function that moves optimizer state to sharded parameters, for `ParameterReplacement.apply`.
+    """The function that moves optimizer state to shards, for `ParameterReplacement.apply`.
 
     Args:
         model: with its parameters as they were when the optimizers stepped.
@@ -107,7 +107,7 @@ def _check_state(parameter: torch.Tensor, state: State, optimizer: Optimizer | N
 
 
 def _is_cut(optimizer: Optimizer | None, parameter: torch.Tensor, key: str, value: Any) -> bool | None:
-    """Whether a value of an optimizer's state is cut with the parameter, or stays; None if it can do neither."""
+    """Whether a value of an optimizer's state is sharded, or stays; None if neither works."""
     if not has_tensors(value):
         return False
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
@@ -133,7 +133,7 @@ def _part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises if an optimizer cannot step the DTensors that it holds. A collective; neither they nor random streams change.
+    """Raises if an optimizer cannot step its DTensors. Collective; it changes nothing.
 
     A copy of it steps small parameters twice, those cut like its own and the same ones whole, and
     has to find the same values. It takes milliseconds; seconds, where the optimizer compiles
@@ -185,7 +185,7 @@ def _failure(optimizer: Optimizer, device: torch.device) -> str | None:
 
 
 def _ways_to_step(optimizer: Optimizer) -> tuple[bool, ...]:
-    """Whether a trial passes a closure. One that may be left out is passed where the step fails without it."""
+    """Whether a trial passes a closure: an optional one where the step fails without."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is None:
         return (False,)
@@ -194,7 +194,7 @@ def _ways_to_step(optimizer: Optimizer) -> tuple[bool, ...]:
 
 @contextmanager
 def _no_hooks_of_all_optimizers() -> Iterator[None]:
-    """Leaves out what `register_optimizer_step_pre_hook` and its like have added: a trial is no step of the user's."""
+    """Leaves out the hooks of the user's on steps: a trial is none."""
     added: tuple[dict[int, Any], ...] = (
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
@@ -227,7 +227,7 @@ class _Kind(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Two elements in each dim on each rank; on the last one fewer, where the parameters are cut unevenly."""
+        """Two elements a dim on each rank; on the last one fewer, if shards are uneven."""
         parts = _parts_by_dim(self.mesh, self.placements, len(self.uneven))
         return [2 * part - uneven for part, uneven in zip(parts, self.uneven, strict=True)]
 
@@ -252,7 +252,7 @@ def _parts_by_dim(mesh: Any, placements: Sequence[Any], dims: int) -> list[int]:
 
 
 class _Trial:
-    """Two copies of an optimizer that step the same small parameters: whole ones, and such that lie as its own do."""
+    """Two copies of an optimizer over equal small parameters: whole ones, and shards."""
 
     def __init__(self, optimizer: Optimizer, with_closure: bool) -> None:
         self._with_closure = with_closure
@@ -300,7 +300,7 @@ def _largest(value: torch.Tensor) -> float:
 
 
 def _copied(optimizer: Optimizer, groups: Sequence[Mapping[_Kind, nn.Parameter]]) -> Any:
-    """A copy of an optimizer, with all that it refers to, that has not stepped and holds other parameters.
+    """A copy of an optimizer, with all it refers to, over other parameters and without state.
 
     It is not built by the constructor, whose arguments nobody has kept. What was put over its
     methods (gates, schedulers) and into its hooks stays behind.

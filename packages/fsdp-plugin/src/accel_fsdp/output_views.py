@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def return_no_views(unit: nn.Module | list[nn.Module]) -> None:
-    """Has the modules of a unit return tensors of their own. Before `fully_shard`, whose hook is to see them."""
+    """Has the modules of a unit return tensors of their own. Before `fully_shard` hooks them."""
     for module in unit if isinstance(unit, list) else [unit]:
         module.register_forward_hook(_without_views)
 
@@ -39,7 +39,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Apart(torch.autograd.Function):
-    """The identity, in the same memory. Changes in place are noticed by whoever has saved the view for its backward."""
+    """The identity in the same memory. Who saved the view notices changes in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004

@@ -63,7 +63,7 @@ class _Configures(type):
 
 
 class FullyShardedDataParallelPlugin(metaclass=_Configures):
-    """Gives an `FSDP` that is configured by older names: `Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...))`.
+    """An `FSDP` that is configured by older names: `Accelerator(fsdp_plugin=...)`.
 
     The result is an `FSDP` like any other, and
     `isinstance(strategy, FullyShardedDataParallelPlugin)` is true of every `FSDP`. Nothing is read

@@ -88,7 +88,7 @@ class Options:
             )
 
     def check_shards(self, shards: int) -> None:
-        """Raises if parameters cannot be kept on as many ranks as asked for, of so many that hold the shards."""
+        """Raises if parameters cannot be kept on as many of the sharding ranks as asked for."""
         number = self.reshard_after_forward
         if not isinstance(number, bool) and shards % number:
             raise ValueError(
@@ -203,14 +203,14 @@ def dress_and_compile(model: nn.Module, request: PrepareRequest) -> None:
 
 
 def prepare_whole(model: nn.Module, request: PrepareRequest, place: Place) -> None:
-    """Places a model that is not trained, in place and whole. A collective if it has no data yet."""
+    """Places a model that is not trained, whole. Collective if it has no data yet."""
     if is_meta(model):
         place.recipes.materialise(model, place.world, place.world.device)
     place_model(model, replace(request, device=place.world.device))
 
 
 def adopt(model: nn.Module, former: Mapping[str, weakref.ref[nn.Parameter]], optimizer: Optimizer) -> None:
-    """Has an optimizer step the parts of a model whose former parameters it holds, or gathered ones, as if it had been there before."""
+    """Has an optimizer step the shards of parameters that it holds whole or gathered."""
     own = synchronisation_of(model)
     assert own is not None, "it was sharded here"
     names = {id(old): name for name, reference in former.items() if (old := reference()) is not None}
@@ -231,7 +231,7 @@ def adopt(model: nn.Module, former: Mapping[str, weakref.ref[nn.Parameter]], opt
 
 @torch.no_grad()
 def share_weights(model: nn.Module, world: World) -> None:
-    """Every rank gets the parameters and buffers of rank 0 that have data, one after the other. A collective."""
+    """Sends rank 0's parameters and buffers that have data to all, one by one. Collective."""
     if world.size == 1:
         return
     for tensor in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
@@ -290,7 +290,7 @@ def shard(
 
 
 def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:
-    """The mesh on whose second dim parameters are kept in parts between forward and backward; None if they are not.
+    """The mesh on whose second dim parameters stay between forward and backward; None: whole.
 
     torch makes one by itself, for every unit anew, with process groups that have neither the
     world's timeout nor an end.
@@ -309,7 +309,7 @@ def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:
 def follow(
     model: nn.Module, whole: Collection[nn.Parameter], policy: PrecisionPolicy, options: Options, place: Place
 ) -> None:
-    """Has calls of the model say when gradients travel, also those of parameters that are not cut."""
+    """Has calls of the model decide when gradients are reduced, replicated ones too."""
     # In one order on all ranks, which a set has not.
     averaged = WholeParameters([each for each in model.parameters() if each in whole], place.meshes.fsdp, policy.reduce)
     attach(model, Synchronisation(model, bool(options.reshard_after_forward), averaged))
@@ -326,7 +326,7 @@ def follow(
 
 
 def keep_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Puts what the user has noted on parameters (`parameter.no_decay = True`) on their successors."""
+    """Copies the user's attributes of parameters (`p.no_decay = True`) to their successors."""
     named = dict(model.named_parameters())
     for name, noted in attributes.items():
         vars(named[name]).update({key: value for key, value in noted.items() if key not in vars(named[name])})

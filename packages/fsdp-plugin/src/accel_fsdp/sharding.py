@@ -21,7 +21,7 @@ class DTensorSharding:
     """
 
     def extent(self, parameter: torch.Tensor) -> Extent:
-        """The part of `parameter` on this rank. Raises `TypeError` for a tensor that is a sum over ranks."""
+        """The part of `parameter` on this rank. Raises `TypeError` for a sum over ranks."""
         shape = tuple(parameter.shape)
         if not is_sharded(parameter):
             return Extent(shape, (Box.whole(shape),))
@@ -59,7 +59,7 @@ class DTensorSharding:
 
 
 def is_sharded(tensor: torch.Tensor) -> Any:
-    """Whether `tensor` is a DTensor. Asked by its attributes: the class costs an import, and those who have one have done it."""
+    """Whether `tensor` is a DTensor, by its attributes: the class costs an import."""
     return hasattr(tensor, "placements")
 
 

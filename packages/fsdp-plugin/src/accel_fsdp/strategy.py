@@ -55,7 +55,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class FSDP(Strategy):
-    """Fully sharded data parallelism, with replicas, tensor parallelism and context parallelism as further dimensions.
+    """Fully sharded data parallelism, with replicas, tensor and context parallelism.
 
     `replicate * shard * context_parallel * tensor_parallel` is the number of processes; the number
     of shards follows, if it is not given.
@@ -172,7 +172,7 @@ class FSDP(Strategy):
 
     @hookimpl
     def layout(self, world: World) -> Layout:
-        """Arranges the processes. Raises `ValueError` with the formula if the numbers do not multiply to the world size."""
+        """Arranges the processes. Raises `ValueError` if numbers do not multiply to the world."""
         from accel_fsdp.mesh import Meshes, Sizes
 
         sizes = Sizes.of(world.size, **self._sizes)
@@ -188,7 +188,7 @@ class FSDP(Strategy):
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
-        """Shards the model in place; one that is not trained is placed whole. See `accel_fsdp.preparing`."""
+        """Shards the model in place; one that is not trained is placed whole."""
         own = synchronisation_of(model)
         if own is not None:
             check_again(model, own.cut_as, (self._sizes, self._options), request.policy)
@@ -213,7 +213,7 @@ class FSDP(Strategy):
 
     @hookimpl
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises for an optimizer that cannot step parts of parameters. One that was built before its model was sharded gets them."""
+        """Raises for an optimizer that cannot step shards; gives an earlier one its shards."""
         for model, sharded in self._models.items():
             adopt(model, sharded.former, optimizer)
         check_late(optimizer, self._models, self._frozen)
@@ -236,7 +236,7 @@ class FSDP(Strategy):
 
     @hookimpl
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises for gradients that this rank still holds back: they would be missing in the step, or differ from rank to rank."""
+        """Raises for gradients that this rank still holds back: the step would lack them."""
         for model in self._models:
             own = synchronisation_of(model)
             assert own is not None, "it was sharded here"
@@ -279,7 +279,7 @@ class FSDP(Strategy):
         buffer_seq_dims: Sequence[int],
         no_restore_buffers: Collection[torch.Tensor],
     ) -> AbstractContextManager[None]:
-        """Inside, the tensors hold this rank's part of the sequence, and attention spans all parts."""
+        """Inside, tensors hold this rank's part of the sequence, and attention spans all parts."""
         mesh = self._here.meshes.context
         if mesh is None:
             return _NOTHING
@@ -326,7 +326,7 @@ class FSDP(Strategy):
         restore_optimizer(optimizer, names, DTensorSharding(), saved)
 
     def _stepped(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parts, which have the gradients, in the places of gathered parameters: a model shows these while they are gathered."""
+        """Shows the shards, which have the gradients, in the places of gathered parameters."""
         if all(map(is_sharded, parameters)):
             return parameters
         parts: dict[int, torch.Tensor] = {}
@@ -354,7 +354,7 @@ class FSDP(Strategy):
 
 
 class _Outdating:
-    """After a step, units that are still gathered hold old values: they are cut again, and gathered anew when they are needed.
+    """Reshards units that are still gathered after a step: their values are old.
 
     That happens where a model is called between its backward and the step.
     """

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the peers of a group hold parts of a layer's weight, and compute parts of its output together.
+"""Tensor parallelism: peers hold parts of a layer's weight, and compute parts of its output.
 
 A *plan* says which layers are cut, and how:
 
@@ -103,7 +103,7 @@ def check_plan(plan: Plan | None, tensor_parallel: int) -> None:
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Cuts the layers of a model as a plan says, in place; their parameters are `DTensor`s on `mesh` afterwards.
+    """Shards the layers of a model as a plan says, in place: parameters become `DTensor`s.
 
     A collective where the model has dropout. Nothing is sent but for that: each peer keeps its part
     of what it has, so weights have to be equal on all peers before. Tied parameters stay tied, and
@@ -289,7 +289,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """Makes one parameter again of what was one before; styles replace the parameters of one module at a time."""
+    """Makes tied parameters one again after styles replaced them module by module."""
     for names in ties:
         parameters = [model.get_parameter(name) for name in names]
         first = parameters[0]
@@ -308,7 +308,7 @@ def _tie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
 
 
 def _check_dropout(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Activations that are whole are the same on all peers only if all drop the same of them. A collective over all ranks."""
+    """Raises unless peers draw alike, for dropout in whole activations. Collective over all ranks."""
     dropping = [name for name, module in model.named_modules() if getattr(module, "p", 0) and _is_dropout(module)]
     if not dropping:
         return

@@ -1,4 +1,4 @@
-"""Parameters that are not cut (those without dims, and of `ignored_modules`): their gradients are averaged with the others.
+"""Parameters that are not sharded (0-d, or ignored): their gradients are averaged too.
 
 Once at the end of each backward that synchronises, all of them, whichever took part on this rank:
 the ranks then agree on what travels, and what was accumulated without travelling does not stay
@@ -48,7 +48,7 @@ class WholeParameters:
                 parameter.register_post_accumulate_grad_hook(self.changed.append)
 
     def follow(self, output: Any, synchronisation: Synchronisation) -> None:
-        """Has the backward of what a model has returned average the gradients, if it synchronises."""
+        """Has the backward of a model's outputs average the gradients, if it synchronises."""
         if not (self._groups and self._parameters):
             return
 
@@ -78,7 +78,7 @@ class WholeParameters:
             self._average_together(parameters)
 
     def _average_together(self, parameters: list[nn.Parameter]) -> None:
-        """One flat tensor travels. A mean of means is the mean, so it is all that has been accumulated."""
+        """Reduces one flat tensor: the mean of all that was accumulated."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

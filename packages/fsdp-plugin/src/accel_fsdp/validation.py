@@ -1,4 +1,4 @@
-"""Models that FSDP cannot train as they are, and optimizers that would train them wrongly: what is said, before anything is cut.
+"""Refusals, before anything is sharded: of models that FSDP cannot train, and of optimizers.
 
 Every rank finds the same, so every rank raises.
 """
@@ -73,7 +73,7 @@ def check_policy(policy: PrecisionPolicy) -> None:
 
 
 def check_again(model: nn.Module, before: object, now: object, policy: PrecisionPolicy) -> None:
-    """Raises for a model that was sharded in another way than is asked for now: that cannot be changed any more."""
+    """Raises for a model that was sharded otherwise than is asked for now."""
     differs = before != now
     if not differs:
         dtypes = {each.dtype for each in model.parameters()}
@@ -87,7 +87,7 @@ def check_again(model: nn.Module, before: object, now: object, policy: Precision
 
 
 def check_lookups(model: nn.Module) -> None:
-    """Raises for embeddings that change their weights in the forward, or have gradients that list rows."""
+    """Raises for embeddings that renormalise in the forward, or have sparse gradients."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
@@ -115,7 +115,7 @@ def check_hooks(model: nn.Module, whole: Collection[nn.Parameter]) -> None:
 
 
 def check_apart(model: nn.Module, sharded: Mapping[nn.Module, Sharded], whole: Iterable[nn.Module]) -> None:
-    """Raises for a model that shares a trained parameter with an earlier one: each would go on with one of its own."""
+    """Raises for a model that shares a trained parameter with a model prepared before."""
     own = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for earlier, record in sharded.items():
         former = {id(reference()) for reference in record.former.values()}
@@ -128,7 +128,7 @@ def check_apart(model: nn.Module, sharded: Mapping[nn.Module, Sharded], whole: I
 
 
 def check_late(optimizer: Optimizer, sharded: Mapping[nn.Module, Sharded], frozen: Iterable[nn.Module]) -> None:
-    """Raises for an optimizer that trains parameters whose gradients nobody averages, because they were not there or not trained."""
+    """Raises for an optimizer of trained parameters whose gradients nobody averages."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     for model, record in sharded.items():
         plain = [
@@ -150,7 +150,7 @@ def check_late(optimizer: Optimizer, sharded: Mapping[nn.Module, Sharded], froze
 
 
 def check_dtypes(model: nn.Module, units: Iterable[Unit], whole: Collection[nn.Parameter]) -> None:
-    """Raises where a unit has trained parameters of several dtypes: their gradients travel as one."""
+    """Raises for units with trained parameters of several dtypes, which are reduced as one."""
     for parameters in _cut_together(model, units, whole):
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in parameters:

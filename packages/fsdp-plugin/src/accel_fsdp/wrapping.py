@@ -30,7 +30,7 @@ _SHOWN = 8  # candidates in a message: models have hundreds of modules
 
 
 def check_wrap(wrap: object) -> None:
-    """Raises `TypeError` or `ValueError` for what cannot say which modules are units, of whatever model."""
+    """Raises `TypeError` or `ValueError` for what cannot name the units of a model."""
     if isinstance(wrap, int) and not isinstance(wrap, bool):
         chooses = wrap > 0
     elif isinstance(wrap, (str, list, tuple, set, frozenset)) and all(isinstance(name, str) for name in wrap):
@@ -60,7 +60,7 @@ def check_ignored(ignored: object) -> None:
 
 
 def find_units(model: nn.Module, wrap: Wrap = None, ignored: Ignored = None) -> list[Unit]:
-    """The units inside a model, in the order in which `fully_shard` takes them: inner ones first. The model itself is left out.
+    """The units inside a model, inner ones first, as `fully_shard` takes them; not the model.
 
     Only modules with parameters that are not ignored are units; lists and dicts of modules, which
     have no forward, never are.
@@ -97,7 +97,7 @@ def find_units(model: nn.Module, wrap: Wrap = None, ignored: Ignored = None) -> 
 
 
 def ignored_parameters(model: nn.Module, ignored: Ignored = None) -> set[nn.Parameter]:
-    """The parameters that stay whole on every rank, and whose gradients do not travel: those of ignored modules.
+    """The parameters of ignored modules: whole on every rank, their gradients not reduced.
 
     Args:
         model: the model.
@@ -124,7 +124,7 @@ def ignored_parameters(model: nn.Module, ignored: Ignored = None) -> set[nn.Para
 
 
 def describe_units(model: nn.Module, units: Sequence[Unit], ignored: Collection[nn.Parameter] = ()) -> str:
-    """The units in words: "6 × Block, 1 × Embedding with Linear; 2 of 40 parameters are gathered with the whole model".
+    """The units in words: "6 × Block, 1 × Embedding with Linear; 2 of 40 parameters …".
 
     Args:
         model: the model, before it is sharded: that gives its modules other classes.
@@ -188,7 +188,7 @@ class _Division:
             self._innermost = self._locate()
 
     def ordered(self) -> list[Unit]:
-        """Inner ones before those around them; a group stands where its last member does, behind all that is inside of any."""
+        """Inner units first; a group stands where its last member does, behind what is inside."""
         place = {module: index for index, module in enumerate(self.tree.order)}
         groups: list[set[nn.Module]] = [{unit} for unit in self.units]
         for owners in self.tree.owners.values():
@@ -200,7 +200,7 @@ class _Division:
         return [each if len(each) > 1 else each[0] for each in sorted(members, key=lambda each: place[each[-1]])]
 
     def _locate(self, *, separate: bool = False) -> dict[nn.Module, set[nn.Module]]:
-        """Finds the innermost units, from the outside in. `separate` makes a unit of what occurs in several of them."""
+        """Finds the innermost units, outside in. `separate`: what occurs in several is a unit."""
         found: dict[nn.Module, set[nn.Module]] = {}
         for module in reversed(self.tree.order):
             around = _union(found[parent] for parent in self.tree.parents[module])
@@ -213,7 +213,7 @@ class _Division:
         return _union(self._innermost[owner] for owner in owners)
 
     def _settle(self, owners: list[nn.Module]) -> bool:
-        """Whether something had to change so that a parameter with these owners is in one unit, or in several side by side."""
+        """Whether the units of a parameter's owners had to change, so that it is in one."""
         sharing, model = self._sharing(owners), self.tree.model
         if len(sharing) == 1:
             return False
@@ -241,7 +241,7 @@ def _union(sets: Iterable[set[nn.Module]]) -> set[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: lists and dicts of modules cannot, and `fully_shard` refuses them."""
+    """Whether a module can be called; `fully_shard` refuses lists and dicts of modules."""
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
 
 
@@ -255,7 +255,7 @@ def _listed(names: str | Collection[str]) -> list[str]:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The members of a list or sequence whose class occurs in it more than once; else what is repeated further inside."""
+    """Members of a list whose class occurs in it more than once; else those further inside."""
     kinds: Counter[type] = Counter()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         kinds.update(type(member) for member in module if has_forward(member))
@@ -276,7 +276,7 @@ def _of_size(tree: _Tree, least: int) -> list[nn.Module]:
 
 
 def _of_classes(tree: _Tree, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of the named classes. Subclasses count, because a precision may have put one in a class's place."""
+    """The modules of the named classes, and of their subclasses, which a precision may make."""
     for name in names:
         if not any(name in _class_names(module) for module in tree.order):
             kinds = {type(module).__name__ for module, _ in tree.named() if tree.can_be_unit(module)}

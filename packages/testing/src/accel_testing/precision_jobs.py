@@ -123,7 +123,7 @@ class Run:
         return x.to(self.accelerator.device), y.to(self.accelerator.device)
 
     def backward(self, micro_batch: int, overflows: bool = False) -> float:
-        """Forward and backward; returns the loss. `overflows`: the last shard has one inf gradient."""
+        """Forward and backward; returns the loss. `overflows`: one gradient is inf on a shard."""
         x, y = self.part(micro_batch)
         output = self.model(x)
         loss = F.mse_loss(output["logits"].float(), y)

@@ -259,7 +259,7 @@ class PrecisionSuite(Suite, _Declarations):
             )
 
     def test_training_goes_on_after_an_overflow(self, setting: Setting) -> None:
-        """The next step is finite; an optimizer that was never scaled shows it in its losses."""
+        """The next step has finite numbers; one that was never scaled is lost, as losses show."""
         for rank, fact in enumerate(self._facts(jobs.overflowed, setting)):
             if not (fact.scales and fact.states[0]):
                 continue
@@ -486,7 +486,7 @@ def _dtypes(fact: Observed) -> Iterator[tuple[str, object, object]]:
 
 
 def _check_travel(fact: Observed, what: str) -> None:
-    """Gradients that were reduced in a narrow dtype fit it; a mean of unlike ones shows it."""
+    """Gradients that were reduced in a narrow dtype fit it; the mean of unlike ones would not."""
     stored, travelled = fact.policy.param or torch.float32, fact.policy.reduce or fact.policy.param or torch.float32
     if fact.count == 1 or stored is not torch.float32:
         return  # nothing travels, or nothing can be seen of it
