@@ -308,7 +308,7 @@ def _tie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
 
 
 def _check_dropout(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raises unless peers draw alike, for dropout in whole activations. Collective over all ranks."""
+    """Raises unless peers draw alike, for dropout in whole activations. Collective of all ranks."""
     dropping = [name for name, module in model.named_modules() if getattr(module, "p", 0) and _is_dropout(module)]
     if not dropping:
         return
