@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import accel_big_model
 import accel_core
 import accel_data
 import accel_deepspeed
@@ -35,12 +36,13 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
 DOTTED = re.compile(
-    r"(?<![\w./])(?:torch|accel_(?:core|data|deepspeed|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
+    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
 )
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
 OURS = (
     *(
+        accel_big_model,
         accel_core,
         accel_data,
         accel_deepspeed,

@@ -37,6 +37,7 @@ from accel_checkpoint.run_state import check_moment
 from accel_checkpoint.weights.exporting import Exported, export_weights
 from accel_checkpoint.weights.loading import load_checkpoint_in_model, load_weights
 from accel_checkpoint.weights.saving import write_weights
+from accel_checkpoint.weights.sources import stored_in
 
 __all__ = [
     "COUNTER",
@@ -62,6 +63,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "load_weights",
     "restore_optimizer",
+    "stored_in",
     "write_weights",
 ]
 

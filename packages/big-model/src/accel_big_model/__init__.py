@@ -1,0 +1,115 @@
+"""Models that fit no single device: built without memory, placed, filled from their files, and run.
+
+Read in this order:
+
+    meta_init       building without memory
+    sizes, memory   what modules take, and what places have
+    device_map      what goes where
+    loading         weights from files to their places
+    dispatch        a model that is spread over places
+    hooks, device_hooks, prefetch, weights    how its weights come to where they compute
+"""
+
+from __future__ import annotations
+
+from accel_big_model.device_hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    align_module_device,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+    has_offloaded_params,
+)
+from accel_big_model.device_map import check_device_map, clean_device_map, infer_auto_device_map
+from accel_big_model.dispatch import (
+    attach_layerwise_casting_hooks,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+)
+from accel_big_model.hooks import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accel_big_model.loading import load_checkpoint_and_dispatch
+from accel_big_model.memory import get_balanced_memory, get_max_memory
+from accel_big_model.meta_init import init_empty_weights, init_on_device
+from accel_big_model.module_tensors import (
+    find_tied_parameters,
+    named_module_tensors,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+from accel_big_model.sizes import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    get_max_layer_size,
+)
+from accel_big_model.weights import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    load_offloaded_weights,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "align_module_device",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "attach_layerwise_casting_hooks",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "clean_device_map",
+    "compute_module_sizes",
+    "convert_file_size_to_int",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "dtype_byte_size",
+    "extract_submodules_state_dict",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "has_offloaded_params",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
+    "named_module_tensors",
+    "offload_state_dict",
+    "offload_weight",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+    "retie_parameters",
+    "save_offload_index",
+    "set_module_tensor_to_device",
+]
+
+__version__ = "0.1.0"

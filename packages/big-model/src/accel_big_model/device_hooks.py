@@ -1,0 +1,398 @@
+"""Hooks that bring a module's weights and inputs to the device where it computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_big_model.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accel_big_model.module_tensors import (
+    as_device,
+    joined,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+from accel_big_model.weights import PrefixedDataset
+from accel_core.api.component import map_tensors
+
+if TYPE_CHECKING:
+    from accel_big_model.prefetch import Prefetcher
+
+M = TypeVar("M", bound=nn.Module)
+DeviceLike = torch.device | str | int
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings inputs, and weights that are offloaded, to a module's device for each call.
+
+    Args:
+        execution_device: where the module computes. None: inputs stay where they are.
+        offload: whether weights are kept elsewhere between calls.
+        io_same_device: whether outputs go back to where the inputs were.
+        weights_map: name → weight, for what is offloaded. None: main memory keeps them.
+        offload_buffers: whether buffers are offloaded too.
+        place_submodules: whether the weights of all submodules are meant, and not only the module's own.
+        skip_keys: keywords of inputs, or of outputs, that stay where they are.
+        tied_params_map: as in `set_module_tensor_to_device`.
+        prefetcher: fetches ahead; None: each call waits for its weights.
+    """
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
+        self.execution_device: Any = None if execution_device is None else as_device(execution_device)
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
+        self.tied_params_map = tied_params_map
+        self.prefetcher = prefetcher
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._module: weakref.ref[nn.Module] | None = None
+        self._names: list[str] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Moves the weights to where they compute, or takes them away."""
+        self._module = weakref.ref(module)
+        if not self.offload:
+            if self.execution_device is not None:
+                for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                    set_module_tensor_to_device(
+                        module, name, self.execution_device, tied_params_map=self.tied_params_map
+                    )
+            return module
+        tensors = dict(
+            named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        )
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        if self.weights_map is None:
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
+        self._names = list(tensors)
+        for name, tensor in named_module_tensors(module, recurse=self.place_submodules):
+            if name in tensors:
+                set_module_tensor_to_device(module, name, "meta")
+            elif self.execution_device is not None and tensor.device.type != "meta":
+                set_module_tensor_to_device(module, name, self.execution_device)
+        return module
+
+    def fetch(self) -> dict[str, torch.Tensor]:
+        """The offloaded weights, by name, on the device where the module computes."""
+        assert self.weights_map is not None, "what is offloaded has a store"
+        return {name: self.weights_map[name].to(self.execution_device or "cpu") for name in self._names}
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Brings inputs and weights."""
+        if self.io_same_device:
+            self.input_device = _device_of([args, kwargs])
+        if self.offload:
+            self._bring(module)
+        if self.execution_device is None:
+            return args, kwargs
+        return self._moved(args, self.execution_device), self._moved(kwargs, self.execution_device)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Takes the weights away, and brings outputs back."""
+        if self.offload:
+            for name in self._names:
+                set_module_tensor_to_device(module, name, "meta")
+        if self.io_same_device and self.input_device is not None:
+            output = self._moved(output, self.input_device)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Gives the module its weights again, where they were."""
+        if self.offload:
+            assert self.weights_map is not None, "what is offloaded has a store"
+            for name, device in self.original_devices.items():
+                if device.type != "meta":
+                    set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+        return module
+
+    def _bring(self, module: nn.Module) -> None:
+        fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
+        for name, value in fetched.items():
+            set_module_tensor_to_device(
+                module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
+            )
+
+    def _moved(self, given: Any, device: torch.device) -> Any:
+        if isinstance(given, Mapping) and self.skip_keys:
+            kept = {key: value for key, value in given.items() if key in self.skip_keys}
+            rest = {key: value for key, value in given.items() if key not in self.skip_keys}
+            moved = {**map_tensors(lambda tensor: tensor.to(device), rest), **kept}
+            ordered = {key: moved[key] for key in given}
+            return ordered if type(given) is dict else type(given)(ordered)  # type: ignore[call-arg]
+        return map_tensors(lambda tensor: tensor.to(device), given)
+
+
+def _device_of(given: Any) -> torch.device | None:
+    """The device of the first tensor in nested containers; None if there is none."""
+    found: list[torch.device] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.device)
+        return tensor
+
+    map_tensors(note, given)
+    return found[0] if found else None
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether the module's hook brings its weights for each call and takes them away again."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", [hook])
+    return any(isinstance(each, AlignDevicesHook) and each.offload for each in hooks)
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+) -> None:
+    """Has every submodule with weights bring its inputs to the device, unless it has a hook."""
+    if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ not in (preload_module_classes or ()):
+        for child in module.children():
+            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+    prefetcher: Prefetcher | None = None,
+) -> None:
+    """Attaches an `AlignDevicesHook` to every submodule with weights of its own.
+
+    `preload_module_classes`: names of classes whose weights are brought together, because their
+    forward uses those of submodules without calling them. `weights_map` has names from the root,
+    of which `module_name` is that of `module`. The other arguments are those of the hook.
+    """
+    together = offload and type(module).__name__ in (preload_module_classes or ())
+    if together or next(named_module_tensors(module), None) is not None:
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=together,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+            prefetcher=prefetcher,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if not together:
+        for name, child in module.named_children():
+            attach_align_device_hook(
+                child,
+                execution_device,
+                offload,
+                weights_map,
+                offload_buffers,
+                joined(module_name, name),
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
+                prefetcher,
+            )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: DeviceLike | Mapping[str, DeviceLike | None] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+    prefetcher: Prefetcher | None = None,
+) -> None:
+    """Attaches hooks to blocks that compute in different places: dicts of block names → device, or whether it is offloaded.
+
+    With one device and one answer the whole module is one block. The outputs of the outermost
+    module go back to where its inputs were.
+    """
+    devices: Mapping[str, Any]
+    if isinstance(execution_device, Mapping):
+        devices = execution_device
+    else:
+        devices = dict.fromkeys(offload if isinstance(offload, Mapping) else [module_name], execution_device)
+    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    if module_name in devices and offloads.get(module_name, False):
+        attach_align_device_hook(
+            module,
+            devices[module_name],
+            True,
+            weights_map,
+            offload_buffers,
+            module_name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+            prefetcher,
+        )
+    if module_name in devices:
+        device = devices[module_name]
+        if not offloads.get(module_name, False):
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=not module_name,
+                place_submodules=True,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(module, hook)
+        elif not hasattr(module, "_hf_hook") or not module_name:
+            add_hook_to_module(
+                module, AlignDevicesHook(device, io_same_device=not module_name, skip_keys=skip_keys), append=True
+            )
+        if device is not None:
+            attach_execution_device_hook(module, device, skip_keys, preload_module_classes, tied_params_map)
+    elif not module_name:
+        add_hook_to_module(module, AlignDevicesHook(None, io_same_device=True, skip_keys=skip_keys), append=True)
+    for name, child in module.named_children():
+        inner = joined(module_name, name)
+        if any(block == inner or block.startswith(f"{inner}.") for block in devices):
+            attach_align_device_hook_on_blocks(
+                child,
+                devices,
+                offloads,
+                weights_map,
+                offload_buffers,
+                inner,
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
+                prefetcher,
+            )
+
+
+class CpuOffload(ModelHook):
+    """Brings a whole model to a device when it is called, and leaves it there until another one is.
+
+    Args:
+        execution_device: None: the accelerator, or the CPU where there is none.
+        prev_module_hook: that of the model that ran before, which goes to main memory first.
+    """
+
+    def __init__(
+        self, execution_device: DeviceLike | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.execution_device = default_device() if execution_device is None else as_device(execution_device)
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Sends the model to main memory."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Brings the model, after the one before has gone."""
+        if self.prev_module_hook is not None and self.prev_module_hook.hook is not self:
+            before = self.prev_module_hook.model
+            parameter = next(before.parameters(), None)
+            if parameter is not None and parameter.device == self.execution_device:
+                self.prev_module_hook.offload()
+        module.to(self.execution_device)
+        device = self.execution_device
+        return map_tensors(lambda tensor: tensor.to(device), args), map_tensors(lambda t: t.to(device), kwargs)
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` gives: sends its model away, or ends that it is brought."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Sends the model to main memory."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Removes the hook: the model stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps the weights of a module in a small dtype, and casts them for each call."""
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Casts the weights to the dtype in which they are kept."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Casts the weights for the call."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Casts the weights back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def default_device() -> torch.device:
+    """The accelerator, or the CPU where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
+    """A block in which the module's own weights are on a device: for reading and changing them.
+
+    Weights that are offloaded are brought, and what is changed is lost; of others, parameters go to
+    `execution_device` and back. None: where the hook computes, or where they are.
+    """
+    if has_offloaded_params(module):
+        hook: Any = module._hf_hook
+        before = hook.execution_device
+        hook.execution_device = before if execution_device is None else as_device(execution_device)
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+    elif execution_device is not None:
+        places = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        try:
+            for name in places:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, device in places.items():
+                set_module_tensor_to_device(module, name, device)
+    else:
+        yield

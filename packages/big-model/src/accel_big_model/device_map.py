@@ -1,0 +1,230 @@
+"""Which part of a model goes where: `infer_auto_device_map`.
+
+Places are filled in their order: accelerators, main memory, the disk. The modules are walked in the
+order of the model. One that does not fit as a whole is divided into its children; one that cannot be
+divided goes to the next place, and so does everything behind it, so that activations cross from
+one place to another as seldom as possible. Modules that share a weight go together.
+
+What is kept in main memory or on the disk is brought to the first accelerator for each call, and
+from the disk through main memory: both keep room for the largest layer that is still to be placed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from accel_big_model.memory import Place, get_max_memory
+from accel_big_model.module_tensors import find_tied_parameters, is_below
+from accel_big_model.sizes import compute_module_sizes, get_max_layer_size, is_layer
+
+Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
+
+_log = logging.getLogger(__name__)
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Place, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> OrderedDict[str, Place]:
+    """A device map: names of modules, parameters and buffers → where each goes.
+
+    Args:
+        model: may lie on the meta device.
+        max_memory: limits by place, in bytes or text such as "10GiB"; None: what `get_max_memory` finds.
+        no_split_module_classes: names of classes that go to one place as a whole, such as blocks
+            with a residual connection.
+        dtype, special_dtypes: in which the weights will be, as in `compute_module_sizes`.
+        verbose: tells every decision in the log, at level INFO.
+        clean_result: joins modules whose parts all go to one place.
+        offload_buffers: whether the buffers of offloaded modules are offloaded too. Otherwise they
+            stay on the first accelerator, and a warning says so if it has no room for them.
+        fallback_allocation: where nothing fits on the first accelerator in order, takes the first
+            module that does.
+
+    Warns if the weights of all places together are too large for the memory that was given, or some
+    part is too large for any place but the disk.
+    """
+    limits = get_max_memory(max_memory)
+    places: list[Place] = [*limits, *(["disk"] if "disk" not in limits else [])]
+    no_split = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or ()
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    planner = _Planner(
+        limits=limits,
+        places=places,
+        sizes=sizes,
+        no_split=no_split,
+        tied=[names for names in find_tied_parameters(model) if len(names) > 1],
+        level=logging.INFO if verbose else logging.DEBUG,
+        fallback=fallback_allocation,
+    )
+    planner.place(_parts_of(model))
+    if not offload_buffers:
+        _check_buffers(planner, compute_module_sizes(model, dtype, special_dtypes, buffers_only=True))
+    return clean_device_map(planner.map) if clean_result else planner.map
+
+
+@dataclass
+class _Planner:
+    """The state of one walk."""
+
+    limits: Mapping[Place, int]
+    places: Sequence[Place]
+    sizes: Mapping[str, int]
+    no_split: Sequence[str]
+    tied: list[list[str]]
+    level: int
+    fallback: bool
+    map: OrderedDict[str, Place] = field(default_factory=OrderedDict)
+    used: dict[Place, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        accelerators = [place for place in self.places if place not in ("cpu", "disk")]
+        self.reserving = {*accelerators[:1], "cpu"}
+
+    def place(self, waiting: list[Part]) -> None:
+        """Gives every part a place."""
+        current = 0
+        while waiting:
+            name, module = part = waiting.pop(0)
+            place = self.places[current]
+            room = self._room(place, waiting)
+            beside = self._tied_to(name, waiting)
+            size = self._size_of(part, beside)
+            if room is None or size <= room:
+                self._put([part, *beside], place, size)
+                waiting = [each for each in waiting if each not in beside]
+            elif beside and self.sizes.get(name, 0) <= (room or 0) and not all(self._is_layer(each) for each in beside):
+                waiting = self._divided([part, *waiting], next(each for each in beside if not self._is_layer(each)))
+            elif not self._is_layer(part):
+                waiting = [*_children(name, module), *waiting]  # type: ignore[arg-type]
+            else:
+                waiting = [part, *waiting]
+                found = self._fallback(place, current, waiting, room)
+                if found is None:
+                    _log.log(self.level, "%s (%d bytes) does not fit on %s.", name, size, place)
+                    current += 1
+                else:
+                    self._put([found], place, self.sizes.get(found[0], 0))
+                    waiting = [each for each in self._divided_around(waiting, found[0]) if each[0] != found[0]]
+                    current += 1
+
+    def _room(self, place: Place, waiting: Sequence[Part]) -> int | None:
+        """Bytes that are left, without what is kept for the largest layer that still waits; None: there is no limit."""
+        if place == "disk":
+            return None
+        reserved = get_max_layer_size(waiting, self.sizes, self.no_split)[0] if place in self.reserving else 0
+        return self.limits[place] - reserved - self.used.get(place, 0)
+
+    def _is_layer(self, part: Part) -> bool:
+        return is_layer(part[1], self.no_split)
+
+    def _tied_to(self, name: str, waiting: Sequence[Part]) -> list[Part]:
+        """The parts that share a weight with this one, and do not lie in it."""
+        groups = [group for group in self.tied if any(is_below(each, name) for each in group)]
+        others = {each for group in groups for each in group if not is_below(each, name)}
+        return [part for part in waiting if any(is_below(each, part[0]) for each in others)]
+
+    def _size_of(self, part: Part, beside: Sequence[Part]) -> int:
+        """Bytes of parts that go together. `sizes` counts a tied weight under the first of its names only."""
+        return self.sizes.get(part[0], 0) + sum(self.sizes.get(name, 0) for name, _ in beside)
+
+    def _put(self, parts: Sequence[Part], place: Place, size: int) -> None:
+        _log.log(self.level, "%s go to %s: %d bytes.", [name for name, _ in parts], place, size)
+        self.used[place] = self.used.get(place, 0) + size
+        for name, _ in parts:
+            self.map[name] = place
+
+    def _divided(self, waiting: list[Part], part: Part) -> list[Part]:
+        """The parts with one of them replaced by its children."""
+        index = waiting.index(part)
+        return [*waiting[:index], *_children(*part), *waiting[index + 1 :]]  # type: ignore[arg-type]
+
+    def _divided_around(self, waiting: list[Part], name: str) -> list[Part]:
+        while not any(each[0] == name for each in waiting):
+            waiting = self._divided(waiting, next(each for each in waiting if is_below(name, each[0])))
+        return waiting
+
+    def _fallback(self, place: Place, current: int, waiting: Sequence[Part], room: int) -> Part | None:
+        """For the first accelerator, if it got nothing: the first part that fits, the largest level first."""
+        if not self.fallback or self.used.get(place) or current or place in ("cpu", "disk"):
+            return None
+        level = list(waiting)
+        while level:
+            for part in level:
+                if 0 < self._size_of(part, beside := self._tied_to(part[0], waiting)) <= room and not beside:
+                    return part
+            level = [child for part in level if not self._is_layer(part) for child in _children(*part)]  # type: ignore[arg-type]
+        return None
+
+
+def _parts_of(model: nn.Module) -> list[Part]:
+    return [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False), *model.named_children()]
+
+
+def _children(name: str, module: nn.Module) -> list[Part]:
+    return [(f"{name}.{own}", part) for own, part in _parts_of(module)]
+
+
+def _check_buffers(planner: _Planner, buffers: Mapping[str, int]) -> None:
+    """Warns if the buffers of what is offloaded have no room on the accelerator where they stay."""
+    accelerators = [place for place in planner.places if place not in ("cpu", "disk")]
+    if not accelerators:
+        return
+    first = accelerators[0]
+    offloaded = sum(buffers.get(name, 0) for name, place in planner.map.items() if place in ("cpu", "disk"))
+    if offloaded and planner.used.get(first, 0) + offloaded > planner.limits[first]:
+        warnings.warn(
+            f"Buffers of offloaded modules ({offloaded} bytes) stay on accelerator {first!r}, which has "
+            f"{planner.limits[first] - planner.used.get(first, 0)} bytes left for them. Pass offload_buffers=True.",
+            stacklevel=3,
+        )
+
+
+def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> OrderedDict[str, Place]:
+    """The map with one entry for each module whose parts, below `module_name`, all go to one place."""
+    below = [name for name in device_map if is_below(name, module_name)]
+    if below and len({device_map[name] for name in below}) == 1:
+        kept = OrderedDict((name, place) for name, place in device_map.items() if name not in below)
+        kept[module_name] = device_map[below[0]]
+        return kept
+    cleaned = OrderedDict(device_map)
+    depth = len(module_name.split(".")) if module_name else 0
+    for child in dict.fromkeys(
+        ".".join(name.split(".")[: depth + 1]) for name in below if len(name.split(".")) > depth
+    ):
+        cleaned = clean_device_map(cleaned, child)
+    return cleaned
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.device]) -> None:
+    """Raises `ValueError` unless a map gives each parameter and buffer a place, and names only what there is."""
+    names = [*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())]
+    known = {*names, *(name for name, _ in model.named_modules())}
+    if unknown := [name for name in device_map if name not in known]:
+        raise ValueError(
+            f"device_map names {', '.join(map(repr, unknown))}, and {type(model).__name__} has no such part."
+        )
+    if left_out := [name for name in names if not any(is_below(name, module) for module in device_map)]:
+        raise ValueError(f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}.")
+
+
+def place_of(name: str, device_map: Mapping[str, Place | torch.device]) -> Place | torch.device:
+    """The place of a tensor or module: that of the longest name in the map that it lies in."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map[name]

@@ -1,0 +1,291 @@
+"""Spreading a model over places, and running it there: `dispatch_model` and its relatives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from accel_big_model.device_hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    DeviceLike,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from accel_big_model.device_map import check_device_map, place_of
+from accel_big_model.hooks import add_hook_to_module
+from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters
+from accel_big_model.prefetch import Prefetcher
+from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
+
+if TYPE_CHECKING:
+    from accel_big_model.memory import Place
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def dispatch_model(
+    model: M,
+    device_map: Mapping[str, Place | torch.device],
+    main_device: DeviceLike | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> M:
+    """Spreads a model over the places of a device map, in place, so that it runs as before. Returns it.
+
+    Modules on "cpu", where there is an accelerator, and on "disk" compute on `main_device`; their
+    weights are brought for each call, those of the next module meanwhile. The model gets
+    `hf_device_map`; its `to()` raises.
+
+    Args:
+        device_map: name of a module, parameter or buffer → index of an accelerator, "cpu", "disk",
+            or a device. Every tensor lies in one.
+        main_device: None: the first accelerator in the map, else the CPU.
+        state_dict: weights of what is on "cpu". None: the model's own.
+        offload_dir: for what is on "disk": a folder of `offload_state_dict`, which is written if
+            it has no index.
+        offload_index: name → where it lies, in that folder or in safetensors files.
+        offload_buffers: whether buffers are offloaded too.
+        skip_keys: keywords of inputs that stay where they are.
+        preload_module_classes: names of classes whose weights are brought together.
+        force_hooks: attaches hooks although everything is in one place.
+
+    Raises `ValueError` if the map does not fit the model, or nothing says where weights on "disk" are.
+    """
+    check_device_map(model, device_map)
+    places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
+    store = _Store(model, places, state_dict, offload_dir, offload_index)
+    return _dispatch(model, places, main_device, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+class _Store:
+    """Where the weights of a dispatched model are: made when it is known which are offloaded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Mapping[str, Place],
+        state_dict: Mapping[str, torch.Tensor] | None,
+        folder: str | os.PathLike[str] | None,
+        index: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
+        self._model, self._places = model, places
+        self._state_dict, self._folder, self._index = state_dict, folder, index
+
+    def weights(self, offloaded: Sequence[Place]) -> Mapping[str, torch.Tensor]:
+        """The weights of the places that are offloaded. Writes those on "disk" to the folder, unless it has them."""
+        own = self._model.state_dict() if self._state_dict is None else self._state_dict
+        by_place: dict[Place, dict[str, torch.Tensor]] = {"cpu": {}, "disk": {}}
+        for name, value in own.items():
+            if (place := place_of(name, self._places)) in by_place and place in offloaded:
+                by_place[place][name] = value
+        on_disk = {name: value for name, value in by_place["disk"].items() if name not in (self._index or {})}
+        if on_disk and self._folder is None:
+            raise ValueError(
+                f"device_map has {', '.join(sorted(on_disk)[:3])}{', …' if len(on_disk) > 3 else ''} on 'disk', and nothing says "
+                f"where there. Pass offload_dir=, or load_checkpoint_and_dispatch(), which reads the files of the weights."
+            )
+        if on_disk and self._folder is not None and not (Path(self._folder) / INDEX).is_file():
+            empty = [name for name, value in on_disk.items() if value.device.type == "meta"]
+            if empty:
+                raise ValueError(
+                    f"{empty[0]} is to be written to {self._folder}, and has no value. Load the weights first."
+                )
+            offload_state_dict(self._folder, on_disk)
+        folder = self._folder if on_disk else None
+        in_memory = {name: value.detach().to("cpu") for name, value in by_place["cpu"].items()}
+        return _joined(in_memory, folder, self._index)
+
+
+def _joined(
+    in_memory: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str] | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+) -> OffloadedWeightsLoader:
+    if folder is not None and index:
+        known = OffloadedWeightsLoader(save_folder=folder).index if (Path(folder) / INDEX).is_file() else {}
+        return OffloadedWeightsLoader(in_memory, folder, {**known, **index})
+    return OffloadedWeightsLoader(in_memory, folder, index)
+
+
+def _dispatch(
+    model: M,
+    places: Mapping[str, Place],
+    main_device: DeviceLike | None,
+    store: _Store | Mapping[str, torch.Tensor],
+    offload_buffers: bool,
+    skip_keys: str | Sequence[str] | None,
+    preload_module_classes: Sequence[str] | None,
+    force_hooks: bool,
+) -> M:
+    distinct = set(places.values())
+    if len(distinct) == 1 and distinct != {"disk"} and not force_hooks:
+        model.to(as_device(distinct.pop()))
+        setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
+        return model
+    if main_device is None:
+        main_device = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
+    offloaded: list[Place] = ["disk"] if as_device(main_device).type == "cpu" else ["cpu", "disk"]
+    weights = store.weights(offloaded) if isinstance(store, _Store) else store
+    tied = find_tied_parameters(model)
+    kept: dict[int, dict[torch.device, torch.Tensor]] = {}
+    for names in tied:  # a tied weight in memory is moved to each device once
+        tensor = model.get_parameter(names[0])
+        if tensor.device.type != "meta" and tensor.numel():
+            kept[tensor.data_ptr()] = {}
+    attach_align_device_hook_on_blocks(
+        model,
+        {name: main_device if place in offloaded else place for name, place in places.items()},
+        {name: place in offloaded for name, place in places.items()},
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=kept,
+        prefetcher=Prefetcher(),
+    )
+    if not any(place in offloaded for place in distinct):
+        retie_parameters(model, tied)
+    setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
+    model.to = _Refusal(type(model).__name__)  # type: ignore[method-assign]
+    return model
+
+
+class _Refusal:
+    """Stands in for `to` of a model that is spread over places."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:  # noqa: ARG002  (whatever `to` is given)
+        """Raises."""
+        raise RuntimeError(
+            f"to() was called on a {self.name} that is spread over several places: it stays where hf_device_map says. "
+            f"Dispatch it anew by another device_map, or call remove_hook_from_submodules(model) and del model.to first."
+        )
+
+
+def cpu_offload(
+    model: M,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> M:
+    """Keeps all weights of a model in main memory and brings each module's for its call. In place; returns the model.
+
+    `execution_device` None: where the first parameter is. The other arguments are those of `dispatch_model`.
+    """
+    if execution_device is None:
+        execution_device = next(iter(model.parameters())).device
+    if state_dict is None:
+        state_dict = {name: value.detach().to("cpu") for name, value in model.state_dict().items()}
+    return _offloaded(model, execution_device, state_dict, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: M,
+    offload_dir: str | os.PathLike[str],
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> M:
+    """Keeps all weights of a model in a folder, which is written unless it has an index. As `cpu_offload` otherwise."""
+    if not (Path(offload_dir) / INDEX).is_file():
+        offload_state_dict(offload_dir, model.state_dict())
+    if execution_device is None:
+        execution_device = next(iter(model.parameters())).device
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offloaded(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _offloaded(
+    model: M,
+    device: DeviceLike,
+    weights: Mapping[str, torch.Tensor],
+    offload_buffers: bool,
+    preload_module_classes: Sequence[str] | None,
+) -> M:
+    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload_module_classes,
+        prefetcher=Prefetcher(),
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: M, execution_device: DeviceLike | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[M, UserCpuOffloadHook]:
+    """Brings a whole model to the device when it is called; it stays until the next one of the chain is called.
+
+        encoder, hook = cpu_offload_with_hook(encoder)
+        decoder, hook = cpu_offload_with_hook(decoder, prev_module_hook=hook)
+        ...
+        hook.offload()          # the last one goes by hand
+
+    Returns the model and the hook that the next call takes.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: Sequence[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keeps weights of linear, convolution and embedding layers in `storage_dtype`; each is cast for its call.
+
+    `skip_modules_pattern`: regular expressions; modules whose names they are found in are left
+    alone, with what they hold. `skip_modules_classes`: the same by class.
+    """
+    import re
+
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    classes = tuple(skip_modules_classes or ())
+
+    def walk(each: nn.Module, name: str) -> None:
+        if isinstance(each, classes) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(each, _CAST):
+            add_hook_to_module(each, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+            return
+        for own, child in each.named_children():
+            walk(child, f"{name}.{own}" if name else own)
+
+    walk(module, "")
+
+
+_CAST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+)
+"""The layers whose weights are worth casting."""

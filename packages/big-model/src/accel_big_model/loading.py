@@ -1,0 +1,133 @@
+"""Filling a model that has no memory yet: each weight goes from its file to its place, and those on "disk" stay in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from accel_big_model.device_map import check_device_map, infer_auto_device_map, place_of
+from accel_big_model.dispatch import _dispatch
+from accel_big_model.memory import Place, get_balanced_memory
+from accel_big_model.module_tensors import (
+    as_device,
+    find_tied_parameters,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+from accel_big_model.weights import StoredWeights
+from accel_core import CheckpointError
+
+M = TypeVar("M", bound=nn.Module)
+_NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_checkpoint_and_dispatch(
+    model: M,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Place | torch.device] | str | None = None,
+    max_memory: Mapping[Place, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    offload_buffers: bool = False,
+    dtype: torch.dtype | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = True,
+) -> M:
+    """Fills a model from files and spreads it over places; weights on "disk" are read from these files for each call.
+
+    Args:
+        model: may lie on the meta device, as `init_empty_weights` builds it.
+        checkpoint: a `.safetensors` file, an index, a directory, or a checkpoint of `save_state`.
+        device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0": the
+            first gets little; "sequential": each is filled before the next. None: everything goes
+            to the CPU.
+        dtype: which floating weights have afterwards. None: that of the model.
+        strict: whether names and shapes have to be those of the model. False fills what fits.
+
+    The other arguments are those of `infer_auto_device_map` and `dispatch_model`. Raises `ValueError` for a map that
+    does not fit, `CheckpointError` for files that do not; the model is then as it was.
+    """
+    if isinstance(device_map, str):
+        if device_map not in _NAMED:
+            raise ValueError(f"device_map={device_map!r} is none of {', '.join(_NAMED)}, and no map.")
+        if device_map != "sequential":
+            max_memory = get_balanced_memory(
+                model, max_memory, no_split_module_classes, dtype, low_zero=device_map == "balanced_low_0"
+            )
+        device_map = infer_auto_device_map(
+            model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    places = {
+        name: place if isinstance(place, (int, str)) else str(place)
+        for name, place in (device_map or {"": "cpu"}).items()
+    }
+    check_device_map(model, places)
+    tied = find_tied_parameters(model)
+    weights = _Cast(StoredWeights(checkpoint), _wanted(model, dtype), tied)
+    if strict:
+        weights.check(type(model).__name__)
+    stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    for name in weights:
+        place = place_of(name, places)
+        if place == "disk" and name in stays:
+            place = "cpu"  # from where dispatching brings it to where it is used
+        value = None if place == "disk" else weights[name]
+        set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
+    retie_parameters(model, tied)
+    return _dispatch(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """What a model has to be filled with: name → a tensor on meta."""
+    return {
+        name: tensor.to("meta", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+class _Cast(Mapping[str, torch.Tensor]):
+    """The weights of files under the names and dtypes of a model. A tied weight is found by any of its names."""
+
+    def __init__(
+        self, stored: StoredWeights, wanted: Mapping[str, torch.Tensor], tied: Sequence[Sequence[str]]
+    ) -> None:
+        self.stored, self.wanted = stored, wanted
+        aliases = {name: next((each for each in names if each in stored), name) for names in tied for name in names}
+        self._keys = {name: name if name in stored else aliases.get(name, name) for name in wanted}
+
+    def check(self, model: str) -> None:
+        """Raises `CheckpointError` unless names and shapes are those of the model."""
+        missing = [name for name, key in self._keys.items() if key not in self.stored]
+        unexpected = sorted(set(self.stored) - set(self._keys.values()) - set(self.wanted))
+        shapes = [
+            f"{name} {tuple(self.stored.shape_of(key))} instead of {tuple(self.wanted[name].shape)}"
+            for name, key in self._keys.items()
+            if key in self.stored and tuple(self.stored.shape_of(key)) != tuple(self.wanted[name].shape)
+        ]
+        found = {"missing": missing, "unknown to the model": unexpected, "of other shapes": shapes}
+        if any(found.values()):
+            text = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in found.items() if names)
+            raise CheckpointError(
+                f"The weights in {self.stored.checkpoint} do not fit this {model}: {text}. Pass strict=False to read what fits."
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self.stored[self._keys[name]]
+        return value.to(self.wanted[name].dtype) if value.is_floating_point() else value
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str) or self._keys.get(name) not in self.stored:
+            return False
+        return tuple(self.stored.shape_of(self._keys[name])) == tuple(self.wanted[name].shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.wanted if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,118 @@
+"""How much memory each place has for a model: accelerators, main memory, and the disk, which has enough."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from accel_big_model.sizes import compute_module_sizes, convert_file_size_to_int
+
+Place: TypeAlias = int | str
+"""A key of device maps and limits: the index of an accelerator, "cpu", "disk", or a device's name."""
+
+HEAD_ROOM = 0.9
+"""The part of an accelerator's free memory that a model may take; the rest is for what it computes."""
+
+
+def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[Place, int]:
+    """Bytes that a model may take in each place: accelerators by index, then main memory.
+
+    `max_memory`: limits in bytes or as text such as "10GiB"; places that it leaves out get nothing.
+    None: nine tenths of what each accelerator has free, and what the system says is available.
+    Raises `ValueError` for a limit that is no size, or a place that is not here.
+    """
+    if max_memory is None:
+        found: dict[Place, int] = {}
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        shared = False
+        for index in range(torch.accelerator.device_count() if accelerator else 0):
+            free = _free_on(index)
+            shared = shared or free is None
+            if free is not None:
+                found[index] = int(free * HEAD_ROOM)
+        if shared and accelerator is not None:  # an accelerator that computes in main memory has no other
+            return {accelerator.type: int(available_memory() * HEAD_ROOM)}
+        return found | {"cpu": available_memory()}
+    limits = {place: convert_file_size_to_int(limit) for place, limit in max_memory.items()}
+    devices = sorted(place for place in limits if isinstance(place, int))
+    known = torch.accelerator.device_count()
+    if absent := [index for index in devices if known and index >= known]:
+        raise ValueError(f"max_memory has limits for accelerators {absent}, and there are {known}: leave them out.")
+    ordered: list[Place] = [
+        *devices,
+        *(place for place in limits if not isinstance(place, int) and place not in ("cpu", "disk")),
+    ]
+    return {place: limits[place] for place in [*ordered, *(each for each in ("cpu", "disk") if each in limits)]}
+
+
+def available_memory() -> int:
+    """Bytes of main memory that this process can take: what the system has available, within its control group's limit."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # which counts the cache too, that gives way
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    return min(available, _left_in_group(available))
+
+
+def _left_in_group(otherwise: int) -> int:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return otherwise  # no control groups of version 2, or none that limits
+    return otherwise if limit == "max" else max(int(limit) - used, 0)
+
+
+def _free_on(index: int) -> int | None:
+    """Free bytes of an accelerator; None for one without memory of its own."""
+    try:
+        free, _total = torch.accelerator.get_memory_info(index)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return int(free)
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Place, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    low_zero: bool = False,
+) -> dict[Place, int]:
+    """Limits by which all accelerators get equally much of a model, for `infer_auto_device_map`.
+
+    The last accelerator keeps its whole limit, for parts are never equally large. `low_zero`: the
+    first one gets as little as possible, where `generate` needs it for other things.
+    """
+    limits = get_max_memory(max_memory)
+    devices = [place for place, limit in limits.items() if place not in ("cpu", "disk") and limit > 0]
+    if len(devices) < 2:
+        return limits
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    no_split = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or ()
+    share = sizes.get("", 0) // (len(devices) - 1 if low_zero else len(devices))
+    share += int(1.25 * max(_mean_leaf(model, sizes), _largest_block(model, sizes, no_split)))
+    for device in devices[1 if low_zero else 0 : -1]:
+        limits[device] = min(limits[device], share)
+    if low_zero:
+        beyond = sizes.get("", 0) - sum(limits[device] for device in devices[1:])
+        limits[devices[0]] = min(limits[devices[0]], max(0, beyond))
+    return limits
+
+
+def _mean_leaf(model: nn.Module, sizes: Mapping[str, int]) -> int:
+    leaves = [sizes[name] for name, module in model.named_modules() if name in sizes and not list(module.children())]
+    return sum(leaves) // max(len(leaves), 1)
+
+
+def _largest_block(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
+    blocks = (sizes.get(name, 0) for name, module in model.named_modules() if type(module).__name__ in no_split)
+    return max(blocks, default=0)

@@ -1,0 +1,59 @@
+"""Building models without memory: their parameters lie on the meta device, or on one that is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """A block in which modules are built without memory: parameters have a shape and a dtype only.
+
+        with init_empty_weights():
+            model = Transformer(layers=96)          # of any size, in no time
+        model = load_checkpoint_and_dispatch(model, "weights/", device_map="auto")
+
+    Weights that are tied while the model is built stay tied. `include_buffers=True`: buffers, and
+    other tensors that are made inside, have no memory either; otherwise they have their values.
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> Iterator[None]:
+    """A block in which the parameters of new modules lie on `device`; other threads are not concerned.
+
+    A parameter goes there when a module takes it, so one of them at a time is in main memory.
+    `include_buffers=True`: all tensors that are made inside without a device lie there.
+    """
+    device, thread = torch.device(device), threading.get_ident()
+
+    def place(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # A parameter that was moved and is registered again, under another name, stays the same object: it is tied.
+        if parameter is None or parameter.device == device or threading.get_ident() != thread:
+            return None
+        return moved(parameter, device)
+
+    hook = register_module_parameter_registration_hook(place)  # type: ignore[arg-type]  # what it returns is registered
+    try:
+        with device if include_buffers else nullcontext():
+            yield
+    finally:
+        hook.remove()
+
+
+def moved(parameter: nn.Parameter, device: torch.device | str | int) -> nn.Parameter:
+    """A parameter of the same class, attributes and `requires_grad`, with its value on `device`."""
+    if type(parameter) is nn.Parameter:
+        new = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    else:
+        new = torch.Tensor._make_subclass(type(parameter), parameter.detach().to(device), parameter.requires_grad)
+    vars(new).update(vars(parameter))
+    return new

@@ -1,0 +1,66 @@
+"""Fetching weights ahead: those of the next module are read while this one computes.
+
+The order of modules is learned by the first pass. A guess that turns out wrong costs a read, never
+a result. At most one module's weights are fetched ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+
+class Source(Protocol):
+    """Who fetches weights."""
+
+    execution_device: torch.device
+
+    def fetch(self) -> dict[str, torch.Tensor]:
+        """The weights, on the device where they are used."""
+
+
+class Prefetcher:
+    """One thread that fetches ahead, for all modules of a model."""
+
+    def __init__(self) -> None:
+        self._next: weakref.WeakKeyDictionary[Source, weakref.ref[Source]] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[Source] | None = None
+        self._ahead: tuple[weakref.ref[Source], Future[dict[str, torch.Tensor]]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def take(self, source: Source) -> dict[str, torch.Tensor]:
+        """The weights of `source`, which are needed now. Raises what fetching them raised."""
+        this = weakref.ref(source)
+        last = self._last() if self._last is not None else None
+        if last is not None and last is not source:
+            self._next[last] = this
+        self._last = this
+        ahead, self._ahead = self._ahead, None
+        weights = ahead[1].result() if ahead is not None and ahead[0]() is source else source.fetch()
+        following = self._next.get(source)
+        if following is not None and (guess := following()) is not None:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
+            self._ahead = following, self._thread.submit(_fetch, guess)
+        return weights
+
+    def __deepcopy__(self, memo: object) -> Prefetcher:
+        """A copy of a model learns its own order."""
+        return Prefetcher()
+
+
+def _fetch(source: Source) -> dict[str, torch.Tensor]:
+    """In the thread, on an accelerator with a stream of its own, so that copies run beside what computes."""
+    device = source.execution_device
+    if device.type in ("cpu", "meta"):
+        return source.fetch()
+    computing = torch.accelerator.current_stream(device)
+    with torch.Stream(device) as stream:
+        weights = source.fetch()
+    stream.synchronize()  # only this thread waits
+    for weight in weights.values():
+        weight.record_stream(computing)  # its memory is not given away before what computes has used it
+    return weights

@@ -1,0 +1,210 @@
+"""Weights that are kept elsewhere than in their module: in main memory, in safetensors files, or in an older offload folder.
+
+A store is a mapping of names to tensors that are read when they are asked for. Files of safetensors,
+and checkpoints of `save_state`, are read where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_checkpoint import stored_in
+from accel_core import CheckpointError
+from accel_core.api.layouts import Box
+
+INDEX = "index.json"
+
+_LARGE = 1 << 20
+"""Bytes from which on the allocator of C would keep what is freed, between other blocks."""
+
+
+class StoredWeights(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, an index, a folder or a checkpoint, each read when it is asked for.
+
+    The files stay open, and their tensors are not kept: one that is asked for twice is read twice.
+    Raises as `load_checkpoint_in_model` does for what cannot be read.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+        self.checkpoint = Path(checkpoint)
+        self._files = ExitStack()
+        weakref.finalize(self, self._files.close)
+        self._reading = threading.Lock()
+        self._stored = stored_in(self.checkpoint, self._files)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy opens the files again."""
+        return StoredWeights, (self.checkpoint,)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        if stored.dtype is None or stored.obstacle is not None:
+            raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
+        value = _empty(stored.shape, stored.dtype)
+        with self._reading:  # a file has one position, and weights are fetched ahead in another thread
+            stored.read_box(Box.whole(stored.shape), value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        return self._stored[name].shape
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in main memory. A large one has a mapping of its own, whose memory is given back at once when it goes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights in main memory and in files as one store.
+
+    Args:
+        state_dict: tensors in memory; they come before those in files.
+        save_folder: a folder that `offload_state_dict` wrote.
+        index: that of a folder: name → what `offload_weight` notes, or, with "safetensors_file" and
+            "weight_name", where a tensor lies in a safetensors file.
+        device: on which tensors are wanted that come from safetensors files; None: the CPU.
+
+    Raises `ValueError` if none of the first three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader() was given no weights: pass state_dict=, save_folder= or index=.")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = None if save_folder is None else Path(save_folder)
+        if index is None and self.save_folder is not None:
+            index = json.loads((self.save_folder / INDEX).read_text(encoding="utf-8"))
+        self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
+        self.device = device
+        self._files: dict[str, StoredWeights] = {}
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if (file := entry.get("safetensors_file")) is None:
+            if self.save_folder is None:
+                raise ValueError(f"{key!r} is a file in a folder that is not known: pass save_folder=.")
+            return load_offloaded_weight(str(self.save_folder / f"{key}.dat"), entry)
+        if file not in self._files:
+            self._files[file] = StoredWeights(file)
+        value = self._files[file][entry.get("weight_name", key)]
+        dtype = getattr(torch, str(entry.get("dtype", value.dtype)).removeprefix("torch."))
+        return value.to(device=self.device, dtype=dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of a store whose names begin with a prefix, which is left out."""
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset, self.prefix = dataset, prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Writes a tensor to `<offload_folder>/<weight_name>.dat`, and notes its shape and dtype in `index`, which is returned."""
+    index = {} if index is None else index
+    value = weight.detach().cpu().contiguous()
+    dtype = str(value.dtype).removeprefix("torch.")
+    path = Path(offload_folder) / f"{weight_name}.dat"
+    path.write_bytes(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    index[weight_name] = {"dtype": dtype, "shape": list(value.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor in a `.dat` file, of the shape and dtype that `offload_weight` noted. Raises `ValueError` if the file is shorter."""
+    dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
+    value = torch.empty(shape, dtype=dtype)
+    wanted = value.numel() * value.element_size()
+    with open(weight_file, "rb") as file:
+        read = file.readinto(value.view(-1).view(torch.uint8).numpy()) if wanted else 0  # type: ignore[arg-type]  # a buffer
+    if read != wanted:
+        raise ValueError(
+            f"{weight_file} has {read} bytes of the {wanted} that {weight_info} needs: write the folder again."
+        )
+    return value
+
+
+def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
+    """Adds entries to the index of an offload folder; writes nothing if there are none."""
+    if index:
+        path = Path(offload_folder) / INDEX
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Writes tensors to a folder, from which `OffloadedWeightsLoader(save_folder=...)` reads them."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, dict[str, Any]] = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weights(
+    model: torch.nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Puts the tensors of an offload folder into a model, on the CPU."""
+    from accel_big_model.module_tensors import set_module_tensor_to_device
+
+    for name, entry in (index or {}).items():
+        value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", entry)
+        set_module_tensor_to_device(model, name, "cpu", value=value)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The tensors that lie in the modules of these names."""
+    names = "|".join(map(re.escape, submodule_names))
+    return {key: value for key, value in state_dict.items() if re.fullmatch(rf"(?:{names})(?:\..*)?", key)}

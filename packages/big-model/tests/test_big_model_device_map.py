@@ -1,0 +1,134 @@
+"""What goes where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_big_model import (
+    check_device_map,
+    clean_device_map,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+    memory,
+)
+from accel_big_model import device_map as inner
+
+
+class Small(nn.Module):
+    """236 bytes: 64, 72 and 100."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+
+@pytest.fixture(autouse=True)
+def any_accelerator(monkeypatch):
+    """Limits of accelerators that are not here are taken as they are."""
+    for module in (inner, memory):
+        monkeypatch.setattr(module, "get_max_memory", dict)
+
+
+def test_sizes_are_those_of_modules_and_their_parts():
+    sizes = compute_module_sizes(Small())
+    assert (sizes[""], sizes["linear1"], sizes["linear1.weight"], sizes["batchnorm"]) == (236, 64, 48, 72)
+
+
+def test_a_dtype_counts_where_it_is_smaller():
+    sizes = compute_module_sizes(Small(), dtype=torch.float16, special_dtypes={"linear2.weight": torch.float32})
+    assert (sizes["linear1"], sizes["batchnorm"], sizes["linear2"]) == (32, 40, 90)
+    assert compute_module_sizes(Small(), buffers_only=True)[""] == 40
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({0: 200, 1: 200}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+        ({0: 200, 1: 172, 2: 200}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+        ({0: 200, 1: 100, 2: 200}, {"linear1": 0, "batchnorm": 1, "linear2": 2}),
+        ({0: 400}, {"": 0}),
+        ({0: 200, "cpu": 300}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
+        ({0: 170}, {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}),
+    ],
+)
+def test_places_are_filled_in_their_order_with_room_for_the_largest_layer(limits, expected):
+    assert infer_auto_device_map(Small(), limits) == expected
+
+
+def test_classes_are_not_split():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Small())
+    found = infer_auto_device_map(model, {0: 390, 1: 400}, no_split_module_classes=["Small"])
+    assert found == {"0.0": 0, "0.1": 1, "1": 1}
+
+
+def test_modules_that_share_a_weight_go_together_and_count_it_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+    model[3].weight = model[0].weight
+    assert compute_module_sizes(model)[""] == 80 + 160 + 144 + 16
+    assert infer_auto_device_map(model, {0: 300, 1: 400}) == {"0": 0, "3": 0, "1": 1, "2": 1}
+
+
+def test_fallback_finds_a_module_that_fits():
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2))
+    plain = infer_auto_device_map(model, {0: 450, "cpu": 2000})
+    assert plain == {"": "cpu"}
+    assert infer_auto_device_map(model, {0: 450, "cpu": 2000}, fallback_allocation=True) == {"1": 0, "0": "cpu"}
+
+
+def test_buffers_without_room_are_told():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(100))
+    with pytest.warns(
+        UserWarning,
+        match=r"Buffers of offloaded modules \(808 bytes\) stay on accelerator 0, which has 700 bytes.*offload_buffers=True",
+    ):
+        infer_auto_device_map(model, {0: 700, "cpu": 5000})
+
+
+def test_balanced_limits_give_each_accelerator_its_share():
+    assert get_balanced_memory(Small(), {0: 200, 1: 200}) == {0: 200, 1: 200}
+    assert get_balanced_memory(Small(), {0: 300, 1: 300}) == {0: 215, 1: 300}
+    assert get_balanced_memory(Small(), {0: 0, 1: 300, 2: 300}) == {0: 0, 1: 215, 2: 300}
+    assert get_balanced_memory(Small(), {0: 0, "cpu": 100}) == {0: 0, "cpu": 100}
+    assert get_balanced_memory(Small(), {0: 300, 1: 300}, low_zero=True) == {0: 0, 1: 300}
+
+
+def test_a_map_has_a_place_for_every_tensor_and_names_only_what_there_is():
+    check_device_map(Small(), {"linear1": 0, "batchnorm": 0, "linear2": "cpu"})
+    with pytest.raises(ValueError, match=r"gives no place to batchnorm.weight, batchnorm.bias"):
+        check_device_map(Small(), {"linear1": 0, "linear2": "cpu"})
+    with pytest.raises(ValueError, match=r"names 'linear3', and Small has no such part"):
+        check_device_map(Small(), {"": 0, "linear3": "cpu"})
+
+
+def test_entries_of_one_place_are_joined():
+    assert clean_device_map({"a": 0, "b.c": 0, "b.d": 1}) == {"a": 0, "b.c": 0, "b.d": 1}
+    assert clean_device_map({"a": 0, "b.c": 1, "b.d": 1}) == {"a": 0, "b": 1}
+    assert clean_device_map({"a": 0, "b.c": 0}) == {"": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("10GiB", 10 << 30), ("10GB", 10**10), ("1.5KiB", 1536), (7, 7), ("300 MB", 3 * 10**8)]
+)
+def test_sizes_in_text(text, expected):
+    assert convert_file_size_to_int(text) == expected
+
+
+def test_what_is_no_size_is_refused():
+    with pytest.raises(
+        ValueError, match="'10 gallons' is no size in bytes: write a whole number, or text such as '10GiB'"
+    ):
+        convert_file_size_to_int("10 gallons")
+
+
+def test_main_memory_is_what_the_system_has(monkeypatch):
+    monkeypatch.undo()
+    found = get_max_memory()
+    assert 1 << 28 < found["cpu"] < 1 << 50
+    assert list(get_max_memory({"cpu": "1GiB", "disk": "2GiB"})) == ["cpu", "disk"]

@@ -1,0 +1,338 @@
+"""Models run where a map has put them, with the results of one in memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from accel_big_model import (
+    AlignDevicesHook,
+    ModelHook,
+    OffloadedWeightsLoader,
+    SequentialHook,
+    add_hook_to_module,
+    align_module_device,
+    attach_layerwise_casting_hooks,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    has_offloaded_params,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    offload_state_dict,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+    set_module_tensor_to_device,
+)
+from accel_checkpoint import write_weights
+from accel_core import CheckpointError
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, scale=None):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.head(self.norm(x))
+        return x if scale is None else x * scale
+
+
+IDS = torch.tensor([1, 5, 10, 0])
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net().eval()
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The weights of a net, in several files of safetensors with an index."""
+    model = net()
+    write_weights(model.state_dict(), tmp_path, max_shard_size=600)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    return tmp_path
+
+
+MAPS = [
+    {"": "disk"},
+    {"embedding": "cpu", "blocks": "disk", "norm": "cpu", "head": "cpu"},
+    {
+        "embedding": "cpu",
+        "blocks.0": "cpu",
+        "blocks.1": "disk",
+        "blocks.2.0": "disk",
+        "blocks.2.1": "cpu",
+        "norm": "disk",
+        "head": "cpu",
+    },
+]
+
+
+@pytest.mark.parametrize("places", MAPS)
+def test_a_model_that_is_read_from_its_files_gives_the_same_bits(files, places):
+    expected = net()(IDS)
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map=places)
+    for _ in range(3):  # the first pass learns the order, the others fetch ahead
+        with torch.no_grad():
+            assert torch.equal(model(IDS), expected)
+    assert model.hf_device_map == places
+
+
+def test_weights_on_disk_have_no_memory_between_calls(files):
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1])
+    model(IDS)
+    assert {parameter.device.type for parameter in model.blocks.parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in model.norm.parameters()} == {"cpu"}
+    assert model.head.weight is model.embedding.weight
+
+
+def test_everything_in_one_place_needs_no_hook(files):
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map={"": "cpu"})
+    assert not hasattr(model, "_hf_hook")
+    assert torch.equal(model(IDS), net()(IDS))
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_dtype_is_that_of_all_floating_weights(files):
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1], dtype=torch.bfloat16)
+    assert torch.equal(model(IDS), net().bfloat16()(IDS))
+
+
+def test_auto_places_by_the_limits(files):
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map="auto", max_memory={"cpu": 1300})
+    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.equal(model(IDS), net()(IDS))
+
+
+def test_a_model_in_memory_is_written_to_the_folder(tmp_path):
+    model = dispatch_model(net(), MAPS[1], offload_dir=tmp_path)
+    assert torch.equal(model(IDS), net()(IDS))
+    assert (tmp_path / "blocks.0.0.weight.dat").stat().st_size == 8 * 8 * 4
+    again = dispatch_model(net(), MAPS[1], offload_dir=tmp_path)  # which has an index now
+    assert torch.equal(again(IDS), net()(IDS))
+
+
+def test_to_raises_with_what_to_do(tmp_path):
+    model = dispatch_model(net(), MAPS[1], offload_dir=tmp_path)
+    with pytest.raises(
+        RuntimeError,
+        match=r"to\(\) was called on a Net that is spread over several places.*remove_hook_from_submodules",
+    ):
+        model.to("cpu")
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_a_model_that_is_offloaded_as_a_whole_runs_and_comes_back(offload, tmp_path):
+    model = net()
+    model = cpu_offload(model) if offload == "cpu" else disk_offload(model, tmp_path)
+    assert torch.equal(model(IDS), net()(IDS))
+    assert model.embedding.weight.device.type == "meta"
+    assert has_offloaded_params(model.blocks[0][0])
+    remove_hook_from_submodules(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), net().state_dict().values(), strict=True))
+    assert torch.equal(model(IDS), net()(IDS))
+
+
+def test_keywords_may_stay_where_they_are():
+    seen = {}
+
+    class Look(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x, kept=None):
+            seen.update(x=x.device.type, kept=kept.device.type)
+            return x
+
+    module = add_hook_to_module(Look(), AlignDevicesHook("meta", skip_keys="kept"))
+    module(torch.ones(1), kept=torch.ones(1))
+    assert seen == {"x": "meta", "kept": "cpu"}
+
+
+def test_a_chain_of_models_is_brought_one_after_the_other():
+    first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
+    second, last = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=hook)
+    second(first(torch.ones(1, 2)))
+    last.offload()
+    last.remove()
+    assert not hasattr(second, "_hf_hook")
+
+
+def test_layers_are_kept_in_a_small_dtype():
+    model = net()
+    attach_layerwise_casting_hooks(
+        model, torch.bfloat16, torch.float32, skip_modules_pattern=["norm", "embedding", "head"]
+    )
+    assert model.blocks[0][0].weight.dtype == torch.bfloat16
+    assert model.embedding.weight.dtype == torch.float32
+    expected = net()
+    for block in expected.blocks:
+        block[0].to(torch.bfloat16).to(torch.float32)
+    assert torch.equal(model(IDS), expected(IDS))
+    assert model.blocks[0][0].weight.dtype == torch.bfloat16
+
+
+class Noted(ModelHook):
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def __getattribute__(self, name):
+        if name in ("init_hook", "pre_forward", "post_forward", "detach_hook"):
+            self.notes.append((self.name, name))
+        return super().__getattribute__(name)
+
+
+def test_hooks_act_around_the_forward_in_their_order():
+    notes = []
+    module = nn.Linear(2, 2)
+    signature = inspect.signature(module.forward)
+    add_hook_to_module(module, Noted("a", notes))
+    add_hook_to_module(module, Noted("b", notes), append=True)
+    assert isinstance(module._hf_hook, SequentialHook)
+    notes.clear()
+    module(torch.ones(1, 2))
+    assert notes == [("a", "pre_forward"), ("b", "pre_forward"), ("a", "post_forward"), ("b", "post_forward")]
+    assert (inspect.signature(module.forward), module.forward.__name__) == (signature, "forward")
+    remove_hook_from_module(module)
+    assert not {"_hf_hook", "_old_forward", "forward"} & set(vars(module))
+    assert notes[4:] == [("a", "detach_hook"), ("b", "detach_hook")]
+
+
+def test_a_hook_changes_inputs_and_outputs_and_forbids_gradients():
+    class Double(ModelHook):
+        no_grad = True
+
+        def pre_forward(self, module, *args, **kwargs):
+            return (args[0] * 2,), kwargs
+
+        def post_forward(self, module, output):
+            return output + 1
+
+    module = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    expected = module(2 * x) + 1
+    add_hook_to_module(module, Double())
+    assert torch.equal(module(x), expected)
+    assert not module(x).requires_grad
+
+
+def test_a_graph_module_takes_hooks():
+    module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    expected = module(torch.ones(1, 2))
+    add_hook_to_module(module, ModelHook())
+    assert torch.equal(module(torch.ones(1, 2)), expected)
+    remove_hook_from_module(module)
+    assert torch.equal(module(torch.ones(1, 2)), expected)
+
+
+def test_a_copy_of_a_hooked_module_has_its_own_weights():
+    module = add_hook_to_module(nn.Linear(2, 2), ModelHook())
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.weight.zero_()
+        other.bias.zero_()
+    assert other(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+def test_weights_can_be_looked_at_where_they_compute():
+    model = cpu_offload(net())
+    layer = model.blocks[0][0]
+    with align_module_device(layer):
+        assert torch.equal(layer.weight, net().blocks[0][0].weight)
+    assert layer.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_folders_of_offloaded_weights_give_what_was_written(tmp_path, dtype):
+    given = {"a.b": torch.arange(6).reshape(2, 3).to(dtype), "c": torch.tensor(1).to(dtype)}
+    offload_state_dict(tmp_path, given)
+    found = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert list(found) == ["a.b", "c"]
+    assert all(
+        torch.equal(found[name].float(), value.float()) and found[name].dtype == dtype for name, value in given.items()
+    )
+
+
+def test_a_file_that_became_shorter_is_named(tmp_path):
+    offload_state_dict(tmp_path, {"a": torch.ones(4)})
+    (tmp_path / "a.dat").write_bytes(b"12345678")
+    with pytest.raises(ValueError, match=r"a.dat has 8 bytes of the 16"):
+        OffloadedWeightsLoader(save_folder=tmp_path)["a"]
+
+
+class TestWhatIsWrong:
+    def test_nothing_says_where_the_disk_is(self):
+        with pytest.raises(
+            ValueError, match=r"on 'disk', and nothing says where.*offload_dir=.*load_checkpoint_and_dispatch"
+        ):
+            dispatch_model(net(), MAPS[1])
+
+    def test_files_that_lack_tensors_or_have_other_shapes(self, tmp_path):
+        state = net().state_dict()
+        del state["norm.bias"]
+        state["norm.weight"] = torch.ones(7)
+        state["other"] = torch.ones(1)
+        write_weights(state, tmp_path)
+        model = Net()
+        before = model.norm.weight.clone()
+        with pytest.raises(
+            CheckpointError,
+            match=r"1 missing: norm.bias.*1 unknown to the model: other.*norm.weight \(7,\) instead of \(8,\)",
+        ):
+            load_checkpoint_and_dispatch(model, tmp_path, device_map=MAPS[1])
+        assert torch.equal(model.norm.weight, before)
+
+    def test_a_folder_without_weights(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            load_checkpoint_and_dispatch(net(), tmp_path, device_map="auto")
+
+    def test_a_map_by_an_unknown_name(self, files):
+        with pytest.raises(
+            ValueError, match=r"device_map='fastest' is none of auto, balanced, balanced_low_0, sequential"
+        ):
+            load_checkpoint_and_dispatch(net(), files, device_map="fastest")
+
+    def test_a_file_that_is_cut_short_while_the_model_runs(self, files):
+        with init_empty_weights():
+            model = Net().eval()
+        model = load_checkpoint_and_dispatch(model, files, device_map={"": "disk"})
+        model(IDS)
+        for path in files.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:200])
+        with pytest.raises(CheckpointError, match="safetensors"):
+            model(IDS)
+
+    def test_a_tensor_without_a_value_or_of_another_shape(self):
+        with init_empty_weights():
+            model = Net()
+        with pytest.raises(ValueError, match=r"head.weight is on the meta device and has no value"):
+            set_module_tensor_to_device(model, "head.weight", "cpu")
+        with pytest.raises(ValueError, match=r"head.weight has shape \(11, 8\), and value= has \(3,\)"):
+            set_module_tensor_to_device(model, "head.weight", "cpu", value=torch.ones(3))
+        with pytest.raises(ValueError, match=r"Linear has no parameter or buffer 'wait'"):
+            set_module_tensor_to_device(model, "head.wait", "cpu")
