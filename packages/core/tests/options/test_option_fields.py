@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, to_data
+from accel_core.options.conversion import choices, expected, from_data, is_optional, to_data
 from accel_core.options.option_fields import fields_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def test_a_partial_has_the_options_of_what_it_calls() -> None:
 
 def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
     either = fields_of(Component)["either"]
-    assert from_text(either.type, "name") == "name"
+    assert from_data(either.type, "name") == "name"
     assert expected(either.type) == "a text or 'none'"
 
 
@@ -144,7 +144,7 @@ def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
     ],
 )
 def test_a_text_becomes_a_value(kind: Any, text: str, value: Any) -> None:
-    result = from_text(kind, text)
+    result = from_data(kind, text)
     assert result == value
     assert type(result) is type(value)
 
@@ -232,7 +232,7 @@ def test_a_value_survives_the_way_through_json(kind: Any, value: Any) -> None:
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(alphabet="abc", min_size=1)))
 def test_any_simple_value_survives_as_text(value: float | str | bool) -> None:
-    assert from_text(type(value), str(value)) == value
+    assert from_data(type(value), str(value)) == value
 
 
 def test_an_object_has_no_data() -> None:

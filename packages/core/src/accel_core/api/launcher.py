@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.options.component_options import SECTIONS, read_section
-from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, members, to_data
+from accel_core.options.conversion import choices, expected, from_data, is_optional, members, to_data
 from accel_core.options.option_fields import Field, fields_of
 from accel_core.options.option_sources import (
     CHANNEL,
@@ -51,7 +51,6 @@ __all__ = [
     "flag",
     "format_table",
     "from_data",
-    "from_text",
     "given_outside",
     "how_to_get",
     "inherited",

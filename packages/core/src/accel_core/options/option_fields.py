@@ -1,8 +1,4 @@
-"""Options of a component, read from its constructor: their names, types and defaults.
-
-A parameter is an option's one declaration; one of a type outside of the closed set of
-`accel_core.options.conversion` is for Python only.
-"""
+"""Options of a component, read from its constructor: a parameter is an option's one declaration."""
 
 from __future__ import annotations
 
@@ -23,15 +19,8 @@ import torch
 
 from accel_core.options.conversion import is_expressible
 
-_USUAL = {
-    **vars(typing),
-    "os": os,
-    "torch": torch,
-    "Path": Path,
-    "timedelta": timedelta,
-    "Sequence": Sequence,
-    "Mapping": Mapping,
-}
+_OURS = {"os": os, "torch": torch, "Path": Path, "timedelta": timedelta, "Sequence": Sequence, "Mapping": Mapping}
+_USUAL = {**vars(typing), **_OURS}
 
 
 @dataclass(frozen=True)
@@ -52,42 +41,35 @@ class Field:
 
 
 def fields_of(factory: Callable[..., Any]) -> dict[str, Field]:
-    """The options of what `factory` makes, by name, in the order of its parameters; `*args` and `**kwargs` are none.
+    """The options of what a class, function or `functools.partial` makes, by name, in the order of its parameters.
 
-    Args:
-        factory: a class, a function, or a `functools.partial` of one.
+    `*args` and `**kwargs` are none.
     """
-    parameters = [
-        each
-        for each in inspect.signature(factory).parameters.values()
-        if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
-    ]
+    named = inspect.signature(factory).parameters.values()
+    parameters = [each for each in named if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
     alike = Counter(each.name.upper() for each in parameters)
-    fields = {}
-    for parameter in parameters:
-        field = _field(factory, parameter)
-        if alike[field.name.upper()] > 1:
-            field = replace(field, python_only="another one has its name in other letter case, and variables have one")
-        fields[field.name] = field
-    return fields
+    fields = {each.name: _field(factory, each) for each in parameters}
+    why = "another one has its name in other letter case, and variables have one"
+    return {
+        name: replace(field, python_only=why) if alike[name.upper()] > 1 else field for name, field in fields.items()
+    }
 
 
 def _field(factory: Callable[..., Any], parameter: inspect.Parameter) -> Field:
     kind = parameter.annotation
+    for_python = functools.partial(Field, parameter.name, Any, parameter.default)
     if parameter.kind is parameter.POSITIONAL_ONLY:
-        return Field(parameter.name, Any, parameter.default, "it is given by its place, and not by its name")
+        return for_python("it is given by its place, and not by its name")
     if kind is parameter.empty:
-        return Field(parameter.name, Any, parameter.default, "it has no type")
-    written = kind if isinstance(kind, str) else _name(kind)
+        return for_python("it has no type")
+    written = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
     try:
         if isinstance(kind, str):
             kind = eval(kind, {}, _Names(factory))  # noqa: S307  # an annotation of code that runs anyway
         expressible = kind is not Any and is_expressible(kind)
     except Exception:  # noqa: BLE001  # whatever an annotation says that only type checkers can read, or nobody
         expressible = False
-    if not expressible:
-        return Field(parameter.name, Any, parameter.default, f"its type is {written}")
-    return Field(parameter.name, kind, parameter.default)
+    return Field(parameter.name, kind, parameter.default) if expressible else for_python(f"its type is {written}")
 
 
 class _Object:
@@ -95,11 +77,7 @@ class _Object:
 
 
 class _Names(dict[str, Any]):
-    """The names that the annotations of a constructor may use: those of the module in which it is written.
-
-    What that module imports for type checkers only is missing there: the usual ones are known, any
-    other is one of objects.
-    """
+    """The names that annotations may use: those of their module, the usual ones that are imported for type checkers only."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         while isinstance(factory, functools.partial):
@@ -109,10 +87,4 @@ class _Names(dict[str, Any]):
         super().__init__({**_USUAL, **own, **getattr(function, "__globals__", {})})
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
-        return _Object
-
-
-def _name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        return getattr(builtins, name, _Object)
