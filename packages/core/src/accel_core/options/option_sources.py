@@ -53,29 +53,17 @@ DEFAULT_LOADER = "sharded"
 """The loader where none is given and a distribution offers this name."""
 
 LOADER_OPTIONS = (
-    "split_batches",
-    "even_batches",
-    "dispatch_batches",
-    "use_seedable_sampler",
-    "data_seed",
-    "non_blocking",
-    "use_stateful_dataloader",
-    "rng_types",
+    *("split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler"),
+    *("data_seed", "non_blocking", "use_stateful_dataloader", "rng_types"),
 )
 """The options of the loader component that stand beside those of the Accelerator, without its name: all loaders share them."""
 
 _SPECIAL: Mapping[str, str] = {"cpu": "ACCELERATE_USE_CPU", "debug": "ACCELERATE_DEBUG_MODE"}
 _LEVELS = ("command line", "file")
-_SHOWN = 200
 
 
 class GivenOption(NamedTuple):
-    """One value that was given outside of the code.
-
-    Args:
-        value: text, or data as JSON has them.
-        source: where it was said: an option of the command line, a variable, or a file.
-    """
+    """One value that was given outside of the code: text, or data as JSON has them; and where it was said."""
 
     value: Any
     source: str
@@ -85,16 +73,19 @@ class GivenOption(NamedTuple):
         """The value as the environment would have it."""
         if isinstance(self.value, bool):
             return str(self.value).lower()
-        if isinstance(self.value, list):
-            return ",".join(map(str, self.value))
-        return str(self.value).strip()
+        return ",".join(map(str, self.value)) if isinstance(self.value, list) else str(self.value).strip()
 
 
 def variable_of(option: str, section: str = "") -> str:
     """The variable of an option; `section` is the component's name, empty for options of the Accelerator itself."""
     if not section:
         return _SPECIAL.get(option, f"{PREFIX}{option.upper()}")
-    return f"{PREFIX}{_upper(section)}__{option.upper()}"
+    return f"{PREFIX}{section_name(section).upper()}__{option.upper()}"
+
+
+def section_name(component: str) -> str:
+    """The spelling of a component's name in `given_sections`."""
+    return re.sub(r"\W", "_", component).lower()
 
 
 def given_outside(variable: str) -> GivenOption | None:
@@ -111,7 +102,7 @@ def _first(variable: str, launched: Mapping[str, Mapping[str, GivenOption]]) -> 
 
 def given_for(section: str) -> dict[str, GivenOption]:
     """The given options of one component: option in small letters → value."""
-    start = f"{PREFIX}{_upper(section)}__"
+    start = variable_of("", section)
     return {name.removeprefix(start).lower(): value for name, value in _of_sections().items() if name.startswith(start)}
 
 
@@ -122,48 +113,33 @@ def given_sections() -> dict[str, str]:
     }
 
 
-def section_name(component: str) -> str:
-    """The spelling of a component's name in `given_sections`."""
-    return _upper(component).lower()
-
-
-def _upper(section: str) -> str:
-    return re.sub(r"\W", "_", section).upper()
-
-
 def _of_sections() -> dict[str, GivenOption]:
     launched = inherited()
-    names = {*launched["command line"], *launched["file"], *os.environ}
-    found = {
-        name: _first(name, launched)
-        for name in sorted(names)
-        if name.startswith(PREFIX) and "__" in name.removeprefix(PREFIX)
-    }
-    given = {name: value for name, value in found.items() if value is not None}
-    for name, value in given.items():
-        if name != name.upper():
-            from accel_core.base.masking import masked
-
-            raise ValueError(
-                f"{value.source} was given, and variables are written in capital letters. Type {name.upper()}={masked(name, value.text)}."
-            )
+    names = sorted({*launched["command line"], *launched["file"], *os.environ})
+    given = {}
+    for name in names:
+        if (
+            name.startswith(PREFIX)
+            and "__" in name.removeprefix(PREFIX)
+            and (value := _first(name, launched)) is not None
+        ):
+            if name != name.upper():
+                raise ValueError(
+                    f"{value.source} was given, and variables are written in capital letters: {name.upper()}."
+                )
+            given[name] = value
     return given
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:
     """The options given to launchers around this process: "command line" and "file" → variable → value.
 
-    Args:
-        environ: variables of the environment.
-
     Raises:
         ValueError: if no launcher can have written it.
     """
     text = environ.get(CHANNEL, "").strip()
-    if not text:
-        return {level: {} for level in _LEVELS}
     try:
-        content = json.loads(text)
+        content = json.loads(text or "{}")
         if content.keys() - {*_LEVELS}:
             raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
         return {
@@ -171,10 +147,7 @@ def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, Gi
             for level in _LEVELS
         }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        from accel_core.base.masking import masked_text
-
-        shown = masked_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
         raise ValueError(
-            f"{CHANNEL}={shown!r} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
+            f"{CHANNEL} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
             f"command line of the launcher, or in variables of their own, such as {PREFIX}MIXED_PRECISION=bf16."
         ) from error
