@@ -14,14 +14,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.strategy import Strategy
     from accel_core.contract.tensor_layouts import OptimizerState, SavedOptimizer, State
-    from accel_core.loop.preparation import Prepared
     from accel_core.loop.run import Asynchronous, Run
     from accel_core.options.handlers import TrackingKwargs
     from accel_core.options.project import ProjectConfiguration
-    from accel_core.plugins.relay import Relay
     from accel_core.processes.world import World
     from accel_core.tracking.selection import Chosen
 
@@ -32,11 +28,7 @@ RECORDER: Final = ("accel.recorders", "background")
 
 
 class CheckpointComponent(Protocol):
-    """Made without arguments, once for each Accelerator that needs it.
-
-    The first three are the hooks of these names; the four after them serve strategies that
-    replicate parameters.
-    """
+    """Made without arguments, once for each Accelerator that needs it. The first three are the hooks of these names."""
 
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
         """The hook."""
@@ -95,28 +87,18 @@ class Detector(Protocol):
         """Takes the hooks off the models, and forgets what was recorded."""
 
 
-class DetectorFactory(Protocol):
-    """The factory of detectors that is found under the default name."""
+DetectorFactory = Callable[..., Detector]
+"""Makes a detector and puts it around the bound hooks; raises `ValueError` if it cannot work under this strategy.
 
-    def __call__(
-        self,
-        world: World,
-        feed: Feed,
-        prepared: Prepared,
-        *,
-        strategy: Strategy,
-        relay: Relay,
-        owners: Mapping[str, Any],
-    ) -> Detector:
-        """Makes one, and puts it around the bound hooks. `owners` by hook; None: the core's default serves.
+It is called with the world, the feed, what is prepared, `strategy=`, `relay=`, and `owners=` by hook, None for the core.
+"""
 
-        Raises:
-            ValueError: if it cannot work under this strategy.
-        """
+_Kwargs = Mapping[str, Any] | None
+_Table = tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any]
 
 
 class Recorder(Protocol):
-    """Records the run of one process, as far as it records."""
+    """Records the run of one process, as far as it records, for the Accelerator's methods; `only` names the one tracker that does."""
 
     @property
     def on_every_rank(self) -> bool:
@@ -126,26 +108,17 @@ class Recorder(Protocol):
     def in_hand(self) -> list[Any]:
         """See `Accelerator.trackers`."""
 
-    def init(
-        self, project_name: object, config: object, init_kwargs: Mapping[str, Any] | None, *, resume: bool
-    ) -> None:
+    def init(self, project_name: object, config: object, init_kwargs: _Kwargs, *, resume: bool) -> None:
         """See `Accelerator.init_trackers`."""
 
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
-        *,
-        only: str | None = None,
-    ) -> None:
-        """See `Accelerator.log`; `only` is the name of the one tracker that records."""
+    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: _Kwargs, *, only: str | None = None) -> None:
+        """See `Accelerator.log`."""
 
     def log_images(
         self,
         values: Mapping[str, Any],
         step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
+        log_kwargs: _Kwargs,
         dataformats: str | None,
         *,
         only: str | None = None,
@@ -153,13 +126,7 @@ class Recorder(Protocol):
         """See `Accelerator.log_images`."""
 
     def log_table(
-        self,
-        name: str,
-        content: tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
-        *,
-        only: str | None = None,
+        self, name: str, content: _Table, step: int | None, log_kwargs: _Kwargs, *, only: str | None = None
     ) -> None:
         """See `Accelerator.log_table`; `content` is columns, data and dataframe."""
 
@@ -182,8 +149,5 @@ class Recorder(Protocol):
         """The status of each tracker, by name, for `explain()`."""
 
 
-class RecorderFactory(Protocol):
-    """The factory of recorders that is found under the default name."""
-
-    def __call__(self, chosen: Chosen, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> Recorder:
-        """Makes one for these trackers; `rules` say how failures are treated, `project` where local trackers write."""
+RecorderFactory = Callable[["Chosen", "TrackingKwargs", "World", "ProjectConfiguration"], Recorder]
+"""Makes a recorder for these trackers: the second says how failures are treated, the last where local trackers write."""

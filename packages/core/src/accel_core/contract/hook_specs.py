@@ -1,18 +1,18 @@
-"""Every hook, in one place.
+"""Every hook, in one place. The loop in the docstring of `HookSpecs` shows when each hook runs.
 
-Read the loop in the docstring of `HookSpecs` first: it shows when each hook runs. A hook has either
-**one owner** or **many listeners**:
+A hook has either **one owner** or **many listeners**:
 
 - `@owner`: exactly one active component may implement it, else the core's default serves
-  (`accel_core.facade.default_hooks`). The winner is bound once, when the Accelerator is built; two
-  implementations are an error that names both. What the owner returns is the answer, `None`
-  included.
+  (`accel_core.facade.default_hooks`). Two implementations are an error that names both. What the
+  owner returns is the answer, `None` included.
 - `@listener`: everyone who implements it is called, in the order of registration. A listener that
   raises is switched off with one warning; the run goes on.
 
 A plugin implements a hook by a method of the same name marked with `@hookimpl`, taking the
 arguments that it needs, by name, and leaving out the others.
 """
+
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
@@ -55,16 +55,15 @@ Kind = Literal["owner", "listener"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def owner(function: F) -> F:
+def owner(function: F, kind: Kind = "owner") -> F:
     """Declares a hook that has exactly one implementation."""
-    function.accel_kind = "owner"  # type: ignore[attr-defined]
+    function.accel_kind = kind  # type: ignore[attr-defined]
     return hookspec(function)
 
 
 def listener(function: F) -> F:
     """Declares a hook to which everyone may listen; its calls return nothing."""
-    function.accel_kind = "listener"  # type: ignore[attr-defined]
-    return hookspec(function)
+    return owner(function, "listener")
 
 
 class HookSpecs:
@@ -114,23 +113,22 @@ class HookSpecs:
         """
 
     @owner
-    def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
+    def layout(self, world: World) -> Layout:
         """Says which part of the data this process reads.
 
         When: in the constructor, before anything is prepared. Usual owner: the strategy.
-        Returns: the layout. May make process groups by `world.subgroup`, the same on every rank.
+        May make process groups by `world.subgroup`, the same on every rank.
         Default: pure data parallelism.
         """
 
     @owner
-    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:  # type: ignore[empty-body]
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
         """Builds a model that may be too large for one process.
 
-        When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without
-            data until `prepare_model`.
-        Arguments: a function that builds the model; a file or folder of weights, None to keep its
-            own.
-        Returns: a model of the same class, with its parameters, which `prepare` accepts.
+        When: in `accelerator.build_model`. Usual owner: the strategy.
+        Arguments: what builds the model; a file or folder of weights, None to keep its own.
+        Returns: a model of the same class, with its parameters, which may have no data until
+            `prepare_model`.
         Default: `factory()`, then the weights are loaded.
         """
 
@@ -145,10 +143,9 @@ class HookSpecs:
 
     @owner
     def revert_model(self, model: nn.Module) -> None:
-        """Undoes `convert_model`, in place: the model computes as its user built it.
+        """Undoes `convert_model`, in place: the user's model computes as its user built it.
 
         When: in `free_memory`, for every prepared model. Usual owner: that of `convert_model`.
-        Arguments: the user's model.
         """
 
     @owner
@@ -162,13 +159,11 @@ class HookSpecs:
         """
 
     @owner
-    def prepare_model(  # type: ignore[empty-body]
-        self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Makes a model ready to be trained, or only evaluated, under the strategy.
 
         When: once per model in `prepare`, before optimizers and schedulers. Usual owner: the
-            strategy.
+            strategy. There is no default.
         Arguments: the user's model; every known optimizer that holds one of its parameters
             (re-point `group["params"][:]` in place where parameters are replaced, and refuse an
             optimizer that has stepped, or re-point its state); the request. A policy it cannot
@@ -176,11 +171,10 @@ class HookSpecs:
         Returns: the module to call. All ranks start from rank 0's weights. After the closing
             backward each gradient (see `gradient_state`) is the mean over the data-parallel ranks.
             A frozen or only evaluated model can be called by one rank alone.
-        Default: none.
         """
 
     @owner
-    def prepare_loader(  # type: ignore[empty-body]
+    def prepare_loader(
         self,
         loader: DataLoader[Any],
         shard: Shard,
@@ -209,27 +203,23 @@ class HookSpecs:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
         When: once per optimizer in `prepare`, after the models of that call; its model may come
-            later. An engine that needs both can be built here.
-        Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing
-            happens.
+            later. Usual owner: the strategy, if its parameters are not plain tensors, or an engine
+            that needs both is built here.
         """
 
     @owner
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
-        """Forwards inside the context lead to backwards that do not synchronise gradients.
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Forwards of a prepared model inside the context lead to backwards that do not synchronise gradients.
 
         When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
-            Hot.
-        Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager.
+            Hot. Usual owner: the strategy.
         """
 
     @owner
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
-        """The next backward of `model` synchronises, although its forward ran inside `no_sync`.
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward of a prepared model synchronises, although its forward ran inside `no_sync`.
 
         When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager.
         """
 
     @owner
@@ -237,7 +227,7 @@ class HookSpecs:
         """Synchronises what backwards have left local, such as a second one through the same graph.
 
         When: after each `accelerator.backward` that closes a window, in a world larger than one,
-            and at the end of the default `forward_backward`. Usual owner: the strategy. Hot.
+            and at the end of the default `forward_backward`. Hot. Usual owner: the strategy.
         May be a collective where all ranks find the same; without such gradients it is none.
         """
 
@@ -245,13 +235,12 @@ class HookSpecs:
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised.
 
-        When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No
-            collective. Hot.
-        Arguments: an optimizer, with parameters of several prepared models, or of none.
+        When: before every step, but not inside `LocalSGD`. Hot. No collective. Usual owner: the
+            strategy. The optimizer may have parameters of several prepared models, or of none.
         """
 
     @owner
-    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
+    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:
         """Says where the gradients of a model are, and how they lie on the ranks.
 
         When: wherever gradients are read or changed, a few times per step. Hot. No collective.
@@ -265,7 +254,7 @@ class HookSpecs:
         """
 
     @owner
-    def context_parallel(  # type: ignore[empty-body]
+    def context_parallel(
         self,
         buffers: Sequence[torch.Tensor],
         buffer_seq_dims: Sequence[int],
@@ -273,18 +262,17 @@ class HookSpecs:
     ) -> AbstractContextManager[None]:
         """Inside the context, tensors hold this rank's part of a sequence, and attention spans all peers.
 
-        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy.
+        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy. Entering is a
+            collective over the peers, if there are any.
         Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
             not restored at the end.
-        Returns: a context manager; entering is a collective over the peers, if there are any.
         """
 
     @owner
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[empty-body]
-        """Multiplies the loss so that small gradients survive a narrow dtype.
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiplies the loss, 0-d or with dimensions, so that small gradients survive a narrow dtype.
 
         When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
-        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss.
         Default: the loss as it is.
         """
 
@@ -309,9 +297,7 @@ class HookSpecs:
         """
 
     @owner
-    def clip_gradients(  # type: ignore[empty-body]
-        self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
         When: in `accelerator.clip_grad_norm_`, at the end of a window, synchronised and unscaled;
@@ -334,19 +320,16 @@ class HookSpecs:
 
     @owner
     def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Takes a step of an optimizer that was decided on.
+        """Takes a step of an optimizer that was decided on; gradients are unscaled and clipped.
 
-        When: where the owner of `optimizer_step` calls its `step`; gradients are unscaled and
-            clipped.
-        Usual owner: the strategy, if an engine steps instead, or parameters are sent afterwards.
-        Arguments: the optimizer; `step`, its own step with the user's closure bound (a
-            `functools.partial` if it was given arguments), which an engine need not call.
-        Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
-        Default: `step()`.
+        When: where the owner of `optimizer_step` calls its `step`. Usual owner: the strategy, if an
+            engine steps instead, or parameters are sent afterwards.
+        Arguments, returns, default: as for `optimizer_step`; `step` is the optimizer's own step,
+            which an engine need not call.
         """
 
     @owner
-    def forward_backward(  # type: ignore[empty-body]
+    def forward_backward(
         self,
         model: nn.Module,
         micro_batches: Iterable[Any],
@@ -369,8 +352,8 @@ class HookSpecs:
         """
 
     @owner
-    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:  # type: ignore[empty-body]
-        """Saves all of a run.
+    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
+        """Saves all of a run, and returns the folder.
 
         When: in `save_state`, on every rank. A collective. Usual owner: none; a plugin with a
             format of its own, which owns `load_checkpoint` too, and `wait_for_checkpoint` if it
@@ -378,17 +361,15 @@ class HookSpecs:
         Arguments: the run; the folder, None for an automatic name; whether it is written behind:
             "eager" (or True) returns once all is copied, "lazy" at once, having told
             `run.prepared.copy_behind` what the next step and `free_memory` wait for.
-        Returns: the folder, as a text.
         Default: the neutral checkpoint of accel-checkpoint; without it `NotInstalledError`.
         """
 
     @owner
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """Restores all of a run that `save_checkpoint` saved.
+        """Restores all of a run from a folder; None: the newest of those that are named automatically.
 
-        When: in `load_state`, on every rank. A collective. Usual owner: that of `save_checkpoint`.
-        Arguments: the run; the folder, None for the newest of those that are named automatically.
-        Default: as for `save_checkpoint`.
+        When: in `load_state`, on every rank. A collective. Owner and default: as for
+            `save_checkpoint`.
         """
 
     @owner
@@ -396,12 +377,11 @@ class HookSpecs:
         """Returns when what `save_checkpoint` began is complete, or raises what made it fail.
 
         When: in `wait_for_checkpoint` and `end_training`, on every rank. A collective, if something
-            is being saved. Usual owner: that of `save_checkpoint`, if it writes behind.
-        Default: as for `save_checkpoint`; where nothing was saved, nothing happens.
+            is being saved. Owner and default: as for `save_checkpoint`.
         """
 
     @owner
-    def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
+    def model_state(self, model: nn.Module, prepared: nn.Module) -> State:
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
         When: in `save_state`, `load_state` and `get_state_dict`, on every rank, anywhere in the
@@ -425,28 +405,24 @@ class HookSpecs:
         """
 
     @owner
-    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:  # type: ignore[empty-body]
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Says what a checkpoint holds of an optimizer, and how it lies on the ranks.
 
-        When: in `save_state`, on every rank. Usual owner: that of `model_state`. No collective.
+        When: in `save_state`, on every rank. No collective. Usual owner: that of `model_state`.
         Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name:
             the index of the model, a dot, and the name in it.
-        Returns: its groups, values and entries. `accel_checkpoint.capture_optimizer` makes it for
+        Returns: its groups, values and entries: `accel_checkpoint.capture_optimizer` makes them for
             parameters laid out as a `Sharding` says.
         Default: parameters are whole on every rank.
         """
 
     @owner
-    def optimizer_misfits(  # type: ignore[empty-body]
-        self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
-    ) -> list[str]:
-        """Says why an optimizer cannot be given the state that a checkpoint holds of it.
+    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+        """Says why an optimizer cannot be given the state that a checkpoint holds of it, a line for each reason.
 
         When: in `load_state`, on every rank, before anything is changed. No collective.
-        Usual owner: that of `model_state`.
         Arguments: as for `optimizer_state`; what was saved, under any strategy in any world.
-        Returns: a line for each thing that does not fit. See `accel_checkpoint.list_misfits`.
-        Default: parameters are whole on every rank.
+        Owner and default: as for `optimizer_state`. See `accel_checkpoint.list_misfits`.
         """
 
     @owner
@@ -454,8 +430,8 @@ class HookSpecs:
         """Gives an optimizer the state that a checkpoint holds of it.
 
         When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none.
-        Usual owner: that of `model_state`. No collective.
-        Arguments: as for `optimizer_misfits`. `saved.read` fills tensors by the time that
-            `load_state` returns, and perhaps not before. See `accel_checkpoint.restore_optimizer`.
-        Default: parameters are whole on every rank.
+            No collective. `saved.read` fills tensors by the time that `load_state` returns, and
+            perhaps not before.
+        Arguments, owner, default: as for `optimizer_misfits`. See
+            `accel_checkpoint.restore_optimizer`.
         """
