@@ -5,15 +5,4 @@ from accel_core.plugins.offers import Group, Offer, find, list_offers
 from accel_core.plugins.relay import Relay
 from accel_core.plugins.selection import Selected, build, passed
 
-__all__ = [
-    "Activation",
-    "Group",
-    "Offer",
-    "Relay",
-    "Selected",
-    "activate",
-    "build",
-    "find",
-    "list_offers",
-    "passed",
-]
+__all__ = ["Activation", "Group", "Offer", "Relay", "Selected", "activate", "build", "find", "list_offers", "passed"]

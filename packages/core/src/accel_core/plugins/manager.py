@@ -6,6 +6,7 @@ pluggy marks hooks, and neither keeps components nor calls them (docs/decisions/
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -49,9 +50,10 @@ class Activation:
 
 def hook_specs() -> dict[str, Spec]:
     """Every hook by name, in the order of `HookSpecs`."""
+    functions = {name: vars(HookSpecs)[name] for name in HOOKS}
     return {
         name: Spec(name, function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
-        for name, function in ((name, vars(HookSpecs)[name]) for name in HOOKS)
+        for name, function in functions.items()
     }
 
 
@@ -65,53 +67,47 @@ def activate(components: Sequence[Selected], defaults: object) -> Activation:
     Raises:
         PluginError: for a marked method that no spec names, a hook without the marker, an argument
             that the spec does not have, an option of the marker, a plugin without hooks, a
-            component passed twice, two owners of one hook, or an owner hook with neither owner nor
-            default.
+            component passed twice, two owners of one hook, or one with neither owner nor default.
     """
-    specs = hook_specs()
-    manager = pluggy.PluginManager(PROJECT)
-    _check_identities(components)
-    implemented = [(selected, _hooks_of(manager, selected, specs)) for selected in components]
+    for one, other in itertools.combinations(components, 2):
+        if one.component is other.component:
+            raise PluginError(
+                f"One object was passed twice: as {one.describe()} and as {other.describe()}.\n"
+                f"Pass it once: all its hooks are found, whatever its role."
+            )
+    specs, manager = hook_specs(), pluggy.PluginManager(PROJECT)
+    implemented = [(Listener(selected), _hooks_of(manager, selected, specs)) for selected in components]
     fallback = _hooks_of(manager, Selected(defaults, "core defaults"), specs)
     relay = Relay()
     owners: dict[str, Selected | None] = {}
     listeners: dict[str, Sequence[Listener]] = {}
-    everyone = [(Listener(selected), methods) for selected, methods in implemented]
     for name, spec in specs.items():
         if spec.kind == "listener":
-            calls = [
-                (listener, bind(methods[name], spec.arguments)) for listener, methods in everyone if name in methods
-            ]
+            calls = [(one, bind(methods[name], spec.arguments)) for one, methods in implemented if name in methods]
             setattr(relay, name, Listeners(name, calls))
             listeners[name] = tuple(listener for listener, _ in calls)
         else:
-            owners[name], method = _owner_of(name, implemented, fallback)
+            owners[name], method = _owner_of(name, [(one.selected, found) for one, found in implemented], fallback)
             setattr(relay, name, bind(method, spec.arguments))
     return Activation(relay, owners, listeners)
-
-
-def _check_identities(components: Sequence[Selected]) -> None:
-    for position, selected in enumerate(components):
-        for other in components[:position]:
-            if other.component is selected.component:
-                raise PluginError(
-                    f"One object was passed twice: as {other.describe()} and as {selected.describe()}.\n"
-                    f"Pass it once: all its hooks are found, whatever its role."
-                )
 
 
 def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]) -> Methods:
     """The hooks that a component implements, each checked against its spec, as bound methods."""
     methods = dict(_marked_methods(manager, selected, specs))
-    for name, method in methods.items():
-        if name not in specs:
-            raise _misspelt(selected, name, specs)
-        _check_arguments(selected, specs[name], method)
     if selected.group is None and not methods:
         raise PluginError(
             f"{_upper(selected)} was passed as a plugin, but it implements no hook.\n"
             f"Hooks are: {', '.join(specs)}. {MARK}, or leave the object out."
         )
+    for name, method in methods.items():
+        if name not in specs:
+            meant = nearest(name, list(specs))
+            hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
+            raise PluginError(
+                f"{_upper(selected)} marks {name!r} as a hook, but there is no such hook in the installed accel-core.\n{hint}"
+            )
+        _check_arguments(selected, specs[name], method)
     return methods
 
 
@@ -125,45 +121,31 @@ def _marked_methods(
         if not isinstance(static, (FunctionType, MethodType, staticmethod, classmethod)):
             continue
         options = manager.parse_hookimpl_opts(component, name)
-        if options is not None:
-            _check_marker(selected, name, [option for option, value in options.items() if value])
-            yield name, getattr(component, name)
-        elif name in specs:
+        if options is None and name in specs:
             raise PluginError(
                 f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
                 f"never be called.\n{MARK}, or give the method another name."
             )
-
-
-def _check_marker(selected: Selected, name: str, options: Sequence[str]) -> None:
-    if options:
-        raise PluginError(
-            f"Hook {name!r} of {selected.describe()} is marked with {', '.join(f'{option}=...' for option in options)}, "
-            f"but hooks are bound as they are, and the core alone decides on their order.\n"
-            f"Write @accel_core.hookimpl without options, on a method with the hook's name."
-        )
+        if options is not None and (given := [option for option, value in options.items() if value]):
+            raise PluginError(
+                f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(given)}=..., but hooks are bound as they "
+                f"are, and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
+            )
+        if options is not None:
+            yield name, getattr(component, name)
 
 
 def _check_arguments(selected: Selected, spec: Spec, method: Callable[..., Any]) -> None:
     """Refuses parameters that the spec does not have, also those with a default: they would never be given a value."""
     parameters = inspect.signature(method).parameters.values()
     stars: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    unknown = [
-        stars.get(one.kind, "") + one.name for one in parameters if one.name not in spec.arguments or one.kind in stars
-    ]
+    unknown = [one for one in parameters if one.name not in spec.arguments or one.kind in stars]
     if unknown:
+        names = ", ".join(stars.get(one.kind, "") + one.name for one in unknown)
         raise PluginError(
-            f"Hook {spec.name!r} of {selected.describe()} takes {', '.join(unknown)}, which the hook does not have.\n"
+            f"Hook {spec.name!r} of {selected.describe()} takes {names}, which the hook does not have.\n"
             f"Its arguments are: {', '.join(spec.arguments) or 'none'}. Take those that are needed, by these names."
         )
-
-
-def _misspelt(selected: Selected, name: str, specs: Mapping[str, Spec]) -> PluginError:
-    meant = nearest(name, list(specs))
-    hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
-    return PluginError(
-        f"{_upper(selected)} marks {name!r} as a hook, but there is no such hook in the installed accel-core.\n{hint}"
-    )
 
 
 def _owner_of(
@@ -181,10 +163,9 @@ def _owner_of(
         return found[0]
     if name in fallback:
         return None, fallback[name]
-    active = ", ".join(selected.describe() for selected, _ in implemented) or "none"
     raise PluginError(
         f"No strategy: hook {name!r} has no owner among the active components, and the core has no default for it. "
-        f"Active: {active}.\n"
+        f"Active: {', '.join(selected.describe() for selected, _ in implemented) or 'none'}.\n"
         f"Pass a strategy that implements it, for example Accelerator(strategy='single')."
     )
 

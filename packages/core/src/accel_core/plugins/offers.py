@@ -6,6 +6,7 @@ imports nothing; only the offer that is chosen is loaded. Callers list once and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,16 +18,9 @@ from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins.versions import admits, canonical, requirement_on
 
 Group = Literal[
-    "accel.strategies",
-    "accel.precisions",
-    "accel.loaders",
-    "accel.trackers",
-    "accel.checkpoints",
-    "accel.importers",
-    "accel.diagnostics",
-    "accel.recorders",
-    "accel.commands",
-]
+    "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints",
+    "accel.importers", "accel.diagnostics", "accel.recorders", "accel.commands",
+]  # fmt: skip
 """The groups of entry points in which distributions offer names."""
 
 CORE = "accel-core"
@@ -51,7 +45,7 @@ class Offer:
     """One name that an installed distribution offers.
 
     Args:
-        group: the entry-point group, `accel.strategies` for example.
+        group: the entry-point group.
         name: what is written in code or configuration to choose it.
         value: where the component is found, `module:attribute`.
         distribution, version: what brings it.
@@ -80,11 +74,9 @@ class Offer:
 
     def misfit(self) -> str | None:
         """The reason why this offer cannot run with the installed accel-core; None if it can. Imports nothing."""
-        if not self.core:
-            return None
-        installed = metadata.version(CORE)
+        installed = metadata.version(CORE) if self.core else ""
         try:
-            fits = admits(self.core, installed)
+            fits = not self.core or admits(self.core, installed)
         except ValueError as error:
             return f"{self.provider} asks for {CORE} {self.core}, which cannot be compared with {installed}: {error}"
         return None if fits else f"{self.provider} needs {CORE} {self.core}, and {CORE} {installed} is installed"
@@ -92,8 +84,7 @@ class Offer:
     def load(self) -> Callable[..., Any]:
         """Imports the component's module and returns the callable that makes the component.
 
-        Raises `PluginError` if the distribution does not fit the installed core or cannot be
-        imported.
+        Raises `PluginError` if the distribution does not fit the core or cannot be imported.
         """
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
@@ -107,8 +98,7 @@ class Offer:
                 raise TypeError(f"{self.value} is {type(factory).__name__}, which cannot be called")
         except (Exception, SystemExit) as error:
             raise PluginError(
-                f"{asked} {self.provider} is broken: {self.value} could not be imported: "
-                f"{type(error).__name__}: {error}.\n"
+                f"{asked} {self.provider} is broken: {self.value} could not be imported: {type(error).__name__}: {error}.\n"
                 f"Type: pip install --upgrade {self.distribution}, or choose another {self.noun}. {SHOW_ALL}"
             ) from error
         return cast("Callable[..., Any]", factory)
@@ -119,24 +109,18 @@ def list_offers(group: Group | None = None) -> list[Offer]:
 
     Of a distribution that stands on `sys.path` twice the first counts, as it does for `import`.
     """
-    offers: list[Offer] = []
-    seen: set[str] = set()
+    offers: dict[str, list[Offer]] = {}
     for distribution in metadata.distributions():
         # Most distributions have nothing for us; reading their whole metadata would take most of the time.
         text = distribution.read_text("entry_points.txt")
         if text is None or "[accel." not in text:
             continue
         about = distribution.metadata
-        if canonical(about["Name"]) in seen:
-            continue
-        seen.add(canonical(about["Name"]))
-        core = requirement_on(CORE, about.get_all("Requires-Dist"))
-        offers.extend(
-            Offer(point.group, point.name, point.value, about["Name"], about["Version"], core)
-            for point in distribution.entry_points
-            if point.group in NOUNS and group in (None, point.group)
-        )
-    return sorted(offers, key=lambda offer: (offer.group, offer.name, offer.distribution))
+        by = about["Name"], about["Version"], requirement_on(CORE, about.get_all("Requires-Dist"))
+        points = [point for point in distribution.entry_points if point.group in NOUNS and group in (None, point.group)]
+        found = [Offer(cast("Group", point.group), point.name, point.value, *by) for point in points]
+        offers.setdefault(canonical(about["Name"]), found)
+    return sorted(itertools.chain(*offers.values()), key=lambda offer: (offer.group, offer.name, offer.distribution))
 
 
 def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
@@ -151,11 +135,8 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
     """
     installed = [offer for offer in (list_offers(group) if offers is None else offers) if offer.group == group]
     distribution, _, plain = name.rpartition(":")
-    found = [
-        offer
-        for offer in installed
-        if offer.name == plain and (not distribution or canonical(offer.distribution) == canonical(distribution))
-    ]
+    named = [offer for offer in installed if offer.name == plain]
+    found = [each for each in named if not distribution or canonical(each.distribution) == canonical(distribution)]
     if not found:
         raise _not_found(group, name, installed)
     if len(found) > 1:
@@ -168,11 +149,7 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
 
 
 def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | None = None) -> Offer:
-    """The offer under a default name, which nobody has asked for by that name. Imports nothing; errors as of `find`.
-
-    Args:
-        call: what needs it, as in messages: "save_state()".
-    """
+    """The offer under a default name, which nobody has asked for by that name: `call` needs it. Errors as of `find`."""
     installed = list_offers(group) if offers is None else offers
     found = [offer for offer in installed if (offer.group, offer.name) == (group, name)]
     if not found:
@@ -193,17 +170,18 @@ def how_to_get(provider: str | None) -> str:
 
 def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginError:
     """The error for a name that nothing installed offers."""
-    noun, known = NOUNS[group], KNOWN_PROVIDERS.get(group, {})
+    known = KNOWN_PROVIDERS.get(group, {})
     distribution, _, plain = name.rpartition(":")
     listing = ", ".join(map(str, installed)) or "none"
-    opening = f"The {noun} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
-    providers = {canonical(offer.distribution) for offer in installed}
+    opening = (
+        f"The {NOUNS[group]} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
+    )
     provider = canonical(distribution) if distribution else known.get(plain)
-    if provider not in providers and (distribution or plain in known):
+    if provider not in {canonical(offer.distribution) for offer in installed} and (distribution or plain in known):
         return NotInstalledError(f"{opening}{how_to_get(provider)}")
-    meant = nearest(plain, [*(offer.name for offer in installed), *known])
+    names = [offer.name for offer in installed]
+    meant = nearest(plain, [*names, *known])
     if meant is None or meant == plain:
         return PluginError(f"{opening}Choose one of these, or pass an object. {SHOW_ALL}")
-    is_here = any(offer.name == meant for offer in installed)
-    hint = "" if is_here else f" It is not installed. {how_to_get(known[meant])}."
+    hint = "" if meant in names else f" It is not installed. {how_to_get(known[meant])}."
     return PluginError(f"{opening}Type {meant!r} if that was meant.{hint} {SHOW_ALL}")
