@@ -5,12 +5,11 @@ The core asks for each when it is first needed, and imports nothing before that.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
     from torch.optim import Optimizer
 
@@ -27,13 +26,18 @@ RECORDER: Final = ("accel.recorders", "background")
 """Groups of entry points, and the default name in each."""
 
 
+_Path = str | os.PathLike[str]
+_Kwargs = Mapping[str, Any] | None
+_Table = tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any]
+
+
 class CheckpointComponent(Protocol):
     """Made without arguments, once for each Accelerator that needs it. The first three are the hooks of these names."""
 
-    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
+    def save_checkpoint(self, run: Run, folder: _Path | None, asynchronous: Asynchronous) -> str:
         """The hook."""
 
-    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
+    def load_checkpoint(self, run: Run, folder: _Path | None) -> None:
         """The hook."""
 
     def wait_for_checkpoint(self, run: Run) -> None:
@@ -57,7 +61,7 @@ class CheckpointComponent(Protocol):
     def save_weights(
         self,
         weights: nn.Module | Callable[[], State],
-        directory: str | os.PathLike[str],
+        directory: _Path,
         max_shard_size: int | str,
         safe_serialization: bool,
         world: World,
@@ -65,15 +69,13 @@ class CheckpointComponent(Protocol):
     ) -> None:
         """See `Accelerator.save_model`: of a model that is whole, or of what a function presents on each rank. A collective."""
 
-    def save_object(
-        self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool, world: World, save_on_each_node: bool
-    ) -> None:
+    def save_object(self, obj: Any, f: _Path, safe_serialization: bool, world: World, save_on_each_node: bool) -> None:
         """See `Accelerator.save`. No collective."""
 
-    def load_checkpoint_in_model(self, model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
+    def load_checkpoint_in_model(self, model: nn.Module, checkpoint: _Path) -> None:
         """Reads weights into a model, all of them or it raises. No collective."""
 
-    def export_weights(self, source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Any:
+    def export_weights(self, source: _Path, directory: _Path) -> Any:
         """Writes the weights of a checkpoint, or of other files, as plain safetensors. No collective."""
 
 
@@ -88,13 +90,7 @@ class Detector(Protocol):
 
 
 DetectorFactory = Callable[..., Detector]
-"""Makes a detector and puts it around the bound hooks; raises `ValueError` if it cannot work under this strategy.
-
-It is called with the world, the feed, what is prepared, `strategy=`, `relay=`, and `owners=` by hook, None for the core.
-"""
-
-_Kwargs = Mapping[str, Any] | None
-_Table = tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any]
+"""Called with the world, the feed, what is prepared, `strategy=`, `relay=` and `owners=` by hook, None for the core."""
 
 
 class Recorder(Protocol):
