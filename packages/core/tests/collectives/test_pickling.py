@@ -42,7 +42,7 @@ ALLOWED = {
         "accel_core.plugins.relay",
         "eval",
     ): "an adapter is made from the signature of a plugin's method, which runs anyway",
-    ("accel_core.options.option_fields", "eval"): "the annotations of a component's constructor, which runs anyway",
+    ("accel_core.options.conversion", "eval"): "the annotations of a component's constructor, which runs anyway",
     ("accel_launch.notebook.rank", "pickle.loads"): NOTEBOOKS,
     ("accel_launch.notebook.running", "pickle.loads"): NOTEBOOKS,
     (

@@ -5,8 +5,16 @@ from __future__ import annotations
 from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.options.component_options import SECTIONS, read_section
-from accel_core.options.conversion import choices, expected, from_data, is_optional, members, to_data
-from accel_core.options.option_fields import Field, fields_of
+from accel_core.options.conversion import (
+    Field,
+    choices,
+    expected,
+    fields_of,
+    from_data,
+    is_optional,
+    members,
+    to_data,
+)
 from accel_core.options.option_sources import (
     CHANNEL,
     DEFAULT_LOADER,

@@ -21,7 +21,7 @@ from accel_core.options.handlers import (
     TorchDynamoPlugin,
     TrackingKwargs,
 )
-from accel_core.options.option_sources import given_for, given_sections, section_name, variable_of
+from accel_core.options.option_sources import given_sections, section_name, variable_of
 from accel_core.options.resolution import Option
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sections:
     """The options given for components outside of the code, and those in use. One for each Accelerator."""
 
     def __init__(self) -> None:
-        self._sources = given_sections()
+        self._sources = {name: next(iter(given.values())).source for name, given in given_sections().items()}
         self._used: set[str] = set()
         self.options: dict[str, Option[Any]] = {}
 
@@ -127,12 +127,11 @@ def read_section(
     name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = _NOWHERE
 ) -> dict[str, Option[Any]]:
     """The given options of one component, each with its source. Arguments and errors as in `Sections.take`."""
-    told = given_for(name)
+    told = given_sections().get(section_name(name), {})
     if not told:
         return {}  # before anything is looked into
     from accel_core.base.masking import masked
-    from accel_core.options.conversion import expected, from_data  # one ms, which most runs need not spend
-    from accel_core.options.option_fields import fields_of
+    from accel_core.options.conversion import expected, fields_of, from_data  # one ms, which most runs need not spend
 
     fields = {field.name.casefold(): field for field in fields_of(factory).values()}
     options = {}

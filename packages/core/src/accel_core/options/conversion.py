@@ -1,4 +1,4 @@
-"""Values of options made from text and from data, and data made from values, for a closed set of types.
+"""Options of a constructor, and their values made from text and from data, for a closed set of types.
 
 `_type` lists them; unions of these are admitted too, and lists, tuples, sets and dicts of them.
 *Text* is what the environment and the command line have. *Data* is what JSON and YAML have: None,
@@ -7,13 +7,18 @@ bool, int, float, text, lists, and dicts with texts as keys.
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import itertools
 import json
 import os
 import re
+import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -24,6 +29,8 @@ import torch
 
 from accel_core.options.resolution import as_bool
 
+_OURS = {"os": os, "torch": torch, "Path": Path, "timedelta": timedelta, "Sequence": Sequence, "Mapping": Mapping}
+_USUAL = {**vars(typing), **_OURS}
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LISTS: Mapping[Any, Callable[[list[Any]], Any]] = {
     Sequence: list,
@@ -253,3 +260,70 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError(pairs)
     return found
+
+
+@dataclass(frozen=True)
+class Field:
+    """One option of a component.
+
+    Args:
+        name: that of the parameter.
+        type: the annotation, evaluated; `typing.Any` if it could not be.
+        default: the parameter's; `inspect.Parameter.empty` if it has none.
+        python_only: why text cannot express it; empty if it can.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    python_only: str = ""
+
+
+def fields_of(factory: Callable[..., Any]) -> dict[str, Field]:
+    """The options of what a class, function or `partial` makes, by name, in the order of its parameters.
+
+    `*args` and `**kwargs` are none.
+    """
+    named = inspect.signature(factory).parameters.values()
+    parameters = [each for each in named if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
+    alike = Counter(each.name.upper() for each in parameters)
+    fields = {each.name: _field(factory, each) for each in parameters}
+    why = "another one has its name in other letter case, and variables have one"
+    return {
+        name: replace(field, python_only=why) if alike[name.upper()] > 1 else field for name, field in fields.items()
+    }
+
+
+def _field(factory: Callable[..., Any], parameter: inspect.Parameter) -> Field:
+    kind = parameter.annotation
+    for_python = partial(Field, parameter.name, Any, parameter.default)
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        return for_python("it is given by its place, and not by its name")
+    if kind is parameter.empty:
+        return for_python("it has no type")
+    written = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    try:
+        if isinstance(kind, str):
+            kind = eval(kind, {}, _Names(factory))  # noqa: S307  # an annotation of code that runs anyway
+        expressible = kind is not Any and is_expressible(kind)
+    except Exception:  # noqa: BLE001  # whatever an annotation says that only type checkers can read, or nobody
+        expressible = False
+    return Field(parameter.name, kind, parameter.default) if expressible else for_python(f"its type is {written}")
+
+
+class _Object:
+    """Stands for a class that only type checkers see: one of objects."""
+
+
+class _Names(dict[str, Any]):
+    """The names that annotations may use: those of their module, the usual ones that are imported for type checkers only."""
+
+    def __init__(self, factory: Callable[..., Any]) -> None:
+        while isinstance(factory, partial):
+            factory = factory.func
+        function: Any = inspect.unwrap(factory.__init__ if isinstance(factory, type) else factory)  # type: ignore[misc]
+        own = vars(sys.modules[factory.__module__]) if factory.__module__ in sys.modules else {}
+        super().__init__({**_USUAL, **own, **getattr(function, "__globals__", {})})
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, _Object)

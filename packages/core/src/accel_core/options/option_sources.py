@@ -31,20 +31,12 @@ PREFIX = "ACCELERATE_"
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
-        "strategy": None,
-        "mixed_precision": "no",
-        "loader": None,
-        "gradient_accumulation_steps": 1,
-        "cpu": False,
-        "dynamo_backend": "no",
-        "detect_nonfinite": False,
-        "project_dir": None,
-        "log_with": None,
+        "strategy": None, "mixed_precision": "no", "loader": None, "gradient_accumulation_steps": 1, "cpu": False,
+        "dynamo_backend": "no", "detect_nonfinite": False, "project_dir": None, "log_with": None,
     }
-)
+)  # fmt: skip
 """The options of the Accelerator that may be given outside of the code, with what holds where nobody says anything; None: what there is
-decides. They say where and how a script runs. What says how it is written (whether it steps its
-scheduler with the optimizer, say) is for the code."""
+decides. They say where and how a script runs; what says how it is written is for the code."""
 
 DEFAULT_STRATEGIES = ("ddp", "single")
 """The strategies where none is given: in a world larger than one, and in one process."""
@@ -53,9 +45,9 @@ DEFAULT_LOADER = "sharded"
 """The loader where none is given and a distribution offers this name."""
 
 LOADER_OPTIONS = (
-    *("split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler"),
-    *("data_seed", "non_blocking", "use_stateful_dataloader", "rng_types"),
-)
+    "split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler",
+    "data_seed", "non_blocking", "use_stateful_dataloader", "rng_types",
+)  # fmt: skip
 """The options of the loader component that stand beside those of the Accelerator, without its name: all loaders share them."""
 
 _SPECIAL: Mapping[str, str] = {"cpu": "ACCELERATE_USE_CPU", "debug": "ACCELERATE_DEBUG_MODE"}
@@ -100,35 +92,18 @@ def _first(variable: str, launched: Mapping[str, Mapping[str, GivenOption]]) -> 
     return GivenOption(text, variable) if text else launched["file"].get(variable)
 
 
-def given_for(section: str) -> dict[str, GivenOption]:
-    """The given options of one component: option in small letters → value."""
-    start = variable_of("", section)
-    return {name.removeprefix(start).lower(): value for name, value in _of_sections().items() if name.startswith(start)}
-
-
-def given_sections() -> dict[str, str]:
-    """The components for which options were given, each in small letters with `_`, and where one of them was said."""
-    return {
-        name.removeprefix(PREFIX).partition("__")[0].lower(): value.source for name, value in _of_sections().items()
-    }
-
-
-def _of_sections() -> dict[str, GivenOption]:
+def given_sections() -> dict[str, dict[str, GivenOption]]:
+    """The options given for components: `section_name` of the component → option in small letters → value."""
     launched = inherited()
-    names = sorted({*launched["command line"], *launched["file"], *os.environ})
-    given = {}
-    for name in names:
-        if (
-            name.startswith(PREFIX)
-            and "__" in name.removeprefix(PREFIX)
-            and (value := _first(name, launched)) is not None
-        ):
-            if name != name.upper():
-                raise ValueError(
-                    f"{value.source} was given, and variables are written in capital letters: {name.upper()}."
-                )
-            given[name] = value
-    return given
+    found: dict[str, dict[str, GivenOption]] = {}
+    for name in sorted({*launched["command line"], *launched["file"], *os.environ}):
+        section, separator, option = name.removeprefix(PREFIX).partition("__")
+        if not name.startswith(PREFIX) or not separator or (value := _first(name, launched)) is None:
+            continue
+        if name != name.upper():
+            raise ValueError(f"{value.source} was given, and variables are written in capital letters: {name.upper()}.")
+        found.setdefault(section.lower(), {})[option.lower()] = value
+    return found
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:

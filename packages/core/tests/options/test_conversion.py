@@ -18,8 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.options.conversion import choices, expected, from_data, is_optional, to_data
-from accel_core.options.option_fields import fields_of
+from accel_core.options.conversion import choices, expected, fields_of, from_data, is_optional, to_data
 
 if TYPE_CHECKING:
     from somewhere import Unknown
