@@ -93,7 +93,7 @@ class HookSpecs:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
 
     Each docstring says when the hook runs, who usually owns it, what it is given and returns, and
-    what the core does where nobody owns it: nothing, if it names no default.
+    what the core does without an owner: nothing, if it names no default.
     """
 
     @listener
@@ -107,10 +107,7 @@ class HookSpecs:
 
     @listener
     def finish(self) -> None:
-        """Training has ended.
-
-        When: in `end_training`, on every rank, before the process group may end; at most once.
-        """
+        """Training has ended: once, in `end_training`, on every rank, before the process group may end."""
 
     @owner
     def layout(self, world: World) -> Layout:
@@ -143,27 +140,21 @@ class HookSpecs:
 
     @owner
     def revert_model(self, model: nn.Module) -> None:
-        """Undoes `convert_model`, in place: the user's model computes as its user built it.
-
-        When: in `free_memory`, for every prepared model. Usual owner: that of `convert_model`.
-        """
+        """Undoes `convert_model` in the user's model, in `free_memory`, for every prepared model. Owner: as there."""
 
     @owner
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
+        """Lets go of what `prepare_model` made beside the user's model, which stays usable: an engine, hooks, process groups.
 
-        When: in `free_memory` and `end_training`, once for every prepared model, before
-            `revert_model` and before the process group ends. Usual owner: the strategy. No
-            collective.
-        Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
+        When: in `free_memory` and `end_training`, once per prepared model, before `revert_model`
+            and the end of the process group. No collective. Usual owner: the strategy.
         """
 
     @owner
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Makes a model ready to be trained, or only evaluated, under the strategy.
 
-        When: once per model in `prepare`, before optimizers and schedulers. Usual owner: the
-            strategy. There is no default.
+        When: once per model in `prepare`, before optimizers. Owner: the strategy. No default.
         Arguments: the user's model; every known optimizer that holds one of its parameters
             (re-point `group["params"][:]` in place where parameters are replaced, and refuse an
             optimizer that has stepped, or re-point its state); the request. A policy it cannot
@@ -193,8 +184,7 @@ class HookSpecs:
             before (`loader_seed(seed, number)` gives each its order); the ranks of a global batch
             in shard order, None for all; the user's function that cuts batches, or None.
         Returns: a loader of the same class, attributes and worker settings. `behind(batches)`
-            serves `skip_first_batches`; one that resumes has `state_dict()` and
-            `load_state_dict(state)`.
+            serves `skip_first_batches`; `state_dict()` and `load_state_dict(state)` resume.
         Default: in a world of one, batches are placed and reported; a larger world raises.
         """
 
@@ -203,16 +193,14 @@ class HookSpecs:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
         When: once per optimizer in `prepare`, after the models of that call; its model may come
-            later. Usual owner: the strategy, if its parameters are not plain tensors, or an engine
-            that needs both is built here.
+            later, and an engine that needs both can be built here. Usual owner: the strategy.
         """
 
     @owner
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Forwards of a prepared model inside the context lead to backwards that do not synchronise gradients.
 
-        When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
-            Hot. Usual owner: the strategy.
+        When: around micro-batches that do not close a window. Hot. Usual owner: the strategy.
         """
 
     @owner
@@ -227,16 +215,16 @@ class HookSpecs:
         """Synchronises what backwards have left local, such as a second one through the same graph.
 
         When: after each `accelerator.backward` that closes a window, in a world larger than one,
-            and at the end of the default `forward_backward`. Hot. Usual owner: the strategy.
-        May be a collective where all ranks find the same; without such gradients it is none.
+            and at the end of the default `forward_backward`. Hot. A collective where all ranks find
+            such gradients, else none. Usual owner: the strategy.
         """
 
     @owner
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised.
 
-        When: before every step, but not inside `LocalSGD`. Hot. No collective. Usual owner: the
-            strategy. The optimizer may have parameters of several prepared models, or of none.
+        When: before every step of any optimizer, but not inside `LocalSGD`. Hot. No collective.
+            Usual owner: the strategy.
         """
 
     @owner
@@ -262,8 +250,8 @@ class HookSpecs:
     ) -> AbstractContextManager[None]:
         """Inside the context, tensors hold this rank's part of a sequence, and attention spans all peers.
 
-        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy. Entering is a
-            collective over the peers, if there are any.
+        When: in `accelerator.maybe_context_parallel`. Entering is a collective over the peers, if
+            any. Usual owner: the strategy.
         Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
             not restored at the end.
         """
@@ -292,8 +280,7 @@ class HookSpecs:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by what `scale_loss` multiplied.
 
-        When: at most once between two steps: before clipping, or when the user asks for it.
-        Usual owner: the precision's scaler, or the strategy's engine.
+        When: at most once per step: before clipping, or on demand. Usual owner: as of `scale_loss`.
         """
 
     @owner
@@ -324,8 +311,7 @@ class HookSpecs:
 
         When: where the owner of `optimizer_step` calls its `step`. Usual owner: the strategy, if an
             engine steps instead, or parameters are sent afterwards.
-        Arguments, returns, default: as for `optimizer_step`; `step` is the optimizer's own step,
-            which an engine need not call.
+        The rest: as for `optimizer_step`; `step` is the optimizer's own, which need not be called.
         """
 
     @owner
@@ -339,15 +325,12 @@ class HookSpecs:
     ) -> torch.Tensor:
         """Runs one whole window: forward and backward of every micro-batch.
 
-        When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules
-            it).
+        When: in `accelerator.forward_backward`. Usual owner: the strategy, as a pipeline.
         Arguments: a prepared model; this rank's micro-batches; `loss_fn(output, batch)` giving the
             summed loss (0-d) and its weight; `inputs(batch)` giving the model's positional and
-            keyword arguments; `scale_loss(loss)`, through which every loss goes before its
-            backward.
+            keyword arguments; `scale_loss(loss)`, called before every backward.
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
-            not scaled. The scaled gradient of that mean is added to what was there. Counts as one
-            backward.
+            not scaled; its scaled gradient is added to what was there. Counts as one backward.
         Default: a loop over the window (`accel_core.loop.forward_backward`).
         """
 
@@ -355,9 +338,8 @@ class HookSpecs:
     def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
         """Saves all of a run, and returns the folder.
 
-        When: in `save_state`, on every rank. A collective. Usual owner: none; a plugin with a
-            format of its own, which owns `load_checkpoint` too, and `wait_for_checkpoint` if it
-            writes behind.
+        When: in `save_state`, on every rank. A collective. Owner: a plugin with a format of its
+            own, which owns `load_checkpoint`, and `wait_for_checkpoint` if it writes behind, too.
         Arguments: the run; the folder, None for an automatic name; whether it is written behind:
             "eager" (or True) returns once all is copied, "lazy" at once, having told
             `run.prepared.copy_behind` what the next step and `free_memory` wait for.
@@ -368,8 +350,7 @@ class HookSpecs:
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
         """Restores all of a run from a folder; None: the newest of those that are named automatically.
 
-        When: in `load_state`, on every rank. A collective. Owner and default: as for
-            `save_checkpoint`.
+        When: in `load_state`, on every rank. A collective. The rest: as for `save_checkpoint`.
         """
 
     @owner
@@ -377,7 +358,7 @@ class HookSpecs:
         """Returns when what `save_checkpoint` began is complete, or raises what made it fail.
 
         When: in `wait_for_checkpoint` and `end_training`, on every rank. A collective, if something
-            is being saved. Owner and default: as for `save_checkpoint`.
+            is being saved. The rest: as for `save_checkpoint`.
         """
 
     @owner
@@ -385,23 +366,21 @@ class HookSpecs:
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
         When: in `save_state`, `load_state` and `get_state_dict`, on every rank, anywhere in the
-            loop. No collective. Usual owner: the strategy, if it lays out parameters in its own
-            way; it first brings them into the form in which optimizers hold them.
+            loop. No collective. Usual owner: a strategy that lays out parameters in its own way; it
+            first brings them into the form in which optimizers hold them.
         Arguments: the user's model, and what the loop calls.
-        Returns: entries of `accel_core.api.layouts` by the names of the user's `state_dict()`:
-            live, for `load_state` reads into their memory, and of a parameter its most precise
-            copy.
+        Returns: entries of `accel_core.api.layouts` by the names of the user's `state_dict()`, live
+            (`load_state` reads into their memory), of a parameter its most precise copy.
         Default: all is whole on every rank, buffers are rank 0's; needs `replicates_parameters`.
         """
 
     @owner
     def model_loaded(self, model: nn.Module, prepared: nn.Module) -> None:
-        """The state that `model_state` named has been read from a checkpoint.
+        """The state that `model_state`, with these arguments, named has been read from a checkpoint.
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that
             are not persistent, and to drop gradients that it holds back.
-        Arguments: as for `model_state`.
         """
 
     @owner
@@ -411,8 +390,7 @@ class HookSpecs:
         When: in `save_state`, on every rank. No collective. Usual owner: that of `model_state`.
         Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name:
             the index of the model, a dot, and the name in it.
-        Returns: its groups, values and entries: `accel_checkpoint.capture_optimizer` makes them for
-            parameters laid out as a `Sharding` says.
+        Returns: what `accel_checkpoint.capture_optimizer` makes of a `Sharding`.
         Default: parameters are whole on every rank.
         """
 
@@ -430,8 +408,6 @@ class HookSpecs:
         """Gives an optimizer the state that a checkpoint holds of it.
 
         When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none.
-            No collective. `saved.read` fills tensors by the time that `load_state` returns, and
-            perhaps not before.
-        Arguments, owner, default: as for `optimizer_misfits`. See
-            `accel_checkpoint.restore_optimizer`.
+            No collective. `saved.read` may fill tensors as late as `load_state` returns.
+        The rest: as for `optimizer_misfits`. See `accel_checkpoint.restore_optimizer`.
         """

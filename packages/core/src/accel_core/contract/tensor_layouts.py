@@ -72,10 +72,9 @@ class Partial:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value that is saved and loaded whole.
+    """A value that is saved and loaded whole: whatever the codec takes, tensor subclasses included.
 
     Args:
-        value: whatever the codec takes, tensor subclasses included.
         signature: what has to be equal for it to be loaded: class, shapes and dtypes, say.
         part: which part of the whole this rank has; ranks with the same word have the same.
         assign: puts a value that was loaded into the place of `value`.
@@ -170,8 +169,7 @@ class OptimizerState:
             "params". Of an optimizer that is captured whole, the names alone.
         values: by the name of a parameter, the values of its state that hold no tensors.
         entries: "<parameter>/<key>" for tensors; "<parameter>" alone where its whole state is
-            opaque: a dict of "state", values by key, and "laid_out", the keys of those laid out
-            like it.
+            opaque: a dict of "state" by key, and "laid_out", the keys of those laid out like it.
         whole: its `state_dict()`, for an optimizer that defines that itself; None otherwise.
     """
 
@@ -192,26 +190,19 @@ class SavedEntry(NamedTuple):
 
 
 class SavedOptimizer(Protocol):
-    """The state of an optimizer in a checkpoint: the first four as in `OptimizerState`, of all ranks together."""
+    """The state of an optimizer in a checkpoint: the first four as in `OptimizerState`, of all ranks together.
+
+    `described` gives every entry. `read` fills the tensors of an entry in place; for an `Opaque`,
+    it returns the value of its part.
+    """
 
     @property
-    def kind(self) -> str:
-        """The class."""
-
+    def kind(self) -> str: ...  # noqa: D102
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The groups."""
-
+    def groups(self) -> list[dict[str, Any]]: ...  # noqa: D102
     @property
-    def values(self) -> dict[str, dict[str, Any]]:
-        """The values that are no tensors."""
-
+    def values(self) -> dict[str, dict[str, Any]]: ...  # noqa: D102
     @property
-    def whole(self) -> Any:
-        """The whole state, or None."""
-
-    def described(self) -> Mapping[str, SavedEntry]:
-        """Every entry."""
-
-    def read(self, name: str, entry: Entry) -> Any:
-        """Fills the tensors of `entry` in place; for an `Opaque`, returns the value of its part."""
+    def whole(self) -> Any: ...  # noqa: D102
+    def described(self) -> Mapping[str, SavedEntry]: ...  # noqa: D102
+    def read(self, name: str, entry: Entry) -> Any: ...  # noqa: D102
