@@ -57,17 +57,10 @@ class Sections:
     def take(
         self, name: str, load: Callable[[], Callable[..., Any]], elsewhere: Mapping[str, str] = _NOWHERE
     ) -> dict[str, Any]:
-        """The given options of one component, to be handed to its constructor.
+        """The given options of the component that is chosen as `name`, for its constructor, which `load` gives if there are any.
 
-        Args:
-            name: under which it is chosen.
-            load: gives its constructor; called only if anything was given.
-            elsewhere: parameters that are options of the Accelerator instead: parameter → its
-                option.
-
-        Raises:
-            ValueError: for an option that it does not have, one that only Python can express, and a
-                value of another type.
+        `elsewhere`: parameters that are options of the Accelerator instead → these. Raises
+        `ValueError` for what it does not have or only Python can express, and for another type.
         """
         section = section_name(name)
         is_taken = section in self._used

@@ -1,7 +1,4 @@
-"""The options of the loader component: loose arguments, variables of the environment, or a `dataloader_config`.
-
-Which of them a loader has is for its constructor to say: what was given by name reaches it by name.
-"""
+"""The options of the loader component: loose arguments, variables, or a `dataloader_config`. They reach it by name."""
 
 from __future__ import annotations
 
@@ -20,13 +17,8 @@ VARIABLES: Mapping[str, str] = {name: variable_of(name) for name in LOADER_OPTIO
 def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
     """Every option with its source; "default" and None where nothing was given: the loader's own default holds.
 
-    Args:
-        loose: the arguments of the Accelerator, None where they were not given.
-        config: its `dataloader_config`: None, or a `KwargsHandler` whose fields are options.
-
-    Raises:
-        TypeError: if a value is of the wrong type.
-        ValueError: if a value is wrong, or a field of `config` was also given otherwise.
+    `loose` are arguments of the Accelerator. Raises `TypeError` for a value of another type,
+    `ValueError` for a wrong one, or a field of `config` (`dataloader_config`) also given otherwise.
     """
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}

@@ -65,13 +65,7 @@ def resolve_project(
 ) -> ProjectConfiguration:
     """The configuration that `Accelerator(project_dir=..., project_config=...)` asks for, as a copy of its own.
 
-    Args:
-        project_dir: fills in the folder that the configuration leaves open; None: not given.
-        project_config: None: not given.
-        source: where `project_dir` was said, for messages.
-
-    Raises:
-        ValueError: if they name two folders, or automatic names have none.
+    Raises `ValueError` if they name two folders (`source` says who the first), or names have none.
     """
     if project_config is None:
         return ProjectConfiguration(project_dir)

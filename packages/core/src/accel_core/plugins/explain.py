@@ -63,13 +63,8 @@ class Inactive(NamedTuple):
 class Explanation:
     """The set-up that an Accelerator runs. `str()` gives tables; `as_dict()` gives data for JSON.
 
-    Args:
-        parts: the active components, in order.
-        settings: the options that the environment may set.
-        owners: for each owner hook, who owns it.
-        listeners: for each listener hook, who listens, in order of call.
-        inactive: what else is installed. Whether it can be imported is not tried.
-        details: what components say of themselves, so far: of models that are prepared later, more.
+    `owners` and `listeners` are by hook. Whether `inactive` offers can be imported is not tried.
+    `details` are what components say of themselves so far: of models prepared later, more.
     """
 
     parts: tuple[Part, ...]
@@ -107,14 +102,7 @@ def explain(
     options: Mapping[str, Option[Any]] = MappingProxyType({}),
     further: Sequence[Detail] = (),
 ) -> Explanation:
-    """Describes an activation.
-
-    Args:
-        activation: what `activate` has returned.
-        selections: (role, component, source) of every part; the source says who chose it.
-        options: further options by name, with their sources.
-        further: details beside those that components give.
-    """
+    """Describes an activation: `selections` are the role, component and source (who chose it) of every part."""
     offers = list_offers()
     active = [selected.offer for _, selected, _ in selections]
     by = {selected: selected.provider() or (None, None) for _, selected, _ in selections}
@@ -146,12 +134,7 @@ def _state(offer: Offer, offers: Iterable[Offer]) -> str:
 
 
 def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
-    """Says "ok", or why an offer cannot simply be chosen by its name.
-
-    Args:
-        offers: all that is installed, among which another may have the same name.
-        load: also import it, which runs the plugin's code and takes as long as its engine's import.
-    """
+    """Says "ok", or why an offer cannot simply be chosen by its name among all `offers`; with `load` also imports it."""
     if (misfit := offer.misfit()) is not None:
         return f"misfit: {misfit}"
     try:

@@ -26,22 +26,15 @@ Methods = dict[str, Callable[..., Any]]
 
 
 class Spec(NamedTuple):
-    """One hook as declared: its name, who may implement it, and its arguments in order."""
+    """One hook as declared: who may implement it, and its arguments in order."""
 
-    name: str
     kind: Kind
     arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """The bound hooks of one Accelerator, and who stands behind them.
-
-    Args:
-        relay: what the core calls.
-        owners: for each owner hook, its component; None where the core's default serves.
-        listeners: for each listener hook, its listeners in the order in which they are called.
-    """
+    """The bound hooks of one Accelerator; by hook its owner, None for the core's default, or its listeners in order of call."""
 
     relay: Relay
     owners: Mapping[str, Selected | None]
@@ -52,23 +45,13 @@ def hook_specs() -> dict[str, Spec]:
     """Every hook by name, in the order of `HookSpecs`."""
     functions = {name: vars(HookSpecs)[name] for name in HOOKS}
     return {
-        name: Spec(name, function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
+        name: Spec(function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
         for name, function in functions.items()
     }
 
 
 def activate(components: Sequence[Selected], defaults: object) -> Activation:
-    """Checks that the components fit together and binds every hook.
-
-    Args:
-        components: all active ones, in the order in which listeners are to be called.
-        defaults: an object whose marked methods serve where no component owns a hook.
-
-    Raises:
-        PluginError: for a marked method that no spec names, a hook without the marker, an argument
-            that the spec does not have, an option of the marker, a plugin without hooks, a
-            component passed twice, two owners of one hook, or one with neither owner nor default.
-    """
+    """Checks that all active components fit together, and binds every hook; `defaults` has marked methods for those without owner."""
     for one, other in itertools.combinations(components, 2):
         if one.component is other.component:
             raise PluginError(
@@ -107,7 +90,7 @@ def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[
             raise PluginError(
                 f"{_upper(selected)} marks {name!r} as a hook, but there is no such hook in the installed accel-core.\n{hint}"
             )
-        _check_arguments(selected, specs[name], method)
+        _check_arguments(selected, name, specs[name].arguments, method)
     return methods
 
 
@@ -135,16 +118,15 @@ def _marked_methods(
             yield name, getattr(component, name)
 
 
-def _check_arguments(selected: Selected, spec: Spec, method: Callable[..., Any]) -> None:
+def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method: Callable[..., Any]) -> None:
     """Refuses parameters that the spec does not have, also those with a default: they would never be given a value."""
     parameters = inspect.signature(method).parameters.values()
     stars: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    unknown = [one for one in parameters if one.name not in spec.arguments or one.kind in stars]
+    unknown = [stars.get(one.kind, "") + one.name for one in parameters if one.name not in known or one.kind in stars]
     if unknown:
-        names = ", ".join(stars.get(one.kind, "") + one.name for one in unknown)
         raise PluginError(
-            f"Hook {spec.name!r} of {selected.describe()} takes {names}, which the hook does not have.\n"
-            f"Its arguments are: {', '.join(spec.arguments) or 'none'}. Take those that are needed, by these names."
+            f"Hook {hook!r} of {selected.describe()} takes {', '.join(unknown)}, which the hook does not have.\n"
+            f"Its arguments are: {', '.join(known) or 'none'}. Take those that are needed, by these names."
         )
 
 

@@ -1,8 +1,4 @@
-"""Installed offers: names that distributions offer through entry points.
-
-A name is looked up in the metadata of what is installed, which takes about a millisecond and
-imports nothing; only the offer that is chosen is loaded. Callers list once and pass the list on.
-"""
+"""Names that installed distributions offer through entry points. Only the offer that is chosen is imported."""
 
 from __future__ import annotations
 
@@ -42,14 +38,9 @@ SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
 
 @dataclass(frozen=True)
 class Offer:
-    """One name that an installed distribution offers.
+    """One name that an installed distribution offers for `value`, `module:attribute`.
 
-    Args:
-        group: the entry-point group.
-        name: what is written in code or configuration to choose it.
-        value: where the component is found, `module:attribute`.
-        distribution, version: what brings it.
-        core: the accel-core versions that this distribution asks for; empty for all.
+    `core` is the versions of accel-core that this distribution asks for; empty for all.
     """
 
     group: Group
@@ -82,10 +73,7 @@ class Offer:
         return None if fits else f"{self.provider} needs {CORE} {self.core}, and {CORE} {installed} is installed"
 
     def load(self) -> Callable[..., Any]:
-        """Imports the component's module and returns the callable that makes the component.
-
-        Raises `PluginError` if the distribution does not fit the core or cannot be imported.
-        """
+        """Imports what makes the component. Raises `PluginError` if it does not fit the core or cannot be imported."""
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
             raise PluginError(
@@ -105,10 +93,7 @@ class Offer:
 
 
 def list_offers(group: Group | None = None) -> list[Offer]:
-    """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin.
-
-    Of a distribution that stands on `sys.path` twice the first counts, as it does for `import`.
-    """
+    """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin."""
     offers: dict[str, list[Offer]] = {}
     for distribution in metadata.distributions():
         # Most distributions have nothing for us; reading their whole metadata would take most of the time.
@@ -119,6 +104,7 @@ def list_offers(group: Group | None = None) -> list[Offer]:
         by = about["Name"], about["Version"], requirement_on(CORE, about.get_all("Requires-Dist"))
         points = [point for point in distribution.entry_points if point.group in NOUNS and group in (None, point.group)]
         found = [Offer(cast("Group", point.group), point.name, point.value, *by) for point in points]
+        # Of a distribution that stands on `sys.path` twice the first counts, as it does for `import`.
         offers.setdefault(canonical(about["Name"]), found)
     return sorted(itertools.chain(*offers.values()), key=lambda offer: (offer.group, offer.name, offer.distribution))
 
@@ -126,12 +112,9 @@ def list_offers(group: Group | None = None) -> list[Offer]:
 def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
     """The one offer of `name`, which may be qualified by its distribution: `other-fsdp:fsdp`. Imports nothing.
 
-    Args:
-        offers: what `list_offers` has returned, to look up several names with one listing.
-
-    Raises:
-        NotInstalledError: nothing installed offers the name, but a distribution is known that does.
-        PluginError: the name is unknown, or several distributions offer it.
+    `offers` is what `list_offers` has returned, to look up several names with one listing. Raises
+    `NotInstalledError` if a distribution is known that offers it, `PluginError` if none is, or
+    several are installed.
     """
     installed = [offer for offer in (list_offers(group) if offers is None else offers) if offer.group == group]
     distribution, _, plain = name.rpartition(":")

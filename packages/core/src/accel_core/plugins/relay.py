@@ -75,10 +75,7 @@ class Listeners:
 
 
 def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
-    """A callable that takes the spec's `arguments` positionally and passes on those that `method` takes, all among them.
-
-    That is `method` itself if it takes them all in the same order.
-    """
+    """A callable of the spec's positional `arguments` that passes on those that `method` takes: `method` itself if it takes all."""
     parameters = inspect.signature(method).parameters
     positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
     if positional == list(arguments):

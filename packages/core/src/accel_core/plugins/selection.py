@@ -15,11 +15,8 @@ from accel_core.plugins.offers import NOUNS, Group, Offer, find, list_offers
 class Selected:
     """A component that is to be active, and where it came from.
 
-    Args:
-        component: the object whose marked methods are hooks.
-        name: the offer's name, or the class's name of an object that was passed.
-        group: the entry-point group of its role; None for an object from `plugins=[...]`.
-        offer: the offer that it was made from; None if it was passed as an object.
+    `name` is the offer's, or that of the class of an object that was passed, which has no offer;
+    an object from `plugins=[...]` has no group.
     """
 
     component: Any
@@ -61,17 +58,10 @@ class Selected:
 def build(
     group: Group, choice: object, options: Mapping[str, Any] | None = None, offers: Sequence[Offer] | None = None
 ) -> Selected:
-    """Makes the component that `choice` names, or takes the object that it is.
+    """Makes the component that `choice` names, with `options`, or takes the object that it is. `offers` is as for `find`.
 
-    Args:
-        choice: a name, looked up among what is installed, or an object, used as it is.
-        options: arguments for the constructor of what is named; for an object they are an error.
-        offers: what `list_offers` has returned, to build several components with one listing.
-
-    Raises:
-        PluginError: as `find` and `Offer.load` do.
-        ValueError: options for an object.
-        TypeError: a class instead of an object, or options that do not fit its constructor.
+    Raises `PluginError` as `find` and `Offer.load` do, `ValueError` for options beside an object,
+    `TypeError` for a class instead of an object, or options that do not fit its constructor.
     """
     given = options or {}
     if not isinstance(choice, str):
