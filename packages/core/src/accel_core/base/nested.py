@@ -112,10 +112,8 @@ def outline(tree: Tree) -> str:
 def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> Tree:
     """Puts every tensor of a tree on a device; the same object comes back if all of them are there already.
 
-    Args:
-        tree: leaves that are not tensors, but have a `to` method, are moved by it; others stay.
-        device: the target, with its index (`cuda:0`): only then is "there already" cheap to see.
-        non_blocking: do not wait for copies out of pinned memory.
+    Other leaves are moved by their `to` method, if they have one. With its index (`cuda:0`), it is
+    cheap to see that a tensor is there. `non_blocking`: copies out of pinned memory are not awaited.
     """
     kind = type(tree)
     if kind is dict or kind is tuple or kind is list:

@@ -1,8 +1,4 @@
-"""Names that the core knows only as words.
-
-No other file of the core names a strategy, a vendor or a service. What stands here is data: it
-completes messages and serves older public names, and nothing branches on it.
-"""
+"""Names that no other file of the core has: data that completes messages and serves older names. Nothing branches on it."""
 
 from __future__ import annotations
 
@@ -80,16 +76,11 @@ class OlderArguments(TypedDict, total=False):
 
 OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
     "out of memory",  # torch's allocators on accelerators, MPS, and the runtimes of CUDA and HIP
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # Windows
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
+    *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDNN_STATUS_NOT_SUPPORTED",  # also what cuDNN says when there is no room for its workspace
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU
-    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
-    "MODULE:PT_DEVMEM Allocation failed",  # HPU
-    "RESOURCE_EXHAUSTED",  # XLA
+    *(f"UR_RESULT_ERROR_OUT_OF_{what}" for what in ("DEVICE_MEMORY", "HOST_MEMORY", "RESOURCES")),  # XPU
+    *("MODULE:PT_DEVMEM Allocation failed", "RESOURCE_EXHAUSTED"),  # HPU, XLA
 )
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
@@ -97,8 +88,8 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 class RNGType(Word):
     """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
 
-    `TORCH` is torch's global stream on the CPU, `GENERATOR` the generators that were handed to a
-    loader's samplers; all others are the global streams of types of device.
+    `TORCH` is torch's global stream on the CPU, `GENERATOR` those that a loader's samplers were
+    given; all others are the global streams of types of device.
     """
 
     TORCH, CUDA, GENERATOR, HPU, MLU, MPS = "torch", "cuda", "generator", "hpu", "mlu", "mps"
@@ -112,11 +103,7 @@ class PrecisionType(Word):
 
 
 class DynamoBackend(Word):
-    """Backends for `Accelerator(dynamo_backend=...)`, as `torch.compile` spells them; capitals are taken as well.
-
-    Which of them work depends on torch and on what is installed:
-    `torch.compiler.list_backends(exclude_tags=())`.
-    """
+    """Backends for `Accelerator(dynamo_backend=...)`, as `torch.compile` spells them, in either case; some have to be installed."""
 
     NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER = "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser"
     NVPRIMS_NVFUSER, CUDAGRAPHS, OFI, FX2TRT, ONNXRT = "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt"

@@ -18,21 +18,17 @@ class Finding:
     """The place where a rank found the first value that is not finite.
 
     Args:
-        rank: whose micro-batch it is.
         kind: "input" of the model; "parameter" or buffer; "output" of a module; "loss", computed
             from the model's outputs; "gradient"; "not reproduced": repeating gave no such value.
         module: its path in the user's model ("" is the model itself): for an input, of the first
             module whose output is not finite. None where no module is to blame.
-        module_class: the name of its class.
         name: which input, parameter, output or gradient.
         step: how many steps the optimizer had taken in this process.
         micro_batch: which one of the window, from 0.
         nan, inf, values: how many of the values are NaN, how many infinite, and how many there are.
         low, high: the extreme finite values among the module's inputs; None: there is none.
-        samples: of the micro-batch, one entry per loader in iteration; None if it does not know
-            them.
+        samples: of the micro-batch, one entry per loader in iteration; None: not known.
         rows: the rows with such values, where the batch has rows.
-        note: what else there is to say.
     """
 
     rank: int

@@ -1,8 +1,7 @@
 """Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
-One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared
-loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch, and
-*leaves* at its end or death:
+An iterator of a prepared loader *enters* the `Feed` of its Accelerator at its first `next` and
+receives a `Passage`, *advances* it with every batch, and *leaves* at its end or death:
 
     passage = feed.enter()
     try:
@@ -35,22 +34,16 @@ Drawn = Any
 
 
 class Rows(NamedTuple):
-    """The number of rows of a batch on this rank, and of real ones among them; padding is at the end.
-
-    A batch that only fills up and whose rows cannot be counted has `Rows(None, 0)`.
-    """
+    """The number of rows of a batch on this rank (None: not countable, of one that fills up), and of real ones, which are first."""
 
     rows: int | None
     real: int
 
 
 class RunningLoader(NamedTuple):
-    """A loader in the middle of an iteration.
+    """A prepared loader in the middle of an iteration: what follows and the rows of the present batch, on this rank.
 
-    Args:
-        loader: the prepared one; None if its component does not say.
-        remaining: how many batches follow on this rank, as far as it looked ahead; None: unknown.
-        rows: of the present batch on this rank; None if they cannot be counted.
+    None: its component does not say. `remaining` counts as far as it looked ahead.
     """
 
     loader: DataLoader[Any] | None
@@ -77,15 +70,13 @@ class Passage:
         self.advanced = False
 
     def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
-        """Reports the batch that is about to be yielded.
+        """Reports the batch that is about to be yielded. Hot: make one `Rows` for all full batches. None: unknown.
 
         Args:
             remaining: how many batches this iterator will still yield on this rank; without a
-                length, as many as it looked ahead, up to `Feed.lookahead`; None: unknown.
-            rows: of the batch on this rank (make one `Rows` for all full batches: this runs once
-                per batch); None if they cannot be counted.
-            drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`;
-                None: unknown.
+                length, as many as it looked ahead, up to `Feed.lookahead`.
+            rows: of the batch on this rank.
+            drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`.
         """
         feed = self._feed
         self.remaining = remaining
@@ -103,10 +94,8 @@ class Passage:
 class Feed:
     """The live passages of one Accelerator's loaders, outermost first.
 
-    Args:
-        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
-
     Attributes:
+        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
         even_batches: whether ranks are to get equally many batches; None: as the loader was told.
             Loaders read it, and `joining`, when an iteration begins.
         joining: whether ranks may end at different batches: the strategy stands in for the ended.
@@ -184,12 +173,10 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleIds:
-    """The samples of one batch on one rank, row by row.
+    """The samples of one batch on one rank, row by row; those behind the `real` first ones only fill up.
 
-    Args:
-        ids: what the sampler drew for each row; or numbers in the epoch, None for rows that fill up.
-        kind: "index": indices (or keys) of the dataset; "position": numbers in a stream's order.
-        real: how many of them are real, the first ones; those behind only fill up the batch.
+    `ids` are indices (or keys) of the dataset, or, for "position", numbers in a stream's order,
+    None for rows that fill up.
     """
 
     ids: tuple[Any, ...]

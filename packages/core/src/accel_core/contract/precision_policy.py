@@ -29,8 +29,7 @@ class PrecisionPolicy:
         param: of stored parameters.
         compute: of matrix products and convolutions (autocast); the rest stays in full precision.
         reduce: of gradients that travel between ranks.
-        output: to which floating leaves of what the model returns are cast.
-        input: to which floating leaves of what the model receives are cast; integers stay.
+        output, input: to which floating leaves of what the model returns and receives are cast.
     """
 
     param: torch.dtype | None = None

@@ -1,8 +1,7 @@
 """Options of a constructor, and their values made from text and from data, for a closed set of types.
 
 `_type` lists them; unions of these are admitted too, and lists, tuples, sets and dicts of them.
-*Text* is what the environment and the command line have. *Data* is what JSON and YAML have: None,
-bool, int, float, text, lists, and dicts with texts as keys.
+*Text* is what the environment and the command line have, *data* what JSON and YAML have.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import re
 import sys
 import types
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -264,14 +262,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Field:
-    """One option of a component.
-
-    Args:
-        name: that of the parameter.
-        type: the annotation, evaluated; `typing.Any` if it could not be.
-        default: the parameter's; `inspect.Parameter.empty` if it has none.
-        python_only: why text cannot express it; empty if it can.
-    """
+    """One option of a component: a parameter, with its type evaluated, and why text cannot express it, if it cannot."""
 
     name: str
     type: Any
@@ -280,25 +271,15 @@ class Field:
 
 
 def fields_of(factory: Callable[..., Any]) -> dict[str, Field]:
-    """The options of what a class, function or `partial` makes, by name, in the order of its parameters.
-
-    `*args` and `**kwargs` are none.
-    """
-    named = inspect.signature(factory).parameters.values()
-    parameters = [each for each in named if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
-    alike = Counter(each.name.upper() for each in parameters)
-    fields = {each.name: _field(factory, each) for each in parameters}
-    why = "another one has its name in other letter case, and variables have one"
-    return {
-        name: replace(field, python_only=why) if alike[name.upper()] > 1 else field for name, field in fields.items()
-    }
+    """The options of what a class, function or `functools.partial` makes, by name, without `*args` and `**kwargs`."""
+    parameters = inspect.signature(factory).parameters.values()
+    stars = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return {each.name: _field(factory, each) for each in parameters if each.kind not in stars}
 
 
 def _field(factory: Callable[..., Any], parameter: inspect.Parameter) -> Field:
     kind = parameter.annotation
     for_python = partial(Field, parameter.name, Any, parameter.default)
-    if parameter.kind is parameter.POSITIONAL_ONLY:
-        return for_python("it is given by its place, and not by its name")
     if kind is parameter.empty:
         return for_python("it has no type")
     written = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")

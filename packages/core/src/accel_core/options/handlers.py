@@ -12,14 +12,11 @@ REGIONAL = "use_regional_compilation"
 
 @dataclass
 class KwargsHandler:
-    """Base of the option classes. A field that was not set is left to the receiver's own default.
+    """Base of the option classes. A field that was not set is left to the receiver's own default."""
 
-    Attributes:
-        on_request: whether its options wait for a call of the user's, so that they are never
-            without a receiver.
-    """
-
-    on_request: ClassVar[bool] = False
+    on_request: ClassVar[bool] = (
+        False  # whether options wait for a call of the user's: they are never without a receiver
+    )
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults of the class."""

@@ -1,4 +1,4 @@
-"""Options from outside of the code: a launcher's command line, the environment, a configuration file.
+"""Options from outside of the code: a launcher's command line, the environment, a configuration file, in this order.
 
 The variable of an option is `ACCELERATE_<OPTION>`, that of a component's option
 `ACCELERATE_<COMPONENT>__<OPTION>`. A launcher hands on what its command line and its file say in
@@ -6,8 +6,7 @@ one variable more, `ACCELERATE_CONFIG`, as JSON: variable → [data, where it wa
 
     {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
 
-The command line wins over the environment, and that over the file. Files are read by launchers
-alone: a script never picks up one from somebody's home.
+Files are read by launchers alone: a script never picks up one from somebody's home.
 """
 
 from __future__ import annotations
