@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.options.conversion import choices, expected, fields_of, from_data, is_optional, to_data
+from accel_core.options.conversion import choices, expected, fields_of, from_data, to_data
 
 if TYPE_CHECKING:
     from somewhere import Unknown
@@ -238,5 +238,3 @@ def test_choices_are_known_where_the_type_lists_them() -> None:
     assert choices(bool) == (True, False)
     assert choices(bool | int) == ()
     assert choices(str) == ()
-    assert is_optional(int | None)
-    assert not is_optional(int)

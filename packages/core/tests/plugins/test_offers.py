@@ -13,8 +13,7 @@ from packaging.specifiers import SpecifierSet
 from accel_core.base.errors import NotInstalledError, PluginError
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins import build, find, list_offers, passed
-from accel_core.plugins.offers import NOUNS
-from accel_core.plugins.versions import Version, admits, requirement_on
+from accel_core.plugins.offers import NOUNS, Version, admits, requirement_on
 
 
 def said(error):

@@ -11,7 +11,6 @@ from accel_core.options.conversion import (
     expected,
     fields_of,
     from_data,
-    is_optional,
     members,
     to_data,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "given_outside",
     "how_to_get",
     "inherited",
-    "is_optional",
     "list_offers",
     "loopback_listener",
     "masked",

@@ -3,12 +3,6 @@
 A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are
 live: `data` is the memory that training uses, or a view of it. A checkpoint is written from it, and
 read back into it.
-
-    Elementwise   a part of a tensor that can be cut anywhere: boxes of its global shape
-    Replicated    the same whole tensor on every rank that presents it; that of the lowest rank is saved
-    Partial       a term of a mean over the ranks, such as the gradients of an open window
-    Opaque        what cannot be cut: saved whole, loaded only where the signature is the same
-    Alias         another name of an entry
 """
 
 from __future__ import annotations

@@ -51,30 +51,30 @@ def from_data(kind: Any, data: Any) -> Any:
 
 def to_data(value: Any) -> Any:
     """A value of the closed set of types as data, such that `from_data` gives it back. Raises `TypeError` for any other."""
-    if isinstance(value, Enum):
-        return to_data(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, Mapping):
-        return {str(key): to_data(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_data(each) for each in value]
+    for kinds, make in _DATA:
+        if isinstance(value, kinds):
+            return make(value)
     raise TypeError(
         f"{value!r} is a {type(value).__name__}, which neither text nor data can express: give it in Python."
     )
+
+
+_DATA: Sequence[tuple[Any, Callable[[Any], Any]]] = (
+    (Enum, lambda value: to_data(value.value)),
+    ((bool, int, float, str, types.NoneType), lambda value: value),
+    (os.PathLike, os.fspath),
+    (torch.dtype, lambda value: str(value).removeprefix("torch.")),
+    (timedelta, timedelta.total_seconds),
+    (Mapping, lambda value: {str(key): to_data(each) for key, each in value.items()}),
+    ((list, tuple, set, frozenset), lambda value: [to_data(each) for each in value]),
+)
 
 
 def expected(kind: Any) -> str:
     """A description of the values of type `kind`: "true or false", "a whole number", "one of 'pad', 'stop'"."""
     known = [_type(member) for member in members(kind) if member is not types.NoneType]
     words = list(dict.fromkeys(each.words for each in known if each is not None))
-    words += ["'none'"] if is_optional(kind) else []
+    words += ["'none'"] if types.NoneType in members(kind) else []
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else "an object"
 
 
@@ -97,14 +97,9 @@ def members(kind: Any) -> list[Any]:
     return [kind]
 
 
-def is_optional(kind: Any) -> bool:
-    """Whether None is a value of the type."""
-    return types.NoneType in members(kind)
-
-
 def is_expressible(kind: Any) -> bool:
     """Whether text can express a value of the type that is not None. Members of a union that it cannot are for Python only."""
-    return any(_type(member) for member in members(kind) if member is not types.NoneType)
+    return kind is Any or any(_type(member) for member in members(kind) if member is not types.NoneType)
 
 
 class _Type(NamedTuple):
@@ -122,19 +117,15 @@ def _type(kind: Any) -> _Type | None:
     if kind in _SIMPLE:
         return _SIMPLE[kind]
     if origin in {dict, Mapping}:
-        fits = len(own) == 1 or (own[0] is str and _holds(own[1:]))
+        fits = len(own) == 1 or (own[0] is str and all(map(is_expressible, own[1:])))
         return _Type(_MAPPING, partial(_mapping, own[-1]), "a mapping such as {key: value}") if fits else None
-    if origin in _LISTS and _holds(own):
+    if origin in _LISTS and all(map(is_expressible, own)):
         is_fixed = get_origin(kind) is tuple and ... not in get_args(kind)
         each = "" if own[0] is Any else f", each {expected(own[0])}"
         words = f"a list of {len(own)}: {', '.join(map(expected, own))}" if is_fixed else f"a list{each}"
         return _Type(_LIST, partial(_list, _LISTS[origin], own, is_fixed), words)
     is_path = origin is os.PathLike or (isinstance(kind, type) and issubclass(kind, Path))
     return _Type(_TEXT, partial(_text, Path), "a path") if is_path else None
-
-
-def _holds(kinds: Sequence[Any]) -> bool:
-    return all(each is Any or is_expressible(each) for each in kinds)
 
 
 def _convert(kind: Any, value: Any) -> Any:

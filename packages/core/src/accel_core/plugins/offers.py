@@ -1,17 +1,23 @@
-"""Names that installed distributions offer through entry points. Only the offer that is chosen is imported."""
+"""Names that installed distributions offer through entry points, and whether their metadata admits this core.
+
+Only the offer that is chosen is imported. Versions are as build tools write them, without epoch, and comparisons of them joined by
+commas; the rest is refused. (`packaging` would cost 9.5 ms to import.)
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal, cast
+from operator import eq, ge, gt, le, lt, ne
+from typing import Any, Literal, NamedTuple, cast
 
 from accel_core.base.errors import NotInstalledError, PluginError
 from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.plugins.versions import admits, canonical, requirement_on
 
 Group = Literal[
     "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints",
@@ -32,6 +38,10 @@ NOUNS: dict[Group, str] = {
     "accel.commands": "command",
 }
 """The groups in which offers are looked for, and what one member of each is called."""
+
+# Compiled on first use: most runs compare no version.
+_VERSION = r"(\d+(?:\.\d+)*)(?:(a|b|rc)(\d+))?(?:\.post(\d+))?(?:\.dev(\d+))?(?:\+[a-z0-9.]+)?"
+_COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt, "~=": ge}
 
 SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
 
@@ -168,3 +178,66 @@ def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginErr
         return PluginError(f"{opening}Choose one of these, or pass an object. {SHOW_ALL}")
     hint = "" if meant in names else f" It is not installed. {how_to_get(known[meant])}."
     return PluginError(f"{opening}Type {meant!r} if that was meant.{hint} {SHOW_ALL}")
+
+
+class Version(NamedTuple):
+    """A version in an order-preserving form: release without trailing zeros, then pre-, post- and dev-release."""
+
+    release: tuple[int, ...]
+    pre: tuple[int, int]
+    post: float
+    dev: float
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Reads a normalised version; a local part (`+cpu`) does not count. Raises `ValueError` for anything else."""
+        match = re.fullmatch(_VERSION, text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is no version; type one of the form 1.2.3, 1.2rc1, 1.2.post1 or 1.2.dev1")
+        release, phase, number, post, dev = match.groups()
+        if phase is not None:
+            pre = (("a", "b", "rc").index(phase), int(number))
+        else:
+            pre = (-1, 0) if dev is not None and post is None else (3, 0)
+        numbers = _numbers(re.sub(r"(\.0+)+$", "", release))
+        return cls(numbers, pre, -1 if post is None else int(post), math.inf if dev is None else int(dev))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def admits(specifier: str, version: str) -> bool:
+    """True if `version` satisfies every clause of `specifier` (">=0.2,<1"; empty admits all), in the order of versions.
+
+    So `>=0.2` admits `0.3rc1`, and `<2` admits `2rc1`. Raises `ValueError` for what it cannot read.
+    """
+    installed = Version.parse(version)
+    return all(_admits_clause(clause.strip(), installed) for clause in specifier.split(",") if clause.strip())
+
+
+def _admits_clause(clause: str, installed: Version) -> bool:
+    match = re.fullmatch(r"(>=|<=|==|!=|~=|>|<)\s*([^\s*<>=!~][^\s*]*)", clause)
+    sign, text = match.groups() if match else ("", "")
+    prefix = _numbers(re.split(r"\.?[a-z]", text)[0])[:-1] if sign == "~=" else ()
+    if match is None or (sign == "~=" and not prefix):
+        raise ValueError(
+            f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <"
+        )
+    padded = (*installed.release, *[0] * len(prefix))
+    return padded[: len(prefix)] == prefix and bool(_COMPARE[sign](installed, Version.parse(text)))
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as indexes compare it: `Accel_FSDP` is `accel-fsdp`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
+    """The clauses that `Requires-Dist` lines put on one distribution, joined by commas; empty if there are none.
+
+    Lines with an environment marker are left out, for extras do not bind; so are direct references.
+    """
+    matches = [re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?([^;@]*)$", line.strip()) for line in requirements or ()]
+    found = [match[2].strip(" ()") for match in matches if match and canonical(match[1]) == canonical(distribution)]
+    return ",".join(filter(None, found))
