@@ -386,7 +386,7 @@ def hook_section(hook: ast.FunctionDef) -> str:
     items = re.sub(
         r"^(?!- |$)", "  ", re.sub(r"^([A-Z][a-z ]+):", r"- \1:", fields, flags=re.MULTILINE), flags=re.MULTILINE
     )
-    return f"## {hook.name}\n\n```text\n{signature(hook)}\n```\n\n{summary} *({kind})*\n\n{items}\n"
+    return f"## {hook.name}\n\n```text\n{signature(hook)}\n```\n\n{summary} *({kind})*\n\n{items}".rstrip() + "\n"
 
 
 def public_members(node: ast.ClassDef) -> dict[str, str]:

@@ -146,7 +146,7 @@ def literals(pattern, files):
 
 
 def test_every_option_that_is_read_from_the_environment_stands_on_the_page():
-    from accel_core.options.option_fields import fields_of
+    from accel_core.options.conversion import fields_of
     from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS, variable_of
     from accel_launch.options import LaunchOptions
 

@@ -27,7 +27,7 @@ from accel_core.options.handlers import (
     KwargsHandler,
     TrackingKwargs,
 )
-from accel_core.options.loader_options import check_class, in_force, refuse_beside_object, resolve_options
+from accel_core.options.loader_options import in_force, refuse_beside_object, resolve_options
 from accel_core.options.option_sources import (
     DEFAULT_LOADER,
     DEFAULT_STRATEGIES,
@@ -345,7 +345,6 @@ def _loader(
         sections.refuse_beside(find("accel.loaders", choice.value, offers).name, f"{type(config).__name__}(...)")
     own = _options(choice.value, "accel.loaders", None, offers, sections)
     selected = build("accel.loaders", choice.value, {**passed_on, **own}, offers)
-    check_class(config, selected.component)
     in_use = in_force(options, selected.component, from_object=selected.offer is None)
     return (Choice("loader", selected, choice.source),), in_use
 

@@ -14,7 +14,7 @@ import accel_core
 from accel_core import DDP, Accelerator, AutocastKwargs, GradientAccumulationPlugin, Single
 from accel_core.base.deprecation import Deprecation
 from accel_core.facade.older_arguments import OLDER_ARGUMENTS, chosen_strategy, renamed
-from accel_core.plugins.versions import Version
+from accel_core.plugins.offers import Version
 
 SOURCES = sorted(Path(accel_core.__file__).parent.rglob("*.py"))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_core.base.masking import HIDDEN, masked, masked_text, masked_words, without_secrets
+from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
 from accel_core.options.option_sources import CHANNEL, inherited
 from accel_core.options.resolution import Option
 
@@ -86,18 +86,16 @@ def test_command_lines_are_shown_without_the_values_of_such_options() -> None:
     assert " ".join(masked_words(words)) == shown
 
 
-def test_a_text_of_no_form_is_hidden_as_a_whole_in_linear_time() -> None:
-    assert masked_text('{"ACCELERATE_WANDB__API_KEY": "tell-nobody"') == HIDDEN
-    assert masked_text("[") == "["
+def test_names_are_read_in_linear_time() -> None:
     began = time.perf_counter()
-    masked_text("a" * 1_000_000)
     masked("k" * 1_000_000, "x")
     assert time.perf_counter() - began < 5
 
 
 def test_a_broken_channel_is_refused_without_what_it_holds() -> None:
-    with pytest.raises(ValueError, match=r"ACCELERATE_CONFIG='\(hidden\)' cannot be read"):
+    with pytest.raises(ValueError, match="ACCELERATE_CONFIG cannot be read") as caught:
         inherited({CHANNEL: '{"file": {"ACCELERATE_WANDB__API_KEY": ["tell-nobody"'})
+    assert "tell-nobody" not in str(caught.value)
 
 
 def test_what_runs_is_explained_and_recorded_without_secrets() -> None:

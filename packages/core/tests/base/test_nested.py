@@ -144,13 +144,6 @@ def test_mappings_keep_what_they_carry_beside_their_items() -> None:
     assert type(map_tensors(torch.ones_like, MappingProxyType({"a": torch.zeros(1)}))) is MappingProxyType
 
 
-def test_a_mapping_that_cannot_be_rebuilt_is_named() -> None:
-    with pytest.raises(
-        TypeError, match=r"Stubborn cannot be rebuilt .*Stubborn\(dict\) raised .*two.*pass dict\(value\)"
-    ):
-        map_tensors(torch.ones_like, Stubborn(1, 2))
-
-
 def test_paths_read_as_one_would_type_them() -> None:
     tree = {"labels": [1, 2], "at": Point(3, (4,))}
     assert paths(tree, "batch") == ["batch['labels'][0]", "batch['labels'][1]", "batch['at'].x", "batch['at'].y[0]"]

@@ -39,10 +39,10 @@ ALLOWED = {
     ("accel_data.batch_codec", "pickle.loads"): BETWEEN_RANKS,
     ("accel_testing.precision_jobs", "pickle.loads"): "a model is pickled and unpickled by the test that made it",
     (
-        "accel_core.plugins.relay",
+        "accel_core.plugins.manager",
         "eval",
     ): "an adapter is made from the signature of a plugin's method, which runs anyway",
-    ("accel_core.options.option_fields", "eval"): "the annotations of a component's constructor, which runs anyway",
+    ("accel_core.options.conversion", "eval"): "the annotations of a component's constructor, which runs anyway",
     ("accel_launch.notebook.rank", "pickle.loads"): NOTEBOOKS,
     ("accel_launch.notebook.running", "pickle.loads"): NOTEBOOKS,
     (

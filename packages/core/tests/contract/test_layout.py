@@ -20,8 +20,8 @@ def test_a_shard_outside_the_data_is_refused_with_what_to_type(index: int, count
     with pytest.raises(ValueError) as caught:
         Shard(index, count)
     assert str(caught.value) == (
-        f"Shard(index={index}, count={count}) names no part of the data: index must be at least 0 and below count, and "
-        f"count at least 1. Type Shard(world.rank, world.size) for one part per process, or Shard(0, 1) for all of the "
+        f"Shard(index={index}, count={count}) names no part of the data: expected 0 <= index < count. "
+        f"Type Shard(world.rank, world.size) for one part per process, or Shard(0, 1) for all of the "
         f"data."
     )
 

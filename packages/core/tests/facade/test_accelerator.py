@@ -241,13 +241,6 @@ def test_steps_of_the_accumulation_plugin_are_checked_where_it_is_built() -> Non
         GradientAccumulationPlugin(num_steps=0)
 
 
-def test_a_timeout_is_a_timedelta() -> None:
-    with pytest.raises(
-        TypeError, match=r"InitProcessGroupKwargs\(timeout=3\): expected a datetime.timedelta, e.g. timed"
-    ):
-        InitProcessGroupKwargs(timeout=3)  # type: ignore[arg-type]
-
-
 def test_a_policy_of_integers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"PrecisionPolicy\(compute=torch.int8\): expected a floating torch.dtype"):
         PrecisionPolicy(compute=torch.int8)

@@ -148,9 +148,11 @@ def test_options_of_the_compiler_hold() -> None:
     ("given", "error", "message"),
     [
         (
-            lambda: TorchDynamoPlugin(mode="default", options={"max_autotune": True}),
-            ValueError,
-            "mode='default', options=.* one of the two. Leave mode out",
+            lambda: Accelerator(
+                dynamo_plugin=TorchDynamoPlugin(mode="default", options={"max_autotune": True})
+            ).prepare(nn.Linear(1, 1)),
+            RuntimeError,
+            "Either mode or options can be specified",
         ),
         (lambda: TorchDynamoPlugin(fullgraph="no"), TypeError, "fullgraph='no'. is a str: give True or False"),
         (lambda: TorchDynamoPlugin(dynamic="no"), TypeError, "dynamic='no'. is a str"),

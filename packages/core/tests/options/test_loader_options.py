@@ -183,9 +183,8 @@ def test_an_object_of_options_is_of_the_loader_s_class():
         TypeError, match=r"dataloader_config=\{'split.*\} is a dict: expected an object of options, such as"
     ):
         Accelerator(dataloader_config={"split_batches": True})
-    message = r"is a DistributedDataParallelKwargs, and the loader Told takes its options as Options\. Pass Options"
-    with pytest.raises(TypeError, match=message):
-        Accelerator(dataloader_config=DistributedDataParallelKwargs())
+    with pytest.raises(TypeError, match="The loader 'told' .* could not be made with static_graph: "):
+        Accelerator(dataloader_config=DistributedDataParallelKwargs(static_graph=True))
 
 
 @pytest.mark.usefixtures("installed")
@@ -235,7 +234,7 @@ def test_random_streams_are_named_by_texts_and_members():
 @pytest.mark.parametrize(("given", "error", "message"), [
     (["torhc"], ValueError, r"rng_types holds 'torhc', which names no random stream\. Known: torch, .* Type 'torch' if"),
     (["numpy1"], ValueError, r"rng_types holds 'numpy1', which names no random stream\. Known: torch, .*xpu\."),
-    ([3], TypeError, r"rng_types holds 3, a int: expected names such as 'torch'"),
+    ([3], ValueError, "rng_types holds 3, which names no random stream"),
     ("torch", TypeError, r"rng_types='torch' is a str: expected a list"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("installed")

@@ -142,7 +142,7 @@ def test_every_option_has_a_parameter_of_that_name() -> None:
         (
             "ACCELERATE_DDPP__STATIC_GRAPH",
             "1",
-            r"'ddpp', and nothing that is installed goes by that name\. Type 'ddp' if",
+            r"'ddpp', and nothing that is installed goes by that name\. .*Type 'ddp' if",
         ),
         (
             "ACCELERATE_XYZZY__A",
@@ -157,7 +157,7 @@ def test_every_option_has_a_parameter_of_that_name() -> None:
         (
             "ACCELERATE_ddp__STATIC_GRAPH",
             "1",
-            r"ddp__STATIC_GRAPH was given, and variables are written in capital letters\. Type ACCELERATE_DDP__STATIC_GRAPH=1\.",
+            r"ddp__STATIC_GRAPH was given, and variables are written in capital letters: ACCELERATE_DDP__STATIC_GRAPH\.",
         ),
         ("ACCELERATE_SINGLE__A", "1", r"'single' has no option 'a'\. Its options: none"),
     ],
@@ -232,7 +232,7 @@ def test_a_channel_that_no_launcher_wrote_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(CHANNEL, text)
     with pytest.raises(ValueError) as caught:
         Accelerator()
-    assert str(caught.value).startswith(f"{CHANNEL}={text!r} cannot be read"[:200])
+    assert str(caught.value).startswith(f"{CHANNEL} cannot be read")
     assert "Unset it, and give options on the command line" in str(caught.value)
     assert len(str(caught.value)) < 600
 

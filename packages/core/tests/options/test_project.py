@@ -34,12 +34,8 @@ def test_a_folder_of_the_logs_that_was_assigned_later_stays() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"project_dir": 3}, TypeError, r"project_dir=...\) was given 3, a int: expected a path, such as 'runs/first'"),
-        ({"logging_dir": b"x"}, TypeError, r"logging_dir=...\) was given b'x', a bytes: expected a path"),
-        ({"automatic_checkpoint_naming": "no"}, TypeError, "automatic_checkpoint_naming='no'.*a str: expected True or"),
-        ({"save_on_each_node": 1}, TypeError, "save_on_each_node=1.*a int: expected True or False"),
-        ({"iteration": -1}, ValueError, "iteration=-1.: expected an integer of at least 0"),
-        ({"iteration": 1.0}, TypeError, "iteration=1.0.*a float: expected an integer of at least 0"),
+        ({"automatic_checkpoint_naming": "no"}, TypeError, "automatic_checkpoint_naming='no'.*a str: give True or"),
+        ({"save_on_each_node": 1}, TypeError, "save_on_each_node=1.*a int: give True or False"),
         (
             {"total_limit": 0, "automatic_checkpoint_naming": True},
             ValueError,
@@ -47,8 +43,8 @@ def test_a_folder_of_the_logs_that_was_assigned_later_stays() -> None:
         ),
         (
             {"total_limit": True, "automatic_checkpoint_naming": True},
-            TypeError,
-            "total_limit=True.*a bool: expected an integer of at least 1",
+            ValueError,
+            "total_limit=True.: expected an integer of at least 1",
         ),
         (
             {"total_limit": 2},
@@ -61,11 +57,6 @@ def test_what_makes_no_sense_is_refused_at_birth(options: dict[str, Any], error:
     """R9 for `total_limit`."""
     with pytest.raises(error, match=message):
         ProjectConfiguration(**options)
-
-
-def test_no_path_is_set_later_either() -> None:
-    with pytest.raises(TypeError, match=r"set_directories\(project_dir\) was given 3, a int: expected a path"):
-        ProjectConfiguration().set_directories(3)  # type: ignore[arg-type]
 
 
 def test_nothing_given_is_a_configuration_without_folders() -> None:
@@ -102,15 +93,3 @@ def test_automatic_names_need_a_folder() -> None:
         ValueError, match=r"automatic_checkpoint_naming=True\) was given, but no folder.*Add project_dir"
     ):
         resolve_project(None, ProjectConfiguration(automatic_checkpoint_naming=True))
-
-
-@pytest.mark.parametrize(
-    ("project_dir", "project_config", "message"),
-    [
-        (3, None, r"Accelerator\(project_dir=...\) was given 3, a int: expected a path"),
-        (None, "runs", r"project_config='runs' is a str, expected an object such as ProjectConfiguration\("),
-    ],
-)
-def test_arguments_of_another_type_are_refused(project_dir: object, project_config: object, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        resolve_project(project_dir, project_config)

@@ -411,7 +411,7 @@ def test_options_of_the_marker_are_refused_for_hooks_are_not_dispatched(options)
     message = refused(Mine())
     assert message.startswith("Hook 'finish' of the plugin 'Mine'")
     assert f"is marked with {next(iter(options))}=..., but hooks are bound as they are" in message
-    assert message.endswith("Write @accel_core.hookimpl without options, on a method with the hook's name.")
+    assert message.endswith("Write @accel_core.hookimpl without options.")
 
 
 def test_two_owners_of_one_hook_are_both_named_with_their_distributions(monkeypatch):

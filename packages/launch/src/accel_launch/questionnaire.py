@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from accel_core.api.launcher import KNOWN_PROVIDERS, choices, expected, from_text, to_data
+from accel_core.api.launcher import KNOWN_PROVIDERS, choices, expected, from_data, to_data
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import BAD, DOUBTFUL, say, table
 from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names
@@ -205,7 +205,7 @@ def _type(option: Option, current: Any) -> Any:
 
     def verdict(text: str) -> bool | str:
         try:
-            return text.strip() in {"", _NOT_GIVEN} or from_text(kind, text.strip()) is not ...
+            return text.strip() in {"", _NOT_GIVEN} or from_data(kind, text.strip()) is not ...
         except ValueError:
             return f"expected {expected(kind)}"
 
@@ -213,7 +213,7 @@ def _type(option: Option, current: Any) -> Any:
     typed = questionary.text(about, default=_shown(current), validate=verdict).unsafe_ask().strip()
     if typed == _shown(current):
         return current
-    return None if typed in {"", _NOT_GIVEN} else to_data(from_text(kind, typed))
+    return None if typed in {"", _NOT_GIVEN} else to_data(from_data(kind, typed))
 
 
 def _write(catalog: Catalog, path: Path, answers: Answers) -> int:

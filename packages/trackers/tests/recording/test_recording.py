@@ -655,7 +655,7 @@ def test_strict_mode_raises_for_what_cannot_be_recorded() -> None:
 
 
 @pytest.mark.parametrize("field", ["start_timeout", "stall_timeout", "finish_timeout", "most_pending"])
-@pytest.mark.parametrize("value", [0, -1.0, "soon", True, float("nan")])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_patience_is_positive(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"TrackingKwargs\({field}={value!r}\): expected"):
         TrackingKwargs(**{field: value})

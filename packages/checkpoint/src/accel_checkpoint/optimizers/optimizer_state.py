@@ -44,8 +44,8 @@ __all__ = [
     "SavedOptimizer",
     "capture_optimizer",
     "list_misfits",
-    "restore_optimizer",
     "restore_groups",
+    "restore_optimizer",
 ]
 
 SHARED = "(shared)"

@@ -15,11 +15,13 @@ from accel_core.plugins.explain import Explanation, format_table
 from accel_core.processes.random_state import TORCH_STREAM, begin_random_state, check_random_state
 
 __all__ = [
+    "LAYOUT_HOOKS",
+    "TORCH_STREAM",
+    "WHOLE",
     "Accumulation",
     "Asynchronous",
     "CheckpointComponent",
     "Explanation",
-    "LAYOUT_HOOKS",
     "LoadHook",
     "OptimizerState",
     "Prepared",
@@ -28,8 +30,6 @@ __all__ = [
     "SaveHook",
     "SavedEntry",
     "SavedOptimizer",
-    "TORCH_STREAM",
-    "WHOLE",
     "begin_random_state",
     "check_random_state",
     "everywhere",

@@ -20,9 +20,9 @@ from accel_core.processes.random_state import (
 from accel_core.processes.watch.collective_scope import collective
 
 __all__ = [
+    "FRAME_STEP",
     "Channel",
     "ClassOverride",
-    "FRAME_STEP",
     "Tree",
     "agree_seed",
     "as_rng_types",

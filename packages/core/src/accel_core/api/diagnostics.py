@@ -8,7 +8,7 @@ from accel_core.contract.default_components import Detector, DetectorFactory
 from accel_core.contract.findings import Kind
 from accel_core.contract.loader_progress import Drawn
 from accel_core.loop.preparation import Prepared
-from accel_core.plugins.relay import Relay
+from accel_core.plugins.manager import Relay
 
 __all__ = [
     "Detector",

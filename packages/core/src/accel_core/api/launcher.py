@@ -5,8 +5,15 @@ from __future__ import annotations
 from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.options.component_options import SECTIONS, read_section
-from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, members, to_data
-from accel_core.options.option_fields import Field, fields_of
+from accel_core.options.conversion import (
+    Field,
+    choices,
+    expected,
+    fields_of,
+    from_data,
+    members,
+    to_data,
+)
 from accel_core.options.option_sources import (
     CHANNEL,
     DEFAULT_LOADER,
@@ -31,18 +38,18 @@ __all__ = [
     "CHANNEL",
     "DEFAULT_LOADER",
     "DEFAULT_STRATEGIES",
-    "Field",
-    "GivenOption",
-    "Group",
     "HIDDEN",
     "KNOWN_PROVIDERS",
     "LOADER_OPTIONS",
     "NOUNS",
     "OPTIONS",
-    "Offer",
     "PREFIX",
-    "Place",
     "SECTIONS",
+    "Field",
+    "GivenOption",
+    "Group",
+    "Offer",
+    "Place",
     "broken_connection_in",
     "choices",
     "expected",
@@ -51,11 +58,9 @@ __all__ = [
     "flag",
     "format_table",
     "from_data",
-    "from_text",
     "given_outside",
     "how_to_get",
     "inherited",
-    "is_optional",
     "list_offers",
     "loopback_listener",
     "masked",

@@ -1,14 +1,13 @@
-"""Giving one object a subclass of its own class, in place.
+"""Giving one object a subclass of its own class, in place, which keeps the name and module of the original.
 
 A method that is replaced on an instance is bypassed by compilation and scripting, makes a deep copy
 run the original's weights, and appears in `state_dict`s. A subclass does not; copies and pickles
-get it again when they are rebuilt. It keeps the name and module of the original, and is found again
-through it.
+get it again when they are rebuilt.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -21,11 +20,9 @@ class ClassOverride:
         return cls.__bases__[1](*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        dressed = type(self)
-        overrides, original = dressed.__bases__
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        arguments = tuple(original if argument is dressed else argument for argument in arguments)
+        overrides, original = type(self).__bases__
+        make, arguments, *rest = cast("Any", super().__reduce_ex__(protocol))
+        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         return (_rebuild, (overrides, make, arguments), *rest)
 
 
@@ -37,11 +34,7 @@ def override_class(obj: T, overrides: type[ClassOverride]) -> T:
 
 
 def restore_class(obj: T, overrides: type[ClassOverride]) -> T:
-    """Takes `overrides` away from `obj`, in place; others stay.
-
-    Raises:
-        TypeError: if somebody has put a class of their own around them.
-    """
+    """Takes `overrides` away from `obj`, in place; others stay. Raises `TypeError` inside somebody's own class."""
     if isinstance(obj, overrides):
         obj.__class__ = _without(type(obj), overrides)
     return obj
@@ -53,25 +46,21 @@ def _without(dressed: type, overrides: type[ClassOverride]) -> type:
         return inner[0]
     if not inner or not issubclass(outer, ClassOverride):
         raise TypeError(
-            f"{overrides.__name__} was to be taken off an object of the class {dressed.__name__}, which was made around it and cannot "
-            f"do without. Undo what made that class first, or leave it as it is."
+            f"{overrides.__name__} was to be taken off an object of the class {dressed.__name__}, which was made around it. Undo "
+            f"what made that class first."
         )
     return overridden_class(_without(inner[0], overrides), outer)
 
 
 def overridden_class(original: type, overrides: type) -> type:
     """The subclass of `overrides` and `original` that passes for `original`; made once, as long as it is in use."""
+    bases = (overrides, original)
     subclasses: list[type] = type.__subclasses__(original)
     for known in subclasses:
-        if known.__bases__ == (overrides, original):
+        if known.__bases__ == bases:
             return known
-    names = {
-        "__slots__": (),
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    return type(original)(original.__name__, (overrides, original), names)
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original)(original.__name__, bases, {"__slots__": (), **names})
 
 
 def _rebuild(overrides: type[ClassOverride], make: Any, arguments: tuple[Any, ...]) -> Any:

@@ -1,8 +1,4 @@
-"""Older spellings of names: they work, with one warning, until the version that no longer has them.
-
-A spelling is a constant, `OLD = Deprecation("old", "new", removed_in="1.0")`. A test reads all of
-them from the source and fails in the version in which one is due.
-"""
+"""Older spellings of names: they work, with one warning, until the version that no longer has them. A test reads them here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The exceptions that accel-core raises beside `ValueError` and `TypeError`.
-
-Every message has three parts: what was asked for, what was found, and what to type next.
-"""
+"""The exceptions beside `ValueError` and `TypeError`. A message says what was asked, what was found, what to type next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Secrets in what is printed or recorded: hidden by the names under which they stand.
+"""Secrets in what is printed or recorded: hidden where a name speaks of a key, a token, a password or the like.
 
-A name says so if it speaks of a key, a token, a secret, a password or the like. Numbers are hidden
-only where a name ends so, and truth values never: `max_tokens` and `per_token_loss` are options.
+Numbers are hidden only where a name ends so, and truth values never: `max_tokens` is an option.
 """
 
 from __future__ import annotations
@@ -38,15 +37,9 @@ def without_secrets(content: Any) -> Any:
     return _LOGIN.sub(HIDDEN, content) if isinstance(content, str) else content
 
 
-def masked_text(text: str) -> str:
-    """A text of no known form: hidden as a whole if it speaks of secrets."""
-    return HIDDEN if _SAYS.search(_CAMEL.sub("_", text).lower()) else _LOGIN.sub(HIDDEN, text)
-
-
 def masked_words(words: Iterable[str]) -> list[str]:
     """A command line: `--api-key=…`, `--api-key …` and `service.api_key=…` without what stands there."""
-    shown: list[str] = []
-    flag = ""
+    shown, flag = [], ""
     for word in words:
         name, equals, value = word.partition("=")
         if flag and not word.startswith("-"):

@@ -1,8 +1,4 @@
-"""Names that the core knows only as words.
-
-No other file of the core names a strategy, a vendor or a service. What stands here is data: it
-completes messages and serves older public names, and nothing branches on it.
-"""
+"""Names that no other file of the core has: data that completes messages and serves older names. Nothing branches on it."""
 
 from __future__ import annotations
 
@@ -28,29 +24,15 @@ class Word(str, Enum):
 class LoggerType(Word):
     """The usual names for `Accelerator(log_with=...)`; `ALL` stands for every tracker that is installed."""
 
-    ALL = "all"
-    AIM = "aim"
-    CLEARML = "clearml"
-    COMETML = "comet_ml"
-    DVCLIVE = "dvclive"
-    JSONL = "jsonl"
-    MLFLOW = "mlflow"
-    SWANLAB = "swanlab"
-    TENSORBOARD = "tensorboard"
-    TRACKIO = "trackio"
-    WANDB = "wandb"
+    ALL, AIM, CLEARML, COMETML, DVCLIVE, JSONL = "all", "aim", "clearml", "comet_ml", "dvclive", "jsonl"
+    MLFLOW, SWANLAB, TENSORBOARD, TRACKIO, WANDB = "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 
 
+_PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8")
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
-        "accel.strategies": {
-            "deepspeed": "accel-deepspeed",
-            "fsdp": "accel-fsdp",
-            "megatron_lm": None,
-        },
-        "accel.precisions": dict.fromkeys(
-            ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8"), "accel-precision"
-        ),
+        "accel.strategies": {"deepspeed": "accel-deepspeed", "fsdp": "accel-fsdp", "megatron_lm": None},
+        "accel.precisions": dict.fromkeys(_PRECISIONS, "accel-precision"),
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
@@ -65,34 +47,24 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
 None: scripts use the name, and no distribution offers it yet.
 """
 
-
+_NAMES_OF = {
+    "accel-data": (
+        "BatchSamplerShard DataLoaderConfiguration DataLoaderDispatcher DataLoaderShard IterableDatasetShard "
+        "SeedableRandomSampler prepare_data_loader skip_first_batches slice_tensors"
+    ),
+    "accel-precision": "AORecipeKwargs FP8RecipeKwargs GradScalerKwargs TERecipeKwargs",
+    "accel-fsdp": "FullyShardedDataParallelPlugin",
+    "accel-deepspeed": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
+    "accel-launch": "debug_launcher notebook_launcher",
+}
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "BatchSamplerShard", "DataLoaderConfiguration", "DataLoaderDispatcher", "DataLoaderShard",
-                "IterableDatasetShard", "SeedableRandomSampler", "prepare_data_loader", "skip_first_batches", "slice_tensors",
-            ),
-            "accel-data",
-        ),
-        **dict.fromkeys(("AORecipeKwargs", "FP8RecipeKwargs", "GradScalerKwargs", "TERecipeKwargs"), "accel-precision"),
-        "FullyShardedDataParallelPlugin": "accel-fsdp",
-        **dict.fromkeys(
-            ("DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig", "get_active_deepspeed_plugin"),
-            "accel-deepspeed",
-        ),
-        **dict.fromkeys(("debug_launcher", "notebook_launcher"), "accel-launch"),
-    }
-)  # fmt: skip
+    {name: distribution for distribution, names in _NAMES_OF.items() for name in names.split()}
+)
 """Names that scripts look for in the core, and that are in the package of another distribution: name → distribution."""
 
 
 class OlderArguments(TypedDict, total=False):
-    """Older arguments of the Accelerator, for type checkers, which find every other name wrong.
-
-    A third party's strategy may be given by its own `<name>_plugin` too, which no checker knows:
-    write `strategy=`.
-    """
+    """Older arguments of the Accelerator, for type checkers. (A third party's `<name>_plugin` they do not know.)"""
 
     deepspeed_plugin: Strategy | Mapping[str, Strategy] | None
     deepspeed_plugins: Strategy | Mapping[str, Strategy] | None
@@ -104,16 +76,11 @@ class OlderArguments(TypedDict, total=False):
 
 OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
     "out of memory",  # torch's allocators on accelerators, MPS, and the runtimes of CUDA and HIP
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # Windows
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
+    *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDNN_STATUS_NOT_SUPPORTED",  # also what cuDNN says when there is no room for its workspace
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU
-    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
-    "MODULE:PT_DEVMEM Allocation failed",  # HPU
-    "RESOURCE_EXHAUSTED",  # XLA
+    *(f"UR_RESULT_ERROR_OUT_OF_{what}" for what in ("DEVICE_MEMORY", "HOST_MEMORY", "RESOURCES")),  # XPU
+    *("MODULE:PT_DEVMEM Allocation failed", "RESOURCE_EXHAUSTED"),  # HPU, XLA
 )
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
@@ -121,55 +88,31 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 class RNGType(Word):
     """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
 
-    `TORCH` is torch's global stream on the CPU, `GENERATOR` the generators that were handed to a
-    loader's samplers; all others are the global streams of types of device.
+    `TORCH` is torch's global stream on the CPU, `GENERATOR` those that a loader's samplers were
+    given; all others are the global streams of types of device.
     """
 
-    TORCH = "torch"
-    CUDA = "cuda"
-    GENERATOR = "generator"
-    HPU = "hpu"
-    MLU = "mlu"
-    MPS = "mps"
-    MUSA = "musa"
-    NPU = "npu"
-    SDAA = "sdaa"
-    XLA = "xla"
-    XPU = "xpu"
+    TORCH, CUDA, GENERATOR, HPU, MLU, MPS = "torch", "cuda", "generator", "hpu", "mlu", "mps"
+    MUSA, NPU, SDAA, XLA, XPU = "musa", "npu", "sdaa", "xla", "xpu"
 
 
 class PrecisionType(Word):
     """The usual names for `Accelerator(mixed_precision=...)`; any installed precision may be named by its text."""
 
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
+    NO, FP8, FP16, BF16 = "no", "fp8", "fp16", "bf16"
 
 
 class DynamoBackend(Word):
-    """Backends for `Accelerator(dynamo_backend=...)`, as `torch.compile` spells them; capitals are taken as well.
+    """Backends for `Accelerator(dynamo_backend=...)`, as `torch.compile` spells them, in either case; some have to be installed."""
 
-    Which of them work depends on torch and on what is installed:
-    `torch.compiler.list_backends(exclude_tags=())`.
-    """
-
-    NO = "no"
-    EAGER = "eager"
-    AOT_EAGER = "aot_eager"
-    INDUCTOR = "inductor"
-    AOT_TS_NVFUSER = "aot_ts_nvfuser"
-    NVPRIMS_NVFUSER = "nvprims_nvfuser"
-    CUDAGRAPHS = "cudagraphs"
-    OFI = "ofi"
-    FX2TRT = "fx2trt"
-    ONNXRT = "onnxrt"
-    TENSORRT = "tensorrt"
-    AOT_TORCHXLA_TRACE_ONCE = "aot_torchxla_trace_once"
-    TORCHXLA_TRACE_ONCE = "torchxla_trace_once"
-    TVM = "tvm"
-    HPU_BACKEND = "hpu_backend"
-    NEURON = "neuron"
+    NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER = "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser"
+    NVPRIMS_NVFUSER, CUDAGRAPHS, OFI, FX2TRT, ONNXRT = "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt"
+    TENSORRT, AOT_TORCHXLA_TRACE_ONCE, TORCHXLA_TRACE_ONCE = (
+        "tensorrt",
+        "aot_torchxla_trace_once",
+        "torchxla_trace_once",
+    )
+    TVM, HPU_BACKEND, NEURON = "tvm", "hpu_backend", "neuron"
 
     @classmethod
     def _missing_(cls, value: object) -> DynamoBackend | None:
@@ -195,20 +138,9 @@ class DistributedType(Word):
     that text; compare with `==`, for there is no single object of those outside of the list.
     """
 
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_NEURON = "MULTI_NEURON"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_XPU = "MULTI_XPU"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    MEGATRON_LM = "MEGATRON_LM"
-    XLA = "XLA"
+    NO, MULTI_CPU, MULTI_GPU, MULTI_HPU, MULTI_MLU = "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU"
+    MULTI_MUSA, MULTI_NEURON, MULTI_NPU, MULTI_SDAA = "MULTI_MUSA", "MULTI_NEURON", "MULTI_NPU", "MULTI_SDAA"
+    MULTI_XPU, DEEPSPEED, FSDP, MEGATRON_LM, XLA = "MULTI_XPU", "DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"
     TPU = _Tpu()
 
     @classmethod
@@ -231,11 +163,7 @@ ONE_PROCESS = DistributedType.NO.value
 """The word for a process that trains alone."""
 
 SEVERAL_PROCESSES: Mapping[str, str] = MappingProxyType(
-    {
-        "cpu": DistributedType.MULTI_CPU.value,
-        "cuda": DistributedType.MULTI_GPU.value,
-        "xla": DistributedType.XLA.value,
-        **{kind: f"MULTI_{kind.upper()}" for kind in ("hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")},
-    }
+    {kind: f"MULTI_{kind.upper()}" for kind in ("cpu", "hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")}
+    | {"cuda": DistributedType.MULTI_GPU.value, "xla": DistributedType.XLA.value}
 )
 """The word for processes that each hold a whole model: type of their device → value of `DistributedType`."""

@@ -1,9 +1,10 @@
-"""Boxes: rectangular regions of a tensor's global shape, in which strategies say which part of a tensor a rank has."""
+"""Boxes: rectangular regions of a tensor's global shape, by which strategies say what part of it a rank has."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,81 +39,69 @@ class Box:
 
     def intersection(self, other: Box) -> Box | None:
         """The region that both have, in the same global shape; None if they share no element."""
-        starts, sizes = [], []
-        for mine, size, theirs, length in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            start = max(mine, theirs)
-            shared = min(mine + size, theirs + length) - start
-            if shared <= 0:
-                return None
-            starts.append(start)
-            sizes.append(shared)
-        return Box(tuple(starts), tuple(sizes))
+        pairs = [*zip(self.slices, other.slices, strict=True)]
+        starts = tuple(max(mine.start, theirs.start) for mine, theirs in pairs)
+        stops = (min(mine.stop, theirs.stop) for mine, theirs in pairs)
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if min(sizes, default=1) > 0 else None
 
     def relative_to(self, outer: Box) -> Box:
         """This region, with offsets relative to `outer`, which contains it: it slices the data of `outer`."""
-        starts = tuple(mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True))
-        return Box(starts, self.sizes)
+        return Box(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box, and an empty `other` lies in its bounds."""
-        return all(
-            mine <= theirs and theirs + length <= mine + size
-            for mine, size, theirs, length in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
+        pairs = zip(self.slices, other.slices, strict=True)
+        return all(mine.start <= theirs.start and theirs.stop <= mine.stop for mine, theirs in pairs)
 
     def __str__(self) -> str:
         """The box in the form of an index: `[0:4, 2:3]`."""
-        ranges = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
-        return f"[{', '.join(ranges)}]"
+        return f"[{', '.join(f'{each.start}:{each.stop}' for each in self.slices)}]"
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
     """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies.
 
     At most 2 * ndim - 1 boxes, in order, each contiguous in the flat memory; an empty range has
-    none.
+    none. Raises `ValueError` for a range that is not within the tensor.
 
     Args:
         shape: of the tensor, or of the box of it that a tensor-parallel rank has.
         start, stop: counted from the first element of that.
         offsets: where that box begins in the whole tensor; None: it is the whole tensor.
-
-    Raises:
-        ValueError: for a range that is not within the tensor.
     """
-    total = math.prod(shape)
-    if not 0 <= start <= stop <= total:
+    if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(
-            f"the boxes of the elements {start} to {stop} were asked for, but the shape {shape} has the elements 0 to {total}. "
-            f"Give a start and a stop that are counted from the first element of this tensor, the smaller one first."
+            f"the boxes of the elements {start} to {stop} were asked for, but the shape {shape} has the elements 0 to "
+            f"{math.prod(shape)}. Count both from the first element of this tensor."
         )
-    runs = _runs((), (), tuple(shape), start, stop)
-    if offsets is None:
-        return list(runs)
-    return [Box(tuple(map(sum, zip(run.offsets, offsets, strict=True))), run.sizes) for run in runs]
+    first = offsets or (0,) * len(shape)
+    return [
+        Box(tuple(map(sum, zip(run.offsets, first, strict=True))), run.sizes)
+        for run in _runs((), tuple(shape), start, stop)
+    ]
 
 
-def _runs(
-    offsets: tuple[int, ...], ones: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int
-) -> Iterator[Box]:
-    """The boxes of a range inside the region that begins at `offsets` in the leading dims and is whole in the `inner` ones."""
+def _runs(outer: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of a range inside the region that is at `outer` in the leading dims and whole in the `inner` ones."""
+    ones = (1,) * len(outer)
     if start == stop:
         return
     if not inner:
-        yield Box(offsets, ones)
+        yield Box(outer, ones)
         return
     rest = inner[1:]
     row = math.prod(rest)
     first, last = -(-start // row), stop // row
     if first > last:  # both ends are inside one row
-        yield from _runs((*offsets, last), (*ones, 1), rest, start - last * row, stop - last * row)
+        yield from _runs((*outer, last), rest, start - last * row, stop - last * row)
         return
     if start < first * row:
-        yield from _runs((*offsets, first - 1), (*ones, 1), rest, start - (first - 1) * row, row)
+        yield from _runs((*outer, first - 1), rest, start - (first - 1) * row, row)
     if first < last:
-        yield Box((*offsets, first, *(0 for _ in rest)), (*ones, last - first, *rest))
+        yield Box((*outer, first, *(0 for _ in rest)), (*ones, last - first, *rest))
     if last * row < stop:
-        yield from _runs((*offsets, last), (*ones, 1), rest, 0, stop - last * row)
+        yield from _runs((*outer, last), rest, 0, stop - last * row)
 
 
 def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:

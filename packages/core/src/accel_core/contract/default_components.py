@@ -2,26 +2,22 @@
 
 The core asks for each when it is first needed, and imports nothing before that.
 """
+# ruff: noqa: D102  (the docstrings of the classes describe their methods)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.strategy import Strategy
     from accel_core.contract.tensor_layouts import OptimizerState, SavedOptimizer, State
-    from accel_core.loop.preparation import Prepared
     from accel_core.loop.run import Asynchronous, Run
     from accel_core.options.handlers import TrackingKwargs
     from accel_core.options.project import ProjectConfiguration
-    from accel_core.plugins.relay import Relay
     from accel_core.processes.world import World
     from accel_core.tracking.selection import Chosen
 
@@ -30,160 +26,102 @@ DETECTOR: Final = ("accel.diagnostics", "nonfinite")
 RECORDER: Final = ("accel.recorders", "background")
 """Groups of entry points, and the default name in each."""
 
+_Path = str | os.PathLike[str]
+_Kwargs = Mapping[str, Any] | None
+_Table = tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any]
+
 
 class CheckpointComponent(Protocol):
     """Made without arguments, once for each Accelerator that needs it.
 
-    The first three are the hooks of these names; the four after them serve strategies that
-    replicate parameters.
+    The first three methods are the hooks of these names. The next four serve strategies that
+    replicate parameters: the entries of a model, and the state of an optimizer, of which every rank
+    has all; the reasons, one line each, why such an optimizer cannot be given what was saved; and
+    giving it. The others are `get_state_dict` (of what `present` gives on each rank, all of what
+    begins with `prefix`) and `save_model` (of a model that is whole, or of what a function presents
+    on each rank), which are collectives, and, without one, `save`, reading all weights into a
+    model, and writing those of a checkpoint, or of other files, as plain safetensors.
     """
 
-    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
-        """The hook."""
+    def save_checkpoint(self, run: Run, folder: _Path | None, asynchronous: Asynchronous) -> str: ...
+    def load_checkpoint(self, run: Run, folder: _Path | None) -> None: ...
+    def wait_for_checkpoint(self, run: Run) -> None: ...
 
-    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """The hook."""
+    def capture_model(self, model: nn.Module) -> State: ...
+    def capture_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState: ...
+    def optimizer_problems(
+        self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
+    ) -> list[str]: ...
+    def restore_optimizer(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None: ...
 
-    def wait_for_checkpoint(self, run: Run) -> None:
-        """The hook."""
-
-    def capture_model(self, model: nn.Module) -> State:
-        """The entries of a model of which every rank has all."""
-
-    def capture_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
-        """The state of an optimizer whose parameters are whole."""
-
-    def optimizer_problems(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """The reasons why such an optimizer cannot be given what was saved, one line each."""
-
-    def restore_optimizer(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
-        """Gives such an optimizer what was saved."""
-
-    def gather_state_dict(self, present: Callable[[], State], world: World, prefix: str) -> dict[str, Any]:
-        """See `Accelerator.get_state_dict`: of what `present` gives on each rank, all of what begins with `prefix`. A collective."""
-
+    def gather_state_dict(self, present: Callable[[], State], world: World, prefix: str) -> dict[str, Any]: ...
     def save_weights(
         self,
         weights: nn.Module | Callable[[], State],
-        directory: str | os.PathLike[str],
+        directory: _Path,
         max_shard_size: int | str,
         safe_serialization: bool,
         world: World,
         prefix: str = "",
-    ) -> None:
-        """See `Accelerator.save_model`: of a model that is whole, or of what a function presents on each rank. A collective."""
-
+    ) -> None: ...
     def save_object(
-        self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool, world: World, save_on_each_node: bool
-    ) -> None:
-        """See `Accelerator.save`. No collective."""
-
-    def load_checkpoint_in_model(self, model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
-        """Reads weights into a model, all of them or it raises. No collective."""
-
-    def export_weights(self, source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Any:
-        """Writes the weights of a checkpoint, or of other files, as plain safetensors. No collective."""
+        self, obj: Any, f: _Path, safe_serialization: bool, world: World, save_on_each_node: bool
+    ) -> None: ...
+    def load_checkpoint_in_model(self, model: nn.Module, checkpoint: _Path) -> None: ...
+    def export_weights(self, source: _Path, directory: _Path) -> Any: ...
 
 
 class Detector(Protocol):
-    """Watches the models and backwards of one Accelerator, and raises `NonFiniteError` on every rank."""
+    """Watches the models and backwards of one Accelerator, and raises `NonFiniteError` on every rank.
 
-    def watch(self, model: nn.Module) -> None:
-        """Begins to record the forwards of a model that is trained: the user's, inside a wrapper if there is one."""
+    `watch` begins to record the forwards of a model that is trained: the user's, inside a wrapper
+    if there is one. `release` takes the hooks off the models, and forgets what was recorded.
+    """
 
-    def release(self) -> None:
-        """Takes the hooks off the models, and forgets what was recorded."""
+    def watch(self, model: nn.Module) -> None: ...
+    def release(self) -> None: ...
 
 
-class DetectorFactory(Protocol):
-    """The factory of detectors that is found under the default name."""
-
-    def __call__(
-        self,
-        world: World,
-        feed: Feed,
-        prepared: Prepared,
-        *,
-        strategy: Strategy,
-        relay: Relay,
-        owners: Mapping[str, Any],
-    ) -> Detector:
-        """Makes one, and puts it around the bound hooks. `owners` by hook; None: the core's default serves.
-
-        Raises:
-            ValueError: if it cannot work under this strategy.
-        """
+DetectorFactory = Callable[..., Detector]
+"""Called with the world, the feed, what is prepared, `strategy=`, `relay=` and `owners=` by hook, None for the core."""
 
 
 class Recorder(Protocol):
-    """Records the run of one process, as far as it records."""
+    """Records the run of one process, as far as it records, for the methods of the Accelerator; `only` names one tracker.
+
+    `on_every_rank`: whether ranks record something of their own. `in_hand`: `trackers`.
+    `caught_up` gives the tracker itself, when it has recorded what was logged so far, or what takes
+    every call where it does not record. `state` is the recorded run as JSON, for a checkpoint, and
+    `resume` goes on with it. `details` gives the status of each tracker by name, for `explain()`.
+    """
 
     @property
-    def on_every_rank(self) -> bool:
-        """Whether ranks record something of their own."""
-
+    def on_every_rank(self) -> bool: ...
     @property
-    def in_hand(self) -> list[Any]:
-        """See `Accelerator.trackers`."""
-
-    def init(
-        self, project_name: object, config: object, init_kwargs: Mapping[str, Any] | None, *, resume: bool
-    ) -> None:
-        """See `Accelerator.init_trackers`."""
-
+    def in_hand(self) -> list[Any]: ...
+    def init(self, project_name: object, config: object, init_kwargs: _Kwargs, *, resume: bool) -> None: ...
     def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
-        *,
-        only: str | None = None,
-    ) -> None:
-        """See `Accelerator.log`; `only` is the name of the one tracker that records."""
-
+        self, values: Mapping[str, Any], step: int | None, log_kwargs: _Kwargs, *, only: str | None = None
+    ) -> None: ...
     def log_images(
         self,
         values: Mapping[str, Any],
         step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
+        log_kwargs: _Kwargs,
         dataformats: str | None,
         *,
         only: str | None = None,
-    ) -> None:
-        """See `Accelerator.log_images`."""
-
+    ) -> None: ...
     def log_table(
-        self,
-        name: str,
-        content: tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
-        *,
-        only: str | None = None,
-    ) -> None:
-        """See `Accelerator.log_table`; `content` is columns, data and dataframe."""
-
-    def get(self, name: str, unwrap: bool = False) -> Any:
-        """See `Accelerator.get_tracker`."""
-
-    def caught_up(self, name: str) -> Any:
-        """The tracker itself, when it has recorded what was logged so far; what takes every call where it does not record."""
-
-    def state(self) -> Any:
-        """The data of the recorded run for a checkpoint, as JSON."""
-
-    def resume(self, state: Any) -> None:
-        """Goes on with the run of a checkpoint, if `state` names one."""
-
-    def finish(self, failed: bool | None = None) -> None:
-        """See `Accelerator.end_training`."""
-
-    def details(self) -> dict[str, str]:
-        """The status of each tracker, by name, for `explain()`."""
+        self, name: str, content: _Table, step: int | None, log_kwargs: _Kwargs, *, only: str | None = None
+    ) -> None: ...
+    def get(self, name: str, unwrap: bool = False) -> Any: ...
+    def caught_up(self, name: str) -> Any: ...
+    def state(self) -> Any: ...
+    def resume(self, state: Any) -> None: ...
+    def finish(self, failed: bool | None = None) -> None: ...
+    def details(self) -> dict[str, str]: ...
 
 
-class RecorderFactory(Protocol):
-    """The factory of recorders that is found under the default name."""
-
-    def __call__(self, chosen: Chosen, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> Recorder:
-        """Makes one for these trackers; `rules` say how failures are treated, `project` where local trackers write."""
+RecorderFactory = Callable[["Chosen", "TrackingKwargs", "World", "ProjectConfiguration"], Recorder]
+"""Makes a recorder for these trackers: the second says how failures are treated, the last where local trackers write."""

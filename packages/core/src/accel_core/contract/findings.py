@@ -18,23 +18,17 @@ class Finding:
     """The place where a rank found the first value that is not finite.
 
     Args:
-        rank: whose micro-batch it is.
         kind: "input" of the model; "parameter" or buffer; "output" of a module; "loss", computed
-            from the model's outputs; "gradient"; "not reproduced": repeating the micro-batches gave
-            no such value.
-        module: its path in the user's model: for an input, of the first module whose output is not
-            finite. "" is the model itself, None where no module is to blame.
-        module_class: the name of its class.
+            from the model's outputs; "gradient"; "not reproduced": repeating gave no such value.
+        module: its path in the user's model ("" is the model itself): for an input, of the first
+            module whose output is not finite. None where no module is to blame.
         name: which input, parameter, output or gradient.
         step: how many steps the optimizer had taken in this process.
         micro_batch: which one of the window, from 0.
         nan, inf, values: how many of the values are NaN, how many infinite, and how many there are.
-        low, high: the smallest and largest finite value among the module's inputs; None: there is
-            none.
-        samples: of the micro-batch, one entry per loader in iteration; None if it does not know
-            them.
+        low, high: the extreme finite values among the module's inputs; None: there is none.
+        samples: of the micro-batch, one entry per loader in iteration; None: not known.
         rows: the rows with such values, where the batch has rows.
-        note: what else there is to say.
     """
 
     rank: int
@@ -67,12 +61,7 @@ class Finding:
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient was not finite; raised on every rank, with what each of them found.
-
-    Args:
-        findings: per rank, None for one whose own micro-batches are clean.
-        message: what they say, for people.
-    """
+    """A loss or gradient was not finite; raised on every rank, with what each found: None where micro-batches are clean."""
 
     def __init__(self, findings: Sequence[Finding | None], message: str) -> None:
         super().__init__(message)

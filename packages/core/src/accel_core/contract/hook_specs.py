@@ -1,18 +1,18 @@
-"""Every hook, in one place.
+"""Every hook, in one place. The loop in the docstring of `HookSpecs` shows when each hook runs.
 
-Read the loop in the docstring of `HookSpecs` first: it shows when each hook runs. A hook has either
-**one owner** or **many listeners**:
+A hook has either **one owner** or **many listeners**:
 
 - `@owner`: exactly one active component may implement it, else the core's default serves
-  (`accel_core.facade.default_hooks`). The winner is bound once, when the Accelerator is built; two
-  implementations are an error that names both. What the owner returns is the answer, `None`
-  included.
+  (`accel_core.facade.default_hooks`). Two implementations are an error that names both. What the
+  owner returns is the answer, `None` included.
 - `@listener`: everyone who implements it is called, in the order of registration. A listener that
   raises is switched off with one warning; the run goes on.
 
 A plugin implements a hook by a method of the same name marked with `@hookimpl`, taking the
 arguments that it needs, by name, and leaving out the others.
 """
+
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
@@ -55,16 +55,15 @@ Kind = Literal["owner", "listener"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def owner(function: F) -> F:
+def owner(function: F, kind: Kind = "owner") -> F:
     """Declares a hook that has exactly one implementation."""
-    function.accel_kind = "owner"  # type: ignore[attr-defined]
+    function.accel_kind = kind  # type: ignore[attr-defined]
     return hookspec(function)
 
 
 def listener(function: F) -> F:
     """Declares a hook to which everyone may listen; its calls return nothing."""
-    function.accel_kind = "listener"  # type: ignore[attr-defined]
-    return hookspec(function)
+    return owner(function, "listener")
 
 
 class HookSpecs:
@@ -94,7 +93,7 @@ class HookSpecs:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
 
     Each docstring says when the hook runs, who usually owns it, what it is given and returns, and
-    what the core does where nobody owns it: nothing, if it names no default.
+    what the core does without an owner: nothing, if it names no default.
     """
 
     @listener
@@ -108,29 +107,25 @@ class HookSpecs:
 
     @listener
     def finish(self) -> None:
-        """Training has ended.
-
-        When: in `end_training`, on every rank, before the process group may end; at most once.
-        """
+        """Training has ended: once, in `end_training`, on every rank, before the process group may end."""
 
     @owner
-    def layout(self, world: World) -> Layout:  # type: ignore[empty-body]
+    def layout(self, world: World) -> Layout:
         """Says which part of the data this process reads.
 
         When: in the constructor, before anything is prepared. Usual owner: the strategy.
-        Returns: the layout. May make process groups by `world.subgroup`, the same on every rank.
+        May make process groups by `world.subgroup`, the same on every rank.
         Default: pure data parallelism.
         """
 
     @owner
-    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:  # type: ignore[empty-body]
+    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
         """Builds a model that may be too large for one process.
 
-        When: in `accelerator.build_model`. Usual owner: the strategy, which may leave it without
-            data until `prepare_model`.
-        Arguments: a function that builds the model; a file or folder of weights, None to keep its
-            own.
-        Returns: a model of the same class, with its parameters, which `prepare` accepts.
+        When: in `accelerator.build_model`. Usual owner: the strategy.
+        Arguments: what builds the model; a file or folder of weights, None to keep its own.
+        Returns: a model of the same class, with its parameters, which may have no data until
+            `prepare_model`.
         Default: `factory()`, then the weights are loaded.
         """
 
@@ -145,30 +140,21 @@ class HookSpecs:
 
     @owner
     def revert_model(self, model: nn.Module) -> None:
-        """Undoes `convert_model`, in place: the model computes as its user built it.
-
-        When: in `free_memory`, for every prepared model. Usual owner: that of `convert_model`.
-        Arguments: the user's model.
-        """
+        """Undoes `convert_model` in the user's model, in `free_memory`, for every prepared model. Owner: as there."""
 
     @owner
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Lets go of what `prepare_model` made beside the model: an engine, hooks, process groups.
+        """Lets go of what `prepare_model` made beside the user's model, which stays usable: an engine, hooks, process groups.
 
-        When: in `free_memory` and `end_training`, once for every prepared model, before
-            `revert_model` and before the process group ends. Usual owner: the strategy. No
-            collective.
-        Arguments: the user's model, which stays usable, and what `prepare_model` returned for it.
+        When: in `free_memory` and `end_training`, once per prepared model, before `revert_model`
+            and the end of the process group. No collective. Usual owner: the strategy.
         """
 
     @owner
-    def prepare_model(  # type: ignore[empty-body]
-        self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Makes a model ready to be trained, or only evaluated, under the strategy.
 
-        When: once per model in `prepare`, before optimizers and schedulers. Usual owner: the
-            strategy.
+        When: once per model in `prepare`, before optimizers. Owner: the strategy. No default.
         Arguments: the user's model; every known optimizer that holds one of its parameters
             (re-point `group["params"][:]` in place where parameters are replaced, and refuse an
             optimizer that has stepped, or re-point its state); the request. A policy it cannot
@@ -176,11 +162,10 @@ class HookSpecs:
         Returns: the module to call. All ranks start from rank 0's weights. After the closing
             backward each gradient (see `gradient_state`) is the mean over the data-parallel ranks.
             A frozen or only evaluated model can be called by one rank alone.
-        Default: none.
         """
 
     @owner
-    def prepare_loader(  # type: ignore[empty-body]
+    def prepare_loader(
         self,
         loader: DataLoader[Any],
         shard: Shard,
@@ -199,8 +184,7 @@ class HookSpecs:
             before (`loader_seed(seed, number)` gives each its order); the ranks of a global batch
             in shard order, None for all; the user's function that cuts batches, or None.
         Returns: a loader of the same class, attributes and worker settings. `behind(batches)`
-            serves `skip_first_batches`; one that resumes has `state_dict()` and
-            `load_state_dict(state)`.
+            serves `skip_first_batches`; `state_dict()` and `load_state_dict(state)` resume.
         Default: in a world of one, batches are placed and reported; a larger world raises.
         """
 
@@ -209,27 +193,21 @@ class HookSpecs:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
         When: once per optimizer in `prepare`, after the models of that call; its model may come
-            later. An engine that needs both can be built here.
-        Usual owner: the strategy, if its parameters are not plain tensors. Default: nothing
-            happens.
+            later, and an engine that needs both can be built here. Usual owner: the strategy.
         """
 
     @owner
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
-        """Forwards inside the context lead to backwards that do not synchronise gradients.
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Forwards of a prepared model inside the context lead to backwards that do not synchronise gradients.
 
-        When: around each micro-batch that does not close its window, and in `accelerator.no_sync`.
-            Hot.
-        Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager.
+        When: around micro-batches that do not close a window. Hot. Usual owner: the strategy.
         """
 
     @owner
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # type: ignore[empty-body]
-        """The next backward of `model` synchronises, although its forward ran inside `no_sync`.
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward of a prepared model synchronises, although its forward ran inside `no_sync`.
 
         When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
-        Arguments: a prepared model. Returns: a context manager.
         """
 
     @owner
@@ -237,21 +215,20 @@ class HookSpecs:
         """Synchronises what backwards have left local, such as a second one through the same graph.
 
         When: after each `accelerator.backward` that closes a window, in a world larger than one,
-            and at the end of the default `forward_backward`. Usual owner: the strategy. Hot.
-        May be a collective where all ranks find the same; without such gradients it is none.
+            and at the end of the default `forward_backward`. Hot. A collective where all ranks find
+            such gradients, else none. Usual owner: the strategy.
         """
 
     @owner
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised.
 
-        When: before every step, but not inside `LocalSGD`. Usual owner: the strategy. No
-            collective. Hot.
-        Arguments: an optimizer, with parameters of several prepared models, or of none.
+        When: before every step of any optimizer, but not inside `LocalSGD`. Hot. No collective.
+            Usual owner: the strategy.
         """
 
     @owner
-    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:  # type: ignore[empty-body]
+    def gradient_state(self, model: nn.Module, prepared: nn.Module) -> GradientState:
         """Says where the gradients of a model are, and how they lie on the ranks.
 
         When: wherever gradients are read or changed, a few times per step. Hot. No collective.
@@ -265,7 +242,7 @@ class HookSpecs:
         """
 
     @owner
-    def context_parallel(  # type: ignore[empty-body]
+    def context_parallel(
         self,
         buffers: Sequence[torch.Tensor],
         buffer_seq_dims: Sequence[int],
@@ -273,18 +250,17 @@ class HookSpecs:
     ) -> AbstractContextManager[None]:
         """Inside the context, tensors hold this rank's part of a sequence, and attention spans all peers.
 
-        When: in `accelerator.maybe_context_parallel`. Usual owner: the strategy.
+        When: in `accelerator.maybe_context_parallel`. Entering is a collective over the peers, if
+            any. Usual owner: the strategy.
         Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
             not restored at the end.
-        Returns: a context manager; entering is a collective over the peers, if there are any.
         """
 
     @owner
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[empty-body]
-        """Multiplies the loss so that small gradients survive a narrow dtype.
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiplies the loss, 0-d or with dimensions, so that small gradients survive a narrow dtype.
 
         When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
-        Arguments: the loss, 0-d or with dimensions. Returns: the scaled loss.
         Default: the loss as it is.
         """
 
@@ -304,14 +280,11 @@ class HookSpecs:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by what `scale_loss` multiplied.
 
-        When: at most once between two steps: before clipping, or when the user asks for it.
-        Usual owner: the precision's scaler, or the strategy's engine.
+        When: at most once per step: before clipping, or on demand. Usual owner: as of `scale_loss`.
         """
 
     @owner
-    def clip_gradients(  # type: ignore[empty-body]
-        self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
 
         When: in `accelerator.clip_grad_norm_`, at the end of a window, synchronised and unscaled;
@@ -334,19 +307,15 @@ class HookSpecs:
 
     @owner
     def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Takes a step of an optimizer that was decided on.
+        """Takes a step of an optimizer that was decided on; gradients are unscaled and clipped.
 
-        When: where the owner of `optimizer_step` calls its `step`; gradients are unscaled and
-            clipped.
-        Usual owner: the strategy, if an engine steps instead, or parameters are sent afterwards.
-        Arguments: the optimizer; `step`, its own step with the user's closure bound (a
-            `functools.partial` if it was given arguments), which an engine need not call.
-        Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
-        Default: `step()`.
+        When: where the owner of `optimizer_step` calls its `step`. Usual owner: the strategy, if an
+            engine steps instead, or parameters are sent afterwards.
+        The rest: as for `optimizer_step`; `step` is the optimizer's own, which need not be called.
         """
 
     @owner
-    def forward_backward(  # type: ignore[empty-body]
+    def forward_backward(
         self,
         model: nn.Module,
         micro_batches: Iterable[Any],
@@ -356,39 +325,32 @@ class HookSpecs:
     ) -> torch.Tensor:
         """Runs one whole window: forward and backward of every micro-batch.
 
-        When: in `accelerator.forward_backward`. Usual owner: the strategy (a pipeline schedules
-            it).
+        When: in `accelerator.forward_backward`. Usual owner: the strategy, as a pipeline.
         Arguments: a prepared model; this rank's micro-batches; `loss_fn(output, batch)` giving the
             summed loss (0-d) and its weight; `inputs(batch)` giving the model's positional and
-            keyword arguments; `scale_loss(loss)`, through which every loss goes before its
-            backward.
+            keyword arguments; `scale_loss(loss)`, called before every backward.
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
-            not scaled. The scaled gradient of that mean is added to what was there. Counts as one
-            backward.
+            not scaled; its scaled gradient is added to what was there. Counts as one backward.
         Default: a loop over the window (`accel_core.loop.forward_backward`).
         """
 
     @owner
-    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:  # type: ignore[empty-body]
-        """Saves all of a run.
+    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
+        """Saves all of a run, and returns the folder.
 
-        When: in `save_state`, on every rank. A collective. Usual owner: none; a plugin with a
-            format of its own, which owns `load_checkpoint` too, and `wait_for_checkpoint` if it
-            writes behind.
+        When: in `save_state`, on every rank. A collective. Owner: a plugin with a format of its
+            own, which owns `load_checkpoint`, and `wait_for_checkpoint` if it writes behind, too.
         Arguments: the run; the folder, None for an automatic name; whether it is written behind:
             "eager" (or True) returns once all is copied, "lazy" at once, having told
             `run.prepared.copy_behind` what the next step and `free_memory` wait for.
-        Returns: the folder, as a text.
         Default: the neutral checkpoint of accel-checkpoint; without it `NotInstalledError`.
         """
 
     @owner
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """Restores all of a run that `save_checkpoint` saved.
+        """Restores all of a run from a folder; None: the newest of those that are named automatically.
 
-        When: in `load_state`, on every rank. A collective. Usual owner: that of `save_checkpoint`.
-        Arguments: the run; the folder, None for the newest of those that are named automatically.
-        Default: as for `save_checkpoint`.
+        When: in `load_state`, on every rank. A collective. The rest: as for `save_checkpoint`.
         """
 
     @owner
@@ -396,57 +358,49 @@ class HookSpecs:
         """Returns when what `save_checkpoint` began is complete, or raises what made it fail.
 
         When: in `wait_for_checkpoint` and `end_training`, on every rank. A collective, if something
-            is being saved. Usual owner: that of `save_checkpoint`, if it writes behind.
-        Default: as for `save_checkpoint`; where nothing was saved, nothing happens.
+            is being saved. The rest: as for `save_checkpoint`.
         """
 
     @owner
-    def model_state(self, model: nn.Module, prepared: nn.Module) -> State:  # type: ignore[empty-body]
+    def model_state(self, model: nn.Module, prepared: nn.Module) -> State:
         """Says what a checkpoint holds of a model, and how it lies on the ranks.
 
         When: in `save_state`, `load_state` and `get_state_dict`, on every rank, anywhere in the
-            loop. No collective. Usual owner: the strategy, if it lays out parameters in its own
-            way; it first brings them into the form in which optimizers hold them.
+            loop. No collective. Usual owner: a strategy that lays out parameters in its own way; it
+            first brings them into the form in which optimizers hold them.
         Arguments: the user's model, and what the loop calls.
-        Returns: entries of `accel_core.api.layouts` by the names of the user's `state_dict()`:
-            live, for `load_state` reads into their memory, and of a parameter its most precise
-            copy.
+        Returns: entries of `accel_core.api.layouts` by the names of the user's `state_dict()`, live
+            (`load_state` reads into their memory), of a parameter its most precise copy.
         Default: all is whole on every rank, buffers are rank 0's; needs `replicates_parameters`.
         """
 
     @owner
     def model_loaded(self, model: nn.Module, prepared: nn.Module) -> None:
-        """The state that `model_state` named has been read from a checkpoint.
+        """The state that `model_state`, with these arguments, named has been read from a checkpoint.
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that
             are not persistent, and to drop gradients that it holds back.
-        Arguments: as for `model_state`.
         """
 
     @owner
-    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:  # type: ignore[empty-body]
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Says what a checkpoint holds of an optimizer, and how it lies on the ranks.
 
-        When: in `save_state`, on every rank. Usual owner: that of `model_state`. No collective.
+        When: in `save_state`, on every rank. No collective. Usual owner: that of `model_state`.
         Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name:
             the index of the model, a dot, and the name in it.
-        Returns: its groups, values and entries. `accel_checkpoint.capture_optimizer` makes it for
-            parameters laid out as a `Sharding` says.
+        Returns: what `accel_checkpoint.capture_optimizer` makes of a `Sharding`.
         Default: parameters are whole on every rank.
         """
 
     @owner
-    def optimizer_misfits(  # type: ignore[empty-body]
-        self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
-    ) -> list[str]:
-        """Says why an optimizer cannot be given the state that a checkpoint holds of it.
+    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+        """Says why an optimizer cannot be given the state that a checkpoint holds of it, a line for each reason.
 
         When: in `load_state`, on every rank, before anything is changed. No collective.
-        Usual owner: that of `model_state`.
         Arguments: as for `optimizer_state`; what was saved, under any strategy in any world.
-        Returns: a line for each thing that does not fit. See `accel_checkpoint.list_misfits`.
-        Default: parameters are whole on every rank.
+        Owner and default: as for `optimizer_state`. See `accel_checkpoint.list_misfits`.
         """
 
     @owner
@@ -454,8 +408,6 @@ class HookSpecs:
         """Gives an optimizer the state that a checkpoint holds of it.
 
         When: in `load_state`, on every rank, after the models, if `optimizer_misfits` found none.
-        Usual owner: that of `model_state`. No collective.
-        Arguments: as for `optimizer_misfits`. `saved.read` fills tensors by the time that
-            `load_state` returns, and perhaps not before. See `accel_checkpoint.restore_optimizer`.
-        Default: parameters are whole on every rank.
+            No collective. `saved.read` may fill tensors as late as `load_state` returns.
+        The rest: as for `optimizer_misfits`. See `accel_checkpoint.restore_optimizer`.
         """

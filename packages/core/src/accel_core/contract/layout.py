@@ -1,7 +1,4 @@
-"""The part of the data that a process reads, and the processes that share its global batch.
-
-Peers of a tensor- or pipeline-parallel group read the same part: they hold pieces of one model.
-"""
+"""The part of the data that a process reads. Peers of a tensor- or pipeline-parallel group read the same one."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ class Shard:
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.index < self.count:
             raise ValueError(
-                f"Shard(index={self.index}, count={self.count}) names no part of the data: "
-                f"index must be at least 0 and below count, and count at least 1. "
+                f"Shard(index={self.index}, count={self.count}) names no part of the data: expected 0 <= index < count. "
                 f"Type Shard(world.rank, world.size) for one part per process, or Shard(0, 1) for all of the data."
             )
 
@@ -38,8 +34,8 @@ class Layout:
         shard: the part of the data that this process reads.
         data_group: the ranks over which a global batch is spread, in shard order. None: all.
         mesh: the device mesh of the strategy, if it has one.
-        gradient_group: the ranks over which a gradient is the mean, if they are more than those of
-            `data_group`, such as peers that compute parts of one long sequence. None: `data_group`.
+        gradient_group: the ranks over which a gradient is the mean, if more than `data_group`, such
+            as peers that compute parts of one long sequence. None: `data_group`.
     """
 
     shard: Shard

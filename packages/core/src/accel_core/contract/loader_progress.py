@@ -1,12 +1,15 @@
 """Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
-One `Feed` belongs to one Accelerator and is passed to `prepare_loader`. An iterator of a prepared
-loader *enters* at its first `next` and receives a `Passage`, *advances* it with every batch, and
-*leaves* at its end or death:
+An iterator of a prepared loader *enters* the `Feed` of its Accelerator at its first `next` and
+receives a `Passage`, *advances* it with every batch, and *leaves* at its end or death:
 
     passage = feed.enter()
-    try: for remaining, rows, drawn, batch in …: passage.advance(remaining, rows, drawn) yield batch
-    finally: passage.leave()
+    try:
+        for remaining, rows, drawn, batch in …:
+            passage.advance(remaining, rows, drawn)
+            yield batch
+    finally:
+        passage.leave()
 
 - Advancing a passage forgets those entered after it, such as an evaluation that was broken out of.
 - A window closes when an iterator that has advanced since the last `accumulate` is at its end.
@@ -16,8 +19,9 @@ loader *enters* at its first `next` and receives a `Passage`, *advances* it with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -30,24 +34,16 @@ Drawn = Any
 
 
 class Rows(NamedTuple):
-    """The number of rows of a batch on this rank, and of real ones among them; padding is at the end.
-
-    `rows` is None for a batch that only fills up and whose rows cannot be counted; `real` is then
-    0.
-    """
+    """The number of rows of a batch on this rank (None: not countable, of one that fills up), and of real ones, which are first."""
 
     rows: int | None
     real: int
 
 
 class RunningLoader(NamedTuple):
-    """A loader in the middle of an iteration.
+    """A prepared loader in the middle of an iteration: what follows and the rows of the present batch, on this rank.
 
-    Args:
-        loader: the prepared one; None if its component does not say.
-        remaining: how many batches follow on this rank, or at least as many as were looked ahead;
-            None: unknown.
-        rows: of the present batch on this rank; None if they cannot be counted.
+    None: its component does not say. `remaining` counts as far as it looked ahead.
     """
 
     loader: DataLoader[Any] | None
@@ -74,16 +70,13 @@ class Passage:
         self.advanced = False
 
     def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
-        """Reports the batch that is about to be yielded.
+        """Reports the batch that is about to be yielded. Hot: make one `Rows` for all full batches. None: unknown.
 
         Args:
-            remaining: how many batches this iterator will still yield on this rank. A loader
-                without a length looks `Feed.lookahead` batches ahead and reports at least that;
-                None: unknown.
-            rows: of the batch on this rank (make one `Rows` for all full batches: this runs once
-                per batch); None if it has no countable rows.
-            drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`;
-                None if that is not known.
+            remaining: how many batches this iterator will still yield on this rank; without a
+                length, as many as it looked ahead, up to `Feed.lookahead`.
+            rows: of the batch on this rank.
+            drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`.
         """
         feed = self._feed
         self.remaining = remaining
@@ -101,14 +94,11 @@ class Passage:
 class Feed:
     """The live passages of one Accelerator's loaders, outermost first.
 
-    Args:
-        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
-
     Attributes:
+        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
         even_batches: whether ranks are to get equally many batches; None: as the loader was told.
             Loaders read it, and `joining`, when an iteration begins.
-        joining: whether ranks may end at different batches, because the strategy takes part for
-            those that have ended.
+        joining: whether ranks may end at different batches: the strategy stands in for the ended.
         latest, latest_drawn: rows of the batch that was yielded last, and which samples they are.
         newest: what refers to the innermost passage.
     """
@@ -120,17 +110,15 @@ class Feed:
         self.latest: Rows | None = None
         self.latest_drawn: Drawn = None
         self._live: list[weakref.ref[Passage]] = []
-        self.newest: weakref.ref[Passage] | _Nobody = _nobody
+        self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody
 
     def enter(self, by: object = None) -> Passage:
-        """A new innermost passage. The iterator keeps it; the feed only refers to it weakly.
+        """A new innermost passage, which the iterator keeps and the feed refers to weakly.
 
-        Args:
-            by: the `_accel_outlet` of the loader, by which `Accelerator.running_loader` finds it.
+        `by` is the loader's `_accel_outlet`, by which `Accelerator.running_loader` finds it.
         """
         passage = Passage(self, by)
-        self.newest = weakref.ref(passage)
-        self._live.append(self.newest)
+        self._keep([*self._live, weakref.ref(passage)])
         return passage
 
     def forget(self, passage: Passage) -> None:
@@ -139,23 +127,18 @@ class Feed:
 
     def forget_after(self, passage: Passage) -> None:
         """`passage` has advanced: whatever was entered after it is over. One that was itself forgotten comes back."""
-        kept: list[weakref.ref[Passage]] = []
-        for ref in self._live:
-            if ref() is passage:
-                break
-            if ref() is not None:
-                kept.append(ref)
-        self._keep([*kept, weakref.ref(passage)])
+        before = takewhile(lambda ref: ref() is not passage, self._live)
+        self._keep([*(ref for ref in before if ref() is not None), weakref.ref(passage)])
 
     def _keep(self, live: list[weakref.ref[Passage]]) -> None:
         self._live = live
         self.newest = live[-1] if live else _nobody
 
     def begin_step(self) -> int | None:
-        """Called once per `accumulate`: the batches that remain after this one, over the iterators that advanced for it.
+        """Called once per `accumulate`: the fewest batches that remain for an iterator that advanced since the last call.
 
-        None when no prepared loader advanced since the last call, or none of them knows; and while
-        ranks may end at different batches, for a window that closes on one rank closes on all.
+        None when none of them knows, and while ranks may end at different batches: a window that
+        closes on one rank closes on all.
         """
         fewest: int | None = None
         for ref in self._live:
@@ -169,26 +152,16 @@ class Feed:
 
     def current_rows(self) -> Rows | None:
         """The rows of the batch that metrics now refer to; None when no prepared loader counted any."""
-        for ref in reversed(self._live):
-            passage = ref()
-            if passage is not None:
-                return passage.rows
-        return self.latest
+        return next((passage.rows for ref in reversed(self._live) if (passage := ref()) is not None), self.latest)
 
     def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
         """The samples of the batches that a step may be using: one entry per live iteration, else the last batch's."""
-        passages = [passage for passage in (ref() for ref in self._live) if passage is not None]
-        return [(passage.drawn, passage.rows) for passage in passages] or [(self.latest_drawn, self.latest)]
+        drawn = [(passage.drawn, passage.rows) for ref in self._live if (passage := ref()) is not None]
+        return drawn or [(self.latest_drawn, self.latest)]
 
 
-class _Nobody:
+def _nobody() -> None:
     """Stands for a dead reference: nobody is the newest."""
-
-    def __call__(self) -> None:
-        return None
-
-
-_nobody = _Nobody()
 
 
 class Positions(NamedTuple):
@@ -200,14 +173,10 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleIds:
-    """The samples of one batch on one rank, row by row.
+    """The samples of one batch on one rank, row by row; those behind the `real` first ones only fill up.
 
-    Args:
-        ids: what the sampler drew for each row; or the numbers of the samples in the epoch, None
-            for rows that fill up.
-        kind: "index": indices (or keys) of the dataset; "position": numbers in the order of a
-            stream.
-        real: how many of them are real, the first ones; those behind only fill up the batch.
+    `ids` are indices (or keys) of the dataset, or, for "position", numbers in a stream's order,
+    None for rows that fill up.
     """
 
     ids: tuple[Any, ...]
@@ -217,13 +186,10 @@ class SampleIds:
     def describe(self, rows: Iterable[int] | None = None, most: int = 16) -> str:
         """`index 3, 8, 1 (fills up)`: the samples in these rows, or in all of them; no more than `most` are spelled out."""
         chosen = list(range(len(self.ids)) if rows is None else rows)
-        shown = [self._named(row) for row in chosen[:most]]
+        known = ["" if self.ids[row] is None else f"{self.ids[row]} " for row in chosen[:most]]
+        shown = [text if row < self.real else f"{text}(fills up)" for row, text in zip(chosen, known, strict=False)]
         more = f" and {len(chosen) - most} more" if len(chosen) > most else ""
-        return f"{self.kind} {', '.join(shown)}{more}"
-
-    def _named(self, row: int) -> str:
-        known = "" if self.ids[row] is None else f"{self.ids[row]} "
-        return known.strip() if row < self.real else f"{known}(fills up)"
+        return f"{self.kind} {', '.join(map(str.strip, shown))}{more}"
 
 
 def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
@@ -237,5 +203,5 @@ def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
         ids = tuple(drawn.flatten().tolist())
     else:
         ids = tuple(drawn) if isinstance(drawn, Sequence) and not isinstance(drawn, (str, bytes)) else (drawn,)
-    kind: Literal["index", "position"] = "position" if isinstance(drawn, Positions) else "index"
-    return SampleIds(ids, kind, len(ids) if rows is None else min(rows.real, len(ids)))
+    real = len(ids) if rows is None else min(rows.real, len(ids))
+    return SampleIds(ids, "position" if isinstance(drawn, Positions) else "index", real)

@@ -29,8 +29,7 @@ class PrecisionPolicy:
         param: of stored parameters.
         compute: of matrix products and convolutions (autocast); the rest stays in full precision.
         reduce: of gradients that travel between ranks.
-        output: to which floating leaves of what the model returns are cast.
-        input: to which floating leaves of what the model receives are cast; integers stay.
+        output, input: to which floating leaves of what the model returns and receives are cast.
     """
 
     param: torch.dtype | None = None
@@ -44,35 +43,26 @@ class PrecisionPolicy:
             dtype = getattr(self, field.name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(
-                    f"PrecisionPolicy({field.name}={dtype!r}): expected a floating torch.dtype such as torch.bfloat16, "
-                    f"or None to leave tensors as they are."
+                    f"PrecisionPolicy({field.name}={dtype!r}): expected a floating torch.dtype such as torch.bfloat16, or None."
                 )
 
-    @property
-    def dresses_calls(self) -> bool:
-        """Whether calls of a model need anything done around them."""
-        return self.compute is not None or self.output is not None or self.input is not None
-
     def __str__(self) -> str:
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in named.items() if dtype is not None]
+        given = [
+            f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in vars(self).items() if dtype is not None
+        ]
         return ", ".join(given) or "as it is"
 
 
 FULL = PrecisionPolicy()
-"""Full precision: nothing is cast anywhere, and nothing is spent on finding that out."""
+"""Full precision: nothing is cast anywhere."""
 
 
 class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
     """A precision component: a policy, and the hooks that it needs (`scale_loss`, `optimizer_step`, …).
 
-    The constructor's arguments are its options, all optional. Subclass it directly, and set
-    `policy`.
-
-    Attributes:
-        policy: the dtypes.
-        handlers: the classes of option objects for `kwargs_handlers` that stand for its
-            constructor's arguments; one of them may be given.
+    The constructor's arguments are its options, all optional; `handlers` are the classes of option
+    objects for `kwargs_handlers` that stand for them, of which one may be given. Subclass it
+    directly, and set `policy`.
     """
 
     policy: PrecisionPolicy = FULL
@@ -103,16 +93,8 @@ class _Precise(ClassOverride):
         return output if policy.output is None else _cast(output, policy.output)
 
 
-def apply_policy(
-    model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
-) -> None:
-    """Makes a model honour `param`, `compute`, `output` and `input`, in place: `cast_parameters`, then `override_calls`."""
-    cast_parameters(model, policy)
-    override_calls(model, policy, device_type, autocast)
-
-
 def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Makes a model's parameters and floating buffers have the dtype `param`, in place. They stay the objects that they are."""
+    """Casts a model's parameters and floating buffers to `param`, in place. They stay the objects that they are."""
     dtype = policy.param
     if dtype is not None:
         # As `model.to(dtype)`, which would make complex buffers (of rotary embeddings, say) real.
@@ -122,20 +104,14 @@ def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
 def override_calls(
     model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
 ) -> None:
-    """Makes calls of a model honour `compute`, `output` and `input`, in place.
+    """Makes calls of a model on such a device honour `compute`, `output` and `input`, in place; full precision does nothing.
 
     `__call__` is overridden: forwards set on the instance, compilation and scripting bypass
-    `forward`, and would run in full precision without a word. A full-precision policy leaves the
-    model alone.
-
-    Args:
-        model: the model; a strategy that changes its class does so before.
-        policy: the dtypes.
-        device_type: where it runs.
-        autocast: options of the context; None: torch's defaults.
+    `forward`, and would run in full precision without a word. A strategy that changes the model's
+    class does so before.
     """
     remove_policy(model)  # that of an earlier Accelerator
-    if policy.dresses_calls:
+    if not policy.compute is policy.output is policy.input is None:
         vars(model)[_POLICY] = (device_type, policy, autocast or AutocastKwargs())
         override_class(model, _Precise)
 
@@ -155,7 +131,6 @@ _CASTS: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """A tree like `tree`, its floating tensors in `dtype`."""
     return _cast_by(_CASTS.get(dtype) or methodcaller("to", dtype), tree)
 
 

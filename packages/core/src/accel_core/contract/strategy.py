@@ -1,11 +1,4 @@
-"""The base class of strategies.
-
-A strategy decides where a model's parameters live, how gradients meet, and which part of the data a
-process reads. Its constructor arguments are its options, all optional; methods marked with
-`hookimpl` take over hooks of `accel_core.contract.hook_specs`. Subclass the base directly; to vary
-a strategy, wrap it. What would keep the process group busy, such as torch's DDP wrapper, goes to
-`World.close_before_end`.
-"""
+"""The base class of strategies: where a model's parameters live, how gradients meet, which part of the data is read."""
 
 from __future__ import annotations
 
@@ -25,15 +18,17 @@ if TYPE_CHECKING:
 class Strategy(ABC):
     """A way to distribute training. See `accel_core.contract.hook_specs` for the hooks, and `accel_testing` for the suite.
 
+    Its constructor arguments are its options, all optional. Subclass this directly; to vary a
+    strategy, wrap it. What would keep the process group busy, such as torch's DDP wrapper, goes to
+    `World.close_before_end`.
+
     Attributes:
         handler: the class of option objects for `kwargs_handlers` that stand for its arguments.
-        places_models: it puts models on their devices; `device_placement=[...]` per object is
-            refused.
-        forward_is_collective: a forward of a trained model communicates: all ranks run equally
-            many.
+        places_models: it puts models on devices; `device_placement=[...]` per object is refused.
+        forward_is_collective: forwards of trained models communicate: ranks run equally many.
         replicates_parameters: every data-parallel rank holds all parameters whole.
-        distributed_type: the word of `accelerator.distributed_type`, or one for each type of
-            device; None: its name.
+        distributed_type: the word of `accelerator.distributed_type`, or one per type of device;
+            None: its name.
         older_names: further names for `Accelerator(<name>_plugin=...)` and
             `accelerator.state.<name>_plugin`, beside its entry point's and that of its class.
     """

@@ -3,12 +3,6 @@
 A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are
 live: `data` is the memory that training uses, or a view of it. A checkpoint is written from it, and
 read back into it.
-
-    Elementwise   a part of a tensor that can be cut anywhere: boxes of its global shape
-    Replicated    the same whole tensor on every rank that presents it; that of the lowest rank is saved
-    Partial       a term of a mean over the ranks, such as the gradients of an open window
-    Opaque        what cannot be cut, or means nothing by itself: saved whole, loaded only where the signature is the same
-    Alias         another name of an entry
 """
 
 from __future__ import annotations
@@ -40,8 +34,8 @@ class Elementwise:
         shape, dtype: of the whole tensor.
         pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several
             ranks, boxes that are not equal do not overlap.
-        versioned: whether changes of `data` in place raise its `_version`. What a wrapper changes
-            inside itself often does not; such tensors are never copied lazily.
+        versioned: whether changes of `data` in place raise its `_version`, as those inside a
+            wrapper often do not; others are never copied lazily.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +52,7 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A tensor that is the same on every rank that presents it, or of which that of the lowest rank counts."""
+    """A tensor that is the same on every rank that presents it, or that counts on the lowest rank."""
 
     data: torch.Tensor
 
@@ -72,10 +66,9 @@ class Partial:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value that is saved and loaded whole.
+    """A value that is saved and loaded whole: whatever the codec takes, tensor subclasses included.
 
     Args:
-        value: whatever the codec takes, tensor subclasses included.
         signature: what has to be equal for it to be loaded: class, shapes and dtypes, say.
         part: which part of the whole this rank has; ranks with the same word have the same.
         assign: puts a value that was loaded into the place of `value`.
@@ -129,7 +122,7 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 
 
 class Sharding(Protocol):
-    """A strategy's layout of parameters, and of what optimizers keep for each element of a parameter.
+    """A strategy's layout of parameters, and of what optimizers keep for each element. Here: whole on every rank that has them.
 
     The local tensor of a parameter holds its boxes one after another: flat, each box in row-major
     order; of one box it may have the shape `box.sizes` instead.
@@ -137,43 +130,27 @@ class Sharding(Protocol):
 
     def extent(self, parameter: torch.Tensor) -> Extent:
         """The part of `parameter` that is on this rank."""
+        return Extent(tuple(parameter.shape), (Box.whole(tuple(parameter.shape)),))
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
         """The local tensor of a parameter, or of a tensor laid out like one: a view of the memory that is used."""
-
-    def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """A tensor laid out like `parameter`, with the local tensor `local`, as an optimizer keeps it."""
-
-    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor laid out like `parameter`, of any values, for its state `key`: its `local` tensor is read into."""
-
-    def versioned(self, value: torch.Tensor) -> bool:
-        """Whether in-place changes of the local tensor of `value` raise its `_version`."""
-
-
-class Whole:
-    """Parameters are whole on every rank that has them."""
-
-    def extent(self, parameter: torch.Tensor) -> Extent:
-        """All of it."""
-        shape = tuple(parameter.shape)
-        return Extent(shape, (Box.whole(shape),))
-
-    def local(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, without its gradient history."""
         return value.detach()
 
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """The tensor itself."""
+        """A tensor laid out like `parameter`, with the local tensor `local`, as an optimizer keeps it."""
         return local
 
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
-        """A new tensor."""
+        """A tensor laid out like `parameter`, of any values, for its state `key`: its `local` tensor is read into."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
     def versioned(self, value: torch.Tensor) -> bool:
-        """Whether it is no wrapper of other tensors."""
+        """Whether in-place changes of the local tensor of `value` raise its `_version`: those inside a wrapper may not."""
         return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+class Whole(Sharding):
+    """Parameters are whole on every rank that has them."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +163,7 @@ class OptimizerState:
             "params". Of an optimizer that is captured whole, the names alone.
         values: by the name of a parameter, the values of its state that hold no tensors.
         entries: "<parameter>/<key>" for tensors; "<parameter>" alone where its whole state is
-            opaque: a dict of "state", values by key, and "laid_out", the keys of those laid out
-            like it.
+            opaque: a dict of "state" by key, and "laid_out", the keys of those laid out like it.
         whole: its `state_dict()`, for an optimizer that defines that itself; None otherwise.
     """
 
@@ -208,26 +184,19 @@ class SavedEntry(NamedTuple):
 
 
 class SavedOptimizer(Protocol):
-    """The state of an optimizer in a checkpoint: the first four as in `OptimizerState`, of all ranks together."""
+    """The state of an optimizer in a checkpoint: the first four as in `OptimizerState`, of all ranks together.
+
+    `described` gives every entry. `read` fills the tensors of an entry in place; for an `Opaque`,
+    it returns the value of its part.
+    """
 
     @property
-    def kind(self) -> str:
-        """The class."""
-
+    def kind(self) -> str: ...  # noqa: D102
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The groups."""
-
+    def groups(self) -> list[dict[str, Any]]: ...  # noqa: D102
     @property
-    def values(self) -> dict[str, dict[str, Any]]:
-        """The values that are no tensors."""
-
+    def values(self) -> dict[str, dict[str, Any]]: ...  # noqa: D102
     @property
-    def whole(self) -> Any:
-        """The whole state, or None."""
-
-    def described(self) -> Mapping[str, SavedEntry]:
-        """Every entry."""
-
-    def read(self, name: str, entry: Entry) -> Any:
-        """Fills the tensors of `entry` in place; for an `Opaque`, returns the value of its part."""
+    def whole(self) -> Any: ...  # noqa: D102
+    def described(self) -> Mapping[str, SavedEntry]: ...  # noqa: D102
+    def read(self, name: str, entry: Entry) -> Any: ...  # noqa: D102

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_core.loop.preparation import Prepared, PreparedModel
     from accel_core.options.project import ProjectConfiguration
     from accel_core.plugins.explain import Explanation
-    from accel_core.plugins.relay import Relay
+    from accel_core.plugins.manager import Relay
     from accel_core.processes.world import World
 
 SaveHook = Callable[["list[nn.Module]", "list[Mapping[str, Any]]", str], None]

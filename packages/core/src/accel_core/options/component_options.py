@@ -9,7 +9,7 @@ is an error; one for a component that is not active has no effect, and says so.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,27 +21,27 @@ from accel_core.options.handlers import (
     TorchDynamoPlugin,
     TrackingKwargs,
 )
-from accel_core.options.option_sources import given_for, given_sections, section_name, variable_of
+from accel_core.options.option_sources import given_sections, section_name, variable_of
 from accel_core.options.resolution import Option
 
 if TYPE_CHECKING:
-    from accel_core.options.option_fields import Field
-    from accel_core.options.option_sources import GivenOption
     from accel_core.plugins.offers import Offer
+
+_NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class Shared(NamedTuple):
     """A section that is there whatever is chosen: a class, and those of its fields that are options of the Accelerator."""
 
     handler: type[KwargsHandler]
-    elsewhere: Mapping[str, str]
+    elsewhere: Mapping[str, str] = _NOWHERE
 
 
 SECTIONS: Mapping[str, Shared] = {
-    "process_group": Shared(InitProcessGroupKwargs, {}),
+    "process_group": Shared(InitProcessGroupKwargs),
     "accumulation": Shared(GradientAccumulationPlugin, {"num_steps": "gradient_accumulation_steps"}),
     "dynamo": Shared(TorchDynamoPlugin, {"backend": "dynamo_backend"}),
-    "tracking": Shared(TrackingKwargs, {}),
+    "tracking": Shared(TrackingKwargs),
 }
 """Sections beside those of components."""
 
@@ -50,27 +50,17 @@ class Sections:
     """The options given for components outside of the code, and those in use. One for each Accelerator."""
 
     def __init__(self) -> None:
-        self._sources = given_sections()
+        self._sources = {name: next(iter(given.values())).source for name, given in given_sections().items()}
         self._used: set[str] = set()
         self.options: dict[str, Option[Any]] = {}
 
     def take(
-        self,
-        name: str,
-        load: Callable[[], Callable[..., Any]],
-        elsewhere: Mapping[str, str] = MappingProxyType({}),
+        self, name: str, load: Callable[[], Callable[..., Any]], elsewhere: Mapping[str, str] = _NOWHERE
     ) -> dict[str, Any]:
-        """The given options of one component, to be handed to its constructor.
+        """The given options of the component that is chosen as `name`, for its constructor, which `load` gives if there are any.
 
-        Args:
-            name: under which it is chosen.
-            load: gives its constructor; called only if anything was given.
-            elsewhere: parameters that are options of the Accelerator instead: parameter → its
-                option.
-
-        Raises:
-            ValueError: for an option that it does not have, one that only Python can express, and a
-                value of another type.
+        `elsewhere`: parameters that are options of the Accelerator instead → these. Raises
+        `ValueError` for what it does not have or only Python can express, and for another type.
         """
         section = section_name(name)
         is_taken = section in self._used
@@ -79,8 +69,8 @@ class Sections:
             return {}
         if is_taken:
             raise ValueError(
-                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name, which variables "
-                f"cannot tell apart. Leave it out, and give the options in the code, to the constructor of the one that is meant."
+                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name. Give "
+                f"the options in the code, to the constructor of the one that is meant."
             )
         options = read_section(name, load(), elsewhere)
         self.use(name, options)
@@ -113,73 +103,54 @@ class Sections:
                 self.refuse_beside(offer.name, f"{kind.__name__}(...)")
 
     def finish(self, offers: Iterable[Offer], active: str) -> None:
-        """Refuses sections of nothing that is installed, and warns of those of what is not active.
-
-        Args:
-            offers: what is installed.
-            active: what is active, in words.
-        """
+        """Refuses sections of nothing that is installed, and warns of those of what is not active (`active` says what is)."""
         known = {section_name(offer.name): offer.name for offer in offers} | {name: name for name in SECTIONS}
-        for section, source in self._sources.items():
-            if section in self._used:
-                continue
+        for section in sorted(self._sources.keys() - self._used):
+            given = f"{self._sources[section]} was given, an option of"
             if section not in known:
-                meant = nearest(section, list(known))
-                hint = (
-                    f"Type {known[meant]!r} if that was meant."
-                    if meant
-                    else f"Known: {', '.join(sorted(known.values()))}."
-                )
-                raise ValueError(
-                    f"{source} was given, an option of {section!r}, and nothing that is installed goes by that name. {hint}"
-                )
+                hint = _hint(nearest(section, list(known)), sorted(known.values()), "Known")
+                raise ValueError(f"{given} {section!r}, and nothing that is installed goes by that name. {hint}")
             warnings.warn(
-                f"{source} was given, an option of {known[section]!r}, which is not active: {active}. It has no effect.",
+                f"{given} {known[section]!r}, which is not active: {active}. It has no effect.",
                 stacklevel=4,  # the line that calls Accelerator(...)
             )
 
 
 def read_section(
-    name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = MappingProxyType({})
+    name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = _NOWHERE
 ) -> dict[str, Option[Any]]:
     """The given options of one component, each with its source. Arguments and errors as in `Sections.take`."""
-    told = given_for(name)
+    told = given_sections().get(section_name(name), {})
     if not told:
         return {}  # before anything is looked into
-    from accel_core.options.option_fields import fields_of  # one ms, which most runs need not spend
+    from accel_core.base.masking import masked
+    from accel_core.options.conversion import expected, fields_of, from_data  # one ms, which most runs need not spend
 
-    fields = fields_of(factory)
-    by_folded = {field.casefold(): field for field in fields}
+    fields = {field.name.casefold(): field for field in fields_of(factory).values()}
     options = {}
-    for folded, given in told.items():
-        field = fields.get(by_folded.get(folded, ""))
+    for folded, (value, source) in told.items():
+        field = fields.get(folded)
         if field is None or field.name in elsewhere:
-            raise _unknown(name, folded, given.source, [each for each in fields if each not in elsewhere], elsewhere)
+            own = [each.name for each in fields.values() if each.name not in elsewhere]
+            meant = nearest(folded, [*own, *elsewhere])
+            if meant is not None and meant in elsewhere:
+                hint = f"That is an option of the Accelerator: {elsewhere[meant]}, or {variable_of(elsewhere[meant])}."
+            else:
+                hint = _hint(meant, own, "Its options")
+            raise ValueError(f"{source} was given, and {name!r} has no option {folded!r}. {hint}")
         if field.python_only:
             raise ValueError(
-                f"{given.source} was given, but {name}.{field.name} is for Python only: {field.python_only}. Build the object in the "
-                f"code, and give it there."
+                f"{source} was given, but {name}.{field.name} is for Python only: {field.python_only}. Build the object in the code."
             )
-        options[field.name] = Option(_converted(name, field, given), given.source)
+        try:
+            options[field.name] = Option(from_data(field.type, value), source)
+        except ValueError as error:
+            shown = masked(field.name, value)
+            raise ValueError(
+                f"{name}.{field.name}={shown!r} was given by {source}: expected {expected(field.type)}."
+            ) from error
     return options
 
 
-def _converted(name: str, field: Field, given: GivenOption) -> Any:
-    from accel_core.base.masking import masked
-    from accel_core.options.conversion import expected, from_data
-
-    try:
-        return from_data(field.type, given.value)
-    except ValueError as error:
-        raise ValueError(
-            f"{name}.{field.name}={masked(field.name, given.value)!r} was given by {given.source}: expected {expected(field.type)}."
-        ) from error
-
-
-def _unknown(name: str, option: str, source: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> ValueError:
-    meant = nearest(option, [*known, *elsewhere])
-    if meant is not None and meant in elsewhere:
-        hint = f"That is an option of the Accelerator: {elsewhere[meant]}, or {variable_of(elsewhere[meant])}."
-    else:
-        hint = f"Its options: {', '.join(known) or 'none'}." + (f" Type {meant!r} if that was meant." if meant else "")
-    return ValueError(f"{source} was given, and {name!r} has no option {option!r}. {hint}")
+def _hint(meant: str | None, known: Iterable[str], title: str) -> str:
+    return f"{title}: {', '.join(known) or 'none'}." + (f" Type {meant!r} if that was meant." if meant else "")

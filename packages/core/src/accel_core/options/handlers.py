@@ -12,27 +12,29 @@ REGIONAL = "use_regional_compilation"
 
 @dataclass
 class KwargsHandler:
-    """Base of the option classes. A field that was not set is left to the receiver's own default.
+    """Base of the option classes. A field that was not set is left to the receiver's own default."""
 
-    Attributes:
-        on_request: whether its options wait for a call of the user's, so that they are never
-            without a receiver.
-    """
-
-    on_request: ClassVar[bool] = False
+    on_request: ClassVar[bool] = (
+        False  # whether options wait for a call of the user's: they are never without a receiver
+    )
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults of the class."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != _default_of(field)
-        }
+        values = {field: getattr(self, field.name) for field in fields(self)}
+        return {field.name: value for field, value in values.items() if value != _default_of(field)}
 
 
 def _default_of(field: Any) -> Any:
-    factory = field.default_factory
-    return factory() if callable(factory) else field.default
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def check_flags(options: object, *names: str) -> None:
+    """Raises `TypeError` for a truth value that is none: a text such as "no" would count as true."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            asked = f"{type(options).__name__}({name}={value!r})"
+            raise TypeError(f"{asked} is a {type(value).__name__}: give True or False.")
 
 
 @dataclass
@@ -43,20 +45,12 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: backend of `torch.distributed`; None: gloo on CPU, the device's own beside gloo on
             an accelerator.
         init_method: URL at which the ranks meet; None: what the launcher says.
-        timeout: how long a collective may wait, in every group that is created; None: torch's
-            default.
+        timeout: of collectives, in every group that is created; None: torch's default.
     """
 
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
-
-    def __post_init__(self) -> None:
-        if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise TypeError(
-                f"InitProcessGroupKwargs(timeout={self.timeout!r}): expected a datetime.timedelta, e.g. "
-                f"timedelta(seconds=600)."
-            )
 
 
 @dataclass
@@ -65,8 +59,7 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: False runs the block in full precision.
-        cache_enabled: whether weights that were cast are kept until the block ends; None: torch's
-            default.
+        cache_enabled: whether casts of weights are kept until the block ends; None: as torch does.
     """
 
     enabled: bool = True
@@ -82,10 +75,10 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: True: an LR scheduler advances by the micro-batches of the window at each
             optimizer step. Otherwise one `scheduler.step()` is one step.
         sync_with_dataloader: whether a window also closes at the end of a prepared loader.
-        sync_each_batch: whether gradients are synchronised at each micro-batch (less memory under
-            some strategies, more communication; the result is the same).
-        mean_over: over how many micro-batches the gradient is averaged: "window", those that are in
-            it, or "steps", `num_steps` in a shorter window too, as other libraries do.
+        sync_each_batch: whether gradients are synchronised at each micro-batch: less memory under
+            some strategies, more communication, the same result.
+        mean_over: what the gradient is averaged over: "window", the micro-batches that are in it,
+            or "steps", `num_steps` in a shorter window too, as other libraries do.
     """
 
     num_steps: int = 1
@@ -96,14 +89,10 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.mean_over not in ("window", "steps"):
-            raise ValueError(
-                f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window', the micro-batches that are in it, or "
-                f"'steps', num_steps always."
-            )
+            raise ValueError(f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window' or 'steps'.")
         if type(self.num_steps) is not int or self.num_steps < 1:
             raise ValueError(
-                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1, the "
-                f"number of micro-batches in a window, e.g. GradientAccumulationPlugin(num_steps=4)."
+                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1, e.g. 4."
             )
 
 
@@ -116,11 +105,9 @@ class TrackingKwargs(KwargsHandler):
             `TrackerError`.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
         stall_timeout: seconds that it may take for one record. Nobody waits for that.
-        finish_timeout: seconds that `end_training`, or the end of the program, waits until
-            everything is recorded.
-        most_pending: how many records may wait for one tracker, at least 1. Every 10,000 values of
-            histograms, images, tensors, arrays and lists, every 10,000 characters of texts, and
-            every 100 cells of a table count as one more.
+        finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
+        most_pending: how many records may wait for one tracker. Every 10,000 values of arrays or
+            characters of texts, and every 100 cells of a table count as one more.
 
     Raises:
         ValueError: for a number that is not positive.
@@ -134,10 +121,8 @@ class TrackingKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         for name in ("start_timeout", "stall_timeout", "finish_timeout", "most_pending"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                unit = "a number of records, at least 1" if name == "most_pending" else "a positive number of seconds"
-                raise ValueError(f"TrackingKwargs({name}={value!r}): expected {unit}.")
+            if not getattr(self, name) > 0:
+                raise ValueError(f"TrackingKwargs({name}={getattr(self, name)!r}): expected a positive number.")
 
 
 @dataclass
@@ -145,23 +130,19 @@ class TorchDynamoPlugin(KwargsHandler):
     """Options for compiling prepared models: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
 
     The object is complete: what was said outside of the code is refused beside it. All but the last
-    two fields are handed to `torch.compile`.
+    field are handed to `torch.compile`, which refuses `mode` beside `options`.
 
     Args:
         backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a
-            function of a graph module and its example inputs. "no": nothing is compiled.
+            function of a graph module and example inputs. "no": nothing is compiled.
         mode: a preset of "inductor", such as "reduce-overhead" or "max-autotune".
         fullgraph: whether a model that is not one graph is an error.
         dynamic: True traces with sizes that may change, False compiles anew for each, None begins
             with fixed ones.
-        options: options of the backend, by name. Not together with `mode`.
+        options: options of the backend, by name.
         disable: True leaves everything uncompiled, to compare with.
         use_regional_compilation: whether the repeated blocks of a model are compiled instead of the
             model: equal ones share one compilation, so that the first step comes soon.
-
-    Raises:
-        TypeError: for a value of another type.
-        ValueError: if `mode` and `options` are both given.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -173,12 +154,4 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("fullgraph", "dynamic", "disable", REGIONAL):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "dynamic" and value is None):
-                raise TypeError(f"TorchDynamoPlugin({name}={value!r}) is a {type(value).__name__}: give True or False.")
-        if self.mode is not None and self.options is not None:
-            raise ValueError(
-                f"TorchDynamoPlugin(mode={self.mode!r}, options={self.options!r}): a mode is a set of options, and torch takes "
-                f"one of the two. Leave mode out and name what it stands for in options too, or leave options out."
-            )
+        check_flags(self, "fullgraph", "disable", REGIONAL, *([] if self.dynamic is None else ["dynamic"]))

@@ -1,4 +1,4 @@
-"""Options from outside of the code: a launcher's command line, the environment, a configuration file.
+"""Options from outside of the code: a launcher's command line, the environment, a configuration file, in this order.
 
 The variable of an option is `ACCELERATE_<OPTION>`, that of a component's option
 `ACCELERATE_<COMPONENT>__<OPTION>`. A launcher hands on what its command line and its file say in
@@ -6,8 +6,7 @@ one variable more, `ACCELERATE_CONFIG`, as JSON: variable → [data, where it wa
 
     {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
 
-The command line wins over the environment, and that over the file. Files are read by launchers
-alone: a script never picks up one from somebody's home.
+Files are read by launchers alone: a script never picks up one from somebody's home.
 """
 
 from __future__ import annotations
@@ -31,20 +30,12 @@ PREFIX = "ACCELERATE_"
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
-        "strategy": None,
-        "mixed_precision": "no",
-        "loader": None,
-        "gradient_accumulation_steps": 1,
-        "cpu": False,
-        "dynamo_backend": "no",
-        "detect_nonfinite": False,
-        "project_dir": None,
-        "log_with": None,
+        "strategy": None, "mixed_precision": "no", "loader": None, "gradient_accumulation_steps": 1, "cpu": False,
+        "dynamo_backend": "no", "detect_nonfinite": False, "project_dir": None, "log_with": None,
     }
-)
+)  # fmt: skip
 """The options of the Accelerator that may be given outside of the code, with what holds where nobody says anything; None: what there is
-decides. They say where and how a script runs. What says how it is written (whether it steps its
-scheduler with the optimizer, say) is for the code."""
+decides. They say where and how a script runs; what says how it is written is for the code."""
 
 DEFAULT_STRATEGIES = ("ddp", "single")
 """The strategies where none is given: in a world larger than one, and in one process."""
@@ -53,29 +44,17 @@ DEFAULT_LOADER = "sharded"
 """The loader where none is given and a distribution offers this name."""
 
 LOADER_OPTIONS = (
-    "split_batches",
-    "even_batches",
-    "dispatch_batches",
-    "use_seedable_sampler",
-    "data_seed",
-    "non_blocking",
-    "use_stateful_dataloader",
-    "rng_types",
-)
+    "split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler",
+    "data_seed", "non_blocking", "use_stateful_dataloader", "rng_types",
+)  # fmt: skip
 """The options of the loader component that stand beside those of the Accelerator, without its name: all loaders share them."""
 
 _SPECIAL: Mapping[str, str] = {"cpu": "ACCELERATE_USE_CPU", "debug": "ACCELERATE_DEBUG_MODE"}
 _LEVELS = ("command line", "file")
-_SHOWN = 200
 
 
 class GivenOption(NamedTuple):
-    """One value that was given outside of the code.
-
-    Args:
-        value: text, or data as JSON has them.
-        source: where it was said: an option of the command line, a variable, or a file.
-    """
+    """One value that was given outside of the code: text, or data as JSON has them; and where it was said."""
 
     value: Any
     source: str
@@ -85,16 +64,19 @@ class GivenOption(NamedTuple):
         """The value as the environment would have it."""
         if isinstance(self.value, bool):
             return str(self.value).lower()
-        if isinstance(self.value, list):
-            return ",".join(map(str, self.value))
-        return str(self.value).strip()
+        return ",".join(map(str, self.value)) if isinstance(self.value, list) else str(self.value).strip()
 
 
 def variable_of(option: str, section: str = "") -> str:
     """The variable of an option; `section` is the component's name, empty for options of the Accelerator itself."""
     if not section:
         return _SPECIAL.get(option, f"{PREFIX}{option.upper()}")
-    return f"{PREFIX}{_upper(section)}__{option.upper()}"
+    return f"{PREFIX}{section_name(section).upper()}__{option.upper()}"
+
+
+def section_name(component: str) -> str:
+    """The spelling of a component's name in `given_sections`."""
+    return re.sub(r"\W", "_", component).lower()
 
 
 def given_outside(variable: str) -> GivenOption | None:
@@ -109,61 +91,29 @@ def _first(variable: str, launched: Mapping[str, Mapping[str, GivenOption]]) -> 
     return GivenOption(text, variable) if text else launched["file"].get(variable)
 
 
-def given_for(section: str) -> dict[str, GivenOption]:
-    """The given options of one component: option in small letters → value."""
-    start = f"{PREFIX}{_upper(section)}__"
-    return {name.removeprefix(start).lower(): value for name, value in _of_sections().items() if name.startswith(start)}
-
-
-def given_sections() -> dict[str, str]:
-    """The components for which options were given, each in small letters with `_`, and where one of them was said."""
-    return {
-        name.removeprefix(PREFIX).partition("__")[0].lower(): value.source for name, value in _of_sections().items()
-    }
-
-
-def section_name(component: str) -> str:
-    """The spelling of a component's name in `given_sections`."""
-    return _upper(component).lower()
-
-
-def _upper(section: str) -> str:
-    return re.sub(r"\W", "_", section).upper()
-
-
-def _of_sections() -> dict[str, GivenOption]:
+def given_sections() -> dict[str, dict[str, GivenOption]]:
+    """The options given for components: `section_name` of the component → option in small letters → value."""
     launched = inherited()
-    names = {*launched["command line"], *launched["file"], *os.environ}
-    found = {
-        name: _first(name, launched)
-        for name in sorted(names)
-        if name.startswith(PREFIX) and "__" in name.removeprefix(PREFIX)
-    }
-    given = {name: value for name, value in found.items() if value is not None}
-    for name, value in given.items():
+    found: dict[str, dict[str, GivenOption]] = {}
+    for name in sorted({*launched["command line"], *launched["file"], *os.environ}):
+        section, separator, option = name.removeprefix(PREFIX).partition("__")
+        if not name.startswith(PREFIX) or not separator or (value := _first(name, launched)) is None:
+            continue
         if name != name.upper():
-            from accel_core.base.masking import masked
-
-            raise ValueError(
-                f"{value.source} was given, and variables are written in capital letters. Type {name.upper()}={masked(name, value.text)}."
-            )
-    return given
+            raise ValueError(f"{value.source} was given, and variables are written in capital letters: {name.upper()}.")
+        found.setdefault(section.lower(), {})[option.lower()] = value
+    return found
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:
     """The options given to launchers around this process: "command line" and "file" → variable → value.
 
-    Args:
-        environ: variables of the environment.
-
     Raises:
         ValueError: if no launcher can have written it.
     """
     text = environ.get(CHANNEL, "").strip()
-    if not text:
-        return {level: {} for level in _LEVELS}
     try:
-        content = json.loads(text)
+        content = json.loads(text or "{}")
         if content.keys() - {*_LEVELS}:
             raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
         return {
@@ -171,10 +121,7 @@ def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, Gi
             for level in _LEVELS
         }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        from accel_core.base.masking import masked_text
-
-        shown = masked_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
         raise ValueError(
-            f"{CHANNEL}={shown!r} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
+            f"{CHANNEL} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "
             f"command line of the launcher, or in variables of their own, such as {PREFIX}MIXED_PRECISION=bf16."
         ) from error

@@ -6,6 +6,9 @@ import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from accel_core.options.handlers import check_flags
 
 Location = str | os.PathLike[str] | None
 
@@ -24,8 +27,8 @@ class ProjectConfiguration:
         save_on_each_node: whether files are written on every machine, instead of once.
 
     Raises:
-        TypeError: if a value is of the wrong type.
-        ValueError: for a number that is too small, or a limit without automatic names.
+        TypeError: for a flag that is no truth value.
+        ValueError: for a limit that is too small, or without automatic names.
     """
 
     project_dir: Location = None
@@ -36,56 +39,34 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("project_dir", "logging_dir"):
-            _check_location(f"ProjectConfiguration({name}=...)", getattr(self, name))
-        for name in ("automatic_checkpoint_naming", "save_on_each_node"):
-            _check(name, getattr(self, name), bool, "True or False")
-        for name, least in (("total_limit", 1), ("iteration", 0)):
-            value = getattr(self, name)
-            if name == "iteration" or value is not None:
-                _check(name, value, int, f"an integer of at least {least}", least)
+        check_flags(self, "automatic_checkpoint_naming", "save_on_each_node")
+        if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
+            raise ValueError(
+                f"ProjectConfiguration(total_limit={self.total_limit!r}): expected an integer of at least 1."
+            )
         if self.total_limit is not None and not self.automatic_checkpoint_naming:
             raise ValueError(
-                f"ProjectConfiguration(total_limit={self.total_limit}) limits checkpoints with automatic names, and "
-                f"automatic_checkpoint_naming is False: folders that you name yourself are never deleted. Add "
-                f"automatic_checkpoint_naming=True, or leave total_limit out."
+                f"ProjectConfiguration(total_limit={self.total_limit}) limits checkpoints with automatic names: folders that you "
+                f"name yourself are never deleted. Add automatic_checkpoint_naming=True, or leave total_limit out."
             )
         self._logs_were_given = self.logging_dir is not None
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Location = None) -> None:
-        """Sets the folder of the project, which is made when something is written, and that of the logs where none was given.
-
-        Raises:
-            TypeError: if it is no path.
-        """
-        _check_location("ProjectConfiguration.set_directories(project_dir)", project_dir)
+        """Sets the folder of the project, which is made when something is written, and that of the logs if none was given."""
         follows = not self._logs_were_given and self.logging_dir in (None, self.project_dir)
         self.project_dir = project_dir
         if follows:
             self.logging_dir = project_dir
 
 
-def resolve_project(project_dir: object, project_config: object, source: str = "argument") -> ProjectConfiguration:
+def resolve_project(
+    project_dir: Any, project_config: ProjectConfiguration | None, source: str = "argument"
+) -> ProjectConfiguration:
     """The configuration that `Accelerator(project_dir=..., project_config=...)` asks for, as a copy of its own.
 
-    Args:
-        project_dir: fills in the folder that the configuration leaves open; None: not given.
-        project_config: a `ProjectConfiguration`; None: not given.
-        source: where `project_dir` was said, for messages.
-
-    Raises:
-        TypeError: if one of them is of another type.
-        ValueError: if they name two folders, or automatic names were asked for and no folder is
-            known.
+    Raises `ValueError` if they name two folders (`source` says who the first), or names have none.
     """
-    _check_location("Accelerator(project_dir=...)", project_dir)
-    assert project_dir is None or isinstance(project_dir, (str, os.PathLike))
-    if project_config is not None and not isinstance(project_config, ProjectConfiguration):
-        raise TypeError(
-            f"project_config={project_config!r} is a {type(project_config).__name__}, expected an object such as "
-            f"ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
-        )
     if project_config is None:
         return ProjectConfiguration(project_dir)
     # A copy, because `iteration` counts: two Accelerators that were given one configuration do not count for each other.
@@ -99,21 +80,7 @@ def resolve_project(project_dir: object, project_config: object, source: str = "
         )
     if project.automatic_checkpoint_naming and project.project_dir is None:
         raise ValueError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder in which the checkpoints are "
-            "to be named. Add project_dir=... to it, or to Accelerator(...)."
+            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder. Add project_dir=... to it, or "
+            "to Accelerator(...)."
         )
     return project
-
-
-def _check_location(asked: str, value: object) -> None:
-    if value is not None and not isinstance(value, (str, os.PathLike)):
-        raise TypeError(
-            f"{asked} was given {value!r}, a {type(value).__name__}: expected a path, such as 'runs/first'."
-        )
-
-
-def _check(name: str, value: object, kind: type, words: str, least: int = 0) -> None:
-    if type(value) is not kind:
-        raise TypeError(f"ProjectConfiguration({name}={value!r}) was given a {type(value).__name__}: expected {words}.")
-    if value < least:  # type: ignore[operator]
-        raise ValueError(f"ProjectConfiguration({name}={value}): expected {words}.")

@@ -1,7 +1,4 @@
-"""Options of the Accelerator that were not given in code: what was said outside of it holds, read once, in the constructor.
-
-An argument that was given wins, even if it equals the default.
-"""
+"""Options of the Accelerator: an argument wins, even if it equals the default, then what was said outside of the code."""
 
 from __future__ import annotations
 
@@ -19,25 +16,14 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Option(Generic[T]):
-    """A resolved option, and where its value came from.
-
-    That is "argument", an option of a launcher's command line, the name of a variable, a file, or
-    "default".
-    """
+    """A value, and its source: "argument", an option of a launcher, the name of a variable, a file, or "default"."""
 
     value: T
     source: str
 
 
 def resolve(argument: T | None, variable: str, parse: Callable[[str, str], T], default: D) -> Option[T | D]:
-    """The value of one option: the argument if it was given, else what was said outside of the code, else the default.
-
-    Args:
-        argument: None if it was not given.
-        variable: that of the option.
-        parse: makes a value of a text and its source; raises with both where it cannot.
-        default: where nothing was said.
-    """
+    """The argument unless it is None, else what `parse` makes of the text and source given outside, else the default."""
     if argument is not None:
         return Option(argument, "argument")
     found = given_outside(variable)
@@ -53,12 +39,9 @@ def as_text(text: str, _: str) -> str:
 
 def as_bool(text: str, variable: str) -> bool:
     """true/false and their usual spellings."""
-    lowered = text.lower()
-    if lowered in TRUE:
-        return True
-    if lowered in FALSE:
-        return False
-    raise ValueError(f"{variable}={text!r} is not a truth value: expected one of {', '.join((*TRUE, *FALSE))}.")
+    if text.lower() not in (*TRUE, *FALSE):
+        raise ValueError(f"{variable}={text!r} is not a truth value: expected one of {', '.join((*TRUE, *FALSE))}.")
+    return text.lower() in TRUE
 
 
 def as_steps(text: str, variable: str) -> int:
@@ -97,16 +80,12 @@ def as_sequence(name: str, value: object) -> Sequence[Any]:
 def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
     """The names of random streams in a list of texts and `RNGType`s; `asked` names the argument or variable.
 
-    Raises:
-        TypeError: if it is no list, or holds something else.
-        ValueError: for a name that `RNGType` does not have.
+    Raises `TypeError` if it is no list, `ValueError` for what `RNGType` does not have.
     """
     known = [kind.value for kind in RNGType]
     for kind in as_sequence(asked, value):
-        if not isinstance(kind, str):
-            raise TypeError(f"{asked} holds {kind!r}, a {type(kind).__name__}: expected names such as {known[0]!r}.")
         if kind not in known:
-            meant = nearest(kind, known)
+            meant = nearest(str(kind), known)
             hint = "" if meant is None else f" Type {meant!r} if that was meant."
             raise ValueError(f"{asked} holds {kind!r}, which names no random stream. Known: {', '.join(known)}.{hint}")
-    return tuple(RNGType(kind).value for kind in as_sequence(asked, value))
+    return tuple(RNGType(kind).value for kind in value)  # type: ignore[attr-defined]

@@ -18,10 +18,7 @@ from accel_core.plugins.offers import Offer, list_offers
 if TYPE_CHECKING:
     from accel_core.options.resolution import Option
     from accel_core.plugins.manager import Activation
-    from accel_core.plugins.relay import Listener
     from accel_core.plugins.selection import Selected
-
-CORE_DEFAULT = "accel-core's default"
 
 
 class Part(NamedTuple):
@@ -66,13 +63,8 @@ class Inactive(NamedTuple):
 class Explanation:
     """The set-up that an Accelerator runs. `str()` gives tables; `as_dict()` gives data for JSON.
 
-    Args:
-        parts: the active components, in order.
-        settings: the options that the environment may set.
-        owners: for each owner hook, who owns it.
-        listeners: for each listener hook, who listens, in order of call.
-        inactive: what else is installed. Whether it can be imported is not tried.
-        details: what components say of themselves, so far: of models that are prepared later, more.
+    `owners` and `listeners` are by hook. Whether `inactive` offers can be imported is not tried.
+    `details` are what components say of themselves so far: of models prepared later, more.
     """
 
     parts: tuple[Part, ...]
@@ -85,26 +77,23 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and strings, under the names of the fields."""
         rows = {name: getattr(self, name) for name in ("parts", "details", "settings", "inactive")}
-        return {
-            **{name: [row._asdict() for row in found] for name, found in rows.items()},
-            "owners": dict(self.owners),
-            "listeners": {hook: list(names) for hook, names in self.listeners.items()},
-        }
+        hooks = {"owners": dict(self.owners), "listeners": {hook: [*names] for hook, names in self.listeners.items()}}
+        return {name: [row._asdict() for row in found] for name, found in rows.items()} | hooks
 
     def __str__(self) -> str:
-        parts = [(part.role, part.name, _provider(part), part.component, part.source) for part in self.parts]
-        hooks = [
-            *self.owners.items(),
-            *((hook, ", ".join(names) or "nobody") for hook, names in self.listeners.items()),
+        parts = [
+            (part.role, part.name, f"{part.distribution or '-'} {part.version or ''}", part.component, part.source)
+            for part in self.parts
         ]
-        blocks = [
-            format_table(("role", "name", "distribution", "component", "chosen by"), parts),
-            *([format_table(("role", "name", "about", "what it says"), self.details)] if self.details else []),
-            *([format_table(("option", "value", "set by"), self.settings)] if self.settings else []),
-            format_table(("hook", "runs"), hooks),
-            format_table(("installed, not active", "name", "distribution", "version", "state"), self.inactive),
+        hooks = self.owners | {hook: ", ".join(names) or "nobody" for hook, names in self.listeners.items()}
+        tables: list[tuple[Sequence[str], Sequence[Sequence[str]], bool]] = [
+            (("role", "name", "distribution", "component", "chosen by"), parts, True),
+            (("role", "name", "about", "what it says"), self.details, False),
+            (("option", "value", "set by"), self.settings, False),
+            (("hook", "runs"), [*hooks.items()], True),
+            (("installed, not active", "name", "distribution", "version", "state"), self.inactive, True),
         ]
-        return "\n\n".join(blocks)
+        return "\n\n".join(format_table(header, rows) for header, rows, always in tables if rows or always)
 
 
 def explain(
@@ -113,42 +102,29 @@ def explain(
     options: Mapping[str, Option[Any]] = MappingProxyType({}),
     further: Sequence[Detail] = (),
 ) -> Explanation:
-    """Describes an activation.
-
-    Args:
-        activation: what `activate` has returned.
-        selections: (role, component, source) of every part; the source says who chose it.
-        options: further options by name, with their sources.
-        further: details beside those that components give.
-    """
+    """Describes an activation: `selections` are the role, component and source (who chose it) of every part."""
     offers = list_offers()
     active = [selected.offer for _, selected, _ in selections]
-    parts = []
-    for role, selected, source in selections:
-        distribution, version = selected.provider() or (None, None)
-        parts.append(Part(role, selected.name, selected.where, distribution, version, source))
-    return Explanation(
-        parts=tuple(parts),
-        settings=tuple(
-            Setting(name, str(masked(name, option.value)), option.source) for name, option in options.items()
-        ),
-        owners={hook: _owner(selected, hook) for hook, selected in activation.owners.items()},
-        listeners={hook: [_listener(one) for one in listeners] for hook, listeners in activation.listeners.items()},
-        inactive=tuple(
-            Inactive(offer.group, offer.name, offer.distribution, offer.version, _state(offer, offers))
-            for offer in offers
-            if offer not in active
-        ),
-        details=(
-            *(
-                Detail(role, selected.name, about, masked(about, text))
-                for role, selected, _ in selections
-                if isinstance(selected.component, (Precision, Strategy))
-                for about, text in selected.component.details().items()
-            ),
-            *further,
-        ),
-    )
+    by = {selected: selected.provider() or (None, None) for _, selected, _ in selections}
+    parts = [Part(role, each.name, each.where, by[each][0], by[each][1], source) for role, each, source in selections]
+    details = [
+        Detail(role, selected.name, about, masked(about, text))
+        for role, selected, _ in selections
+        if isinstance(selected.component, (Precision, Strategy))
+        for about, text in selected.component.details().items()
+    ]
+    heard = {
+        hook: [_name(one.selected) + (f" (switched off: {one.failure})" if one.failure else "") for one in listeners]
+        for hook, listeners in activation.listeners.items()
+    }
+    settings = [Setting(name, str(masked(name, option.value)), option.source) for name, option in options.items()]
+    inactive = [
+        Inactive(offer.group, offer.name, offer.distribution, offer.version, _state(offer, offers))
+        for offer in offers
+        if offer not in active
+    ]
+    owners = {hook: _name(selected, hook) for hook, selected in activation.owners.items()}
+    return Explanation(tuple(parts), tuple(settings), owners, heard, tuple(inactive), (*details, *further))
 
 
 def _state(offer: Offer, offers: Iterable[Offer]) -> str:
@@ -158,22 +134,14 @@ def _state(offer: Offer, offers: Iterable[Offer]) -> str:
 
 
 def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
-    """Says "ok", or why an offer cannot simply be chosen by its name.
-
-    Args:
-        offers: all that is installed, among which another may have the same name.
-        load: also import it, which runs the plugin's code and takes as long as its engine's import.
-    """
+    """Says "ok", or why an offer cannot simply be chosen by its name among all `offers`; with `load` also imports it."""
     if (misfit := offer.misfit()) is not None:
         return f"misfit: {misfit}"
-    if load:
-        try:
-            offer.load()
-        except PluginError as error:
-            cause = error.__cause__
-            return f"broken: {type(cause).__name__}: {cause}"
-        if (why := why_unusable(offer)) is not None:
+    try:
+        if load and (why := why_unusable(offer)) is not None:
             return f"unusable: {why}"
+    except PluginError as error:
+        return f"broken: {type(error.__cause__).__name__}: {error.__cause__}"
     rivals = [other for other in offers if (other.group, other.name) == (offer.group, offer.name) and other != offer]
     if rivals:
         return f"conflicts with {', '.join(other.provider for other in rivals)}: choose '{offer.distribution}:{offer.name}'"
@@ -192,24 +160,12 @@ def why_unusable(offer: Offer) -> str | None:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns under a header; "none" where there are no rows."""
     lines = [header, *(rows or [("none", *[""] * (len(header) - 1))])]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _provider(part: Part) -> str:
-    return "-" if part.distribution is None else f"{part.distribution} {part.version}"
-
-
-def _owner(selected: Selected | None, hook: str = "") -> str:
+def _name(selected: Selected | None, hook: str = "") -> str:
     if selected is not None:
         return f"{selected.noun} {selected.name!r}"
-    if hook in CHECKPOINT_HOOKS:
-        return f"{CORE_DEFAULT}, by what {CHECKPOINTS[0]} offers as {CHECKPOINTS[1]!r}"
-    return CORE_DEFAULT
-
-
-def _listener(listener: Listener) -> str:
-    name = _owner(listener.selected)
-    return name if listener.failure is None else f"{name} (switched off: {listener.failure})"
+    by = f", by what {CHECKPOINTS[0]} offers as {CHECKPOINTS[1]!r}" if hook in CHECKPOINT_HOOKS else ""
+    return f"accel-core's default{by}"

@@ -1,32 +1,28 @@
-"""Installed offers: names that distributions offer through entry points.
+"""Names that installed distributions offer through entry points, and whether their metadata admits this core.
 
-A name is looked up in the metadata of what is installed, which takes about a millisecond and
-imports nothing; only the offer that is chosen is loaded. Callers list once and pass the list on.
+Only the offer that is chosen is imported. Versions are as build tools write them, without epoch, and comparisons of them joined by
+commas; the rest is refused. (`packaging` would cost 9.5 ms to import.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal, cast
+from operator import eq, ge, gt, le, lt, ne
+from typing import Any, Literal, NamedTuple, cast
 
 from accel_core.base.errors import NotInstalledError, PluginError
 from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.plugins.versions import admits, canonical, requirement_on
 
 Group = Literal[
-    "accel.strategies",
-    "accel.precisions",
-    "accel.loaders",
-    "accel.trackers",
-    "accel.checkpoints",
-    "accel.importers",
-    "accel.diagnostics",
-    "accel.recorders",
-    "accel.commands",
-]
+    "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints",
+    "accel.importers", "accel.diagnostics", "accel.recorders", "accel.commands",
+]  # fmt: skip
 """The groups of entry points in which distributions offer names."""
 
 CORE = "accel-core"
@@ -43,19 +39,18 @@ NOUNS: dict[Group, str] = {
 }
 """The groups in which offers are looked for, and what one member of each is called."""
 
+# Compiled on first use: most runs compare no version.
+_VERSION = r"(\d+(?:\.\d+)*)(?:(a|b|rc)(\d+))?(?:\.post(\d+))?(?:\.dev(\d+))?(?:\+[a-z0-9.]+)?"
+_COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt, "~=": ge}
+
 SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One name that an installed distribution offers.
+    """One name that an installed distribution offers for `value`, `module:attribute`.
 
-    Args:
-        group: the entry-point group, `accel.strategies` for example.
-        name: what is written in code or configuration to choose it.
-        value: where the component is found, `module:attribute`.
-        distribution, version: what brings it.
-        core: the accel-core versions that this distribution asks for; empty for all.
+    `core` is the versions of accel-core that this distribution asks for; empty for all.
     """
 
     group: Group
@@ -80,21 +75,15 @@ class Offer:
 
     def misfit(self) -> str | None:
         """The reason why this offer cannot run with the installed accel-core; None if it can. Imports nothing."""
-        if not self.core:
-            return None
-        installed = metadata.version(CORE)
+        installed = metadata.version(CORE) if self.core else ""
         try:
-            fits = admits(self.core, installed)
+            fits = not self.core or admits(self.core, installed)
         except ValueError as error:
             return f"{self.provider} asks for {CORE} {self.core}, which cannot be compared with {installed}: {error}"
         return None if fits else f"{self.provider} needs {CORE} {self.core}, and {CORE} {installed} is installed"
 
     def load(self) -> Callable[..., Any]:
-        """Imports the component's module and returns the callable that makes the component.
-
-        Raises `PluginError` if the distribution does not fit the installed core or cannot be
-        imported.
-        """
+        """Imports what makes the component. Raises `PluginError` if it does not fit the core or cannot be imported."""
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
             raise PluginError(
@@ -107,55 +96,40 @@ class Offer:
                 raise TypeError(f"{self.value} is {type(factory).__name__}, which cannot be called")
         except (Exception, SystemExit) as error:
             raise PluginError(
-                f"{asked} {self.provider} is broken: {self.value} could not be imported: "
-                f"{type(error).__name__}: {error}.\n"
+                f"{asked} {self.provider} is broken: {self.value} could not be imported: {type(error).__name__}: {error}.\n"
                 f"Type: pip install --upgrade {self.distribution}, or choose another {self.noun}. {SHOW_ALL}"
             ) from error
         return cast("Callable[..., Any]", factory)
 
 
 def list_offers(group: Group | None = None) -> list[Offer]:
-    """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin.
-
-    Of a distribution that stands on `sys.path` twice the first counts, as it does for `import`.
-    """
-    offers: list[Offer] = []
-    seen: set[str] = set()
+    """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin."""
+    offers: dict[str, list[Offer]] = {}
     for distribution in metadata.distributions():
         # Most distributions have nothing for us; reading their whole metadata would take most of the time.
         text = distribution.read_text("entry_points.txt")
         if text is None or "[accel." not in text:
             continue
         about = distribution.metadata
-        if canonical(about["Name"]) in seen:
-            continue
-        seen.add(canonical(about["Name"]))
-        core = requirement_on(CORE, about.get_all("Requires-Dist"))
-        offers.extend(
-            Offer(point.group, point.name, point.value, about["Name"], about["Version"], core)
-            for point in distribution.entry_points
-            if point.group in NOUNS and group in (None, point.group)
-        )
-    return sorted(offers, key=lambda offer: (offer.group, offer.name, offer.distribution))
+        by = about["Name"], about["Version"], requirement_on(CORE, about.get_all("Requires-Dist"))
+        points = [point for point in distribution.entry_points if point.group in NOUNS and group in (None, point.group)]
+        found = [Offer(cast("Group", point.group), point.name, point.value, *by) for point in points]
+        # Of a distribution that stands on `sys.path` twice the first counts, as it does for `import`.
+        offers.setdefault(canonical(about["Name"]), found)
+    return sorted(itertools.chain(*offers.values()), key=lambda offer: (offer.group, offer.name, offer.distribution))
 
 
 def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
     """The one offer of `name`, which may be qualified by its distribution: `other-fsdp:fsdp`. Imports nothing.
 
-    Args:
-        offers: what `list_offers` has returned, to look up several names with one listing.
-
-    Raises:
-        NotInstalledError: nothing installed offers the name, but a distribution is known that does.
-        PluginError: the name is unknown, or several distributions offer it.
+    `offers` is what `list_offers` has returned, to look up several names with one listing. Raises
+    `NotInstalledError` if a distribution is known that offers it, `PluginError` if none is, or
+    several are installed.
     """
     installed = [offer for offer in (list_offers(group) if offers is None else offers) if offer.group == group]
     distribution, _, plain = name.rpartition(":")
-    found = [
-        offer
-        for offer in installed
-        if offer.name == plain and (not distribution or canonical(offer.distribution) == canonical(distribution))
-    ]
+    named = [offer for offer in installed if offer.name == plain]
+    found = [each for each in named if not distribution or canonical(each.distribution) == canonical(distribution)]
     if not found:
         raise _not_found(group, name, installed)
     if len(found) > 1:
@@ -168,11 +142,7 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
 
 
 def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | None = None) -> Offer:
-    """The offer under a default name, which nobody has asked for by that name. Imports nothing; errors as of `find`.
-
-    Args:
-        call: what needs it, as in messages: "save_state()".
-    """
+    """The offer under a default name, which nobody has asked for by that name: `call` needs it. Errors as of `find`."""
     installed = list_offers(group) if offers is None else offers
     found = [offer for offer in installed if (offer.group, offer.name) == (group, name)]
     if not found:
@@ -193,17 +163,81 @@ def how_to_get(provider: str | None) -> str:
 
 def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginError:
     """The error for a name that nothing installed offers."""
-    noun, known = NOUNS[group], KNOWN_PROVIDERS.get(group, {})
+    known = KNOWN_PROVIDERS.get(group, {})
     distribution, _, plain = name.rpartition(":")
     listing = ", ".join(map(str, installed)) or "none"
-    opening = f"The {noun} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
-    providers = {canonical(offer.distribution) for offer in installed}
+    opening = (
+        f"The {NOUNS[group]} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
+    )
     provider = canonical(distribution) if distribution else known.get(plain)
-    if provider not in providers and (distribution or plain in known):
+    if provider not in {canonical(offer.distribution) for offer in installed} and (distribution or plain in known):
         return NotInstalledError(f"{opening}{how_to_get(provider)}")
-    meant = nearest(plain, [*(offer.name for offer in installed), *known])
+    names = [offer.name for offer in installed]
+    meant = nearest(plain, [*names, *known])
     if meant is None or meant == plain:
         return PluginError(f"{opening}Choose one of these, or pass an object. {SHOW_ALL}")
-    is_here = any(offer.name == meant for offer in installed)
-    hint = "" if is_here else f" It is not installed. {how_to_get(known[meant])}."
+    hint = "" if meant in names else f" It is not installed. {how_to_get(known[meant])}."
     return PluginError(f"{opening}Type {meant!r} if that was meant.{hint} {SHOW_ALL}")
+
+
+class Version(NamedTuple):
+    """A version in an order-preserving form: release without trailing zeros, then pre-, post- and dev-release."""
+
+    release: tuple[int, ...]
+    pre: tuple[int, int]
+    post: float
+    dev: float
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Reads a normalised version; a local part (`+cpu`) does not count. Raises `ValueError` for anything else."""
+        match = re.fullmatch(_VERSION, text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is no version; type one of the form 1.2.3, 1.2rc1, 1.2.post1 or 1.2.dev1")
+        release, phase, number, post, dev = match.groups()
+        if phase is not None:
+            pre = (("a", "b", "rc").index(phase), int(number))
+        else:
+            pre = (-1, 0) if dev is not None and post is None else (3, 0)
+        numbers = _numbers(re.sub(r"(\.0+)+$", "", release))
+        return cls(numbers, pre, -1 if post is None else int(post), math.inf if dev is None else int(dev))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def admits(specifier: str, version: str) -> bool:
+    """True if `version` satisfies every clause of `specifier` (">=0.2,<1"; empty admits all), in the order of versions.
+
+    So `>=0.2` admits `0.3rc1`, and `<2` admits `2rc1`. Raises `ValueError` for what it cannot read.
+    """
+    installed = Version.parse(version)
+    return all(_admits_clause(clause.strip(), installed) for clause in specifier.split(",") if clause.strip())
+
+
+def _admits_clause(clause: str, installed: Version) -> bool:
+    match = re.fullmatch(r"(>=|<=|==|!=|~=|>|<)\s*([^\s*<>=!~][^\s*]*)", clause)
+    sign, text = match.groups() if match else ("", "")
+    prefix = _numbers(re.split(r"\.?[a-z]", text)[0])[:-1] if sign == "~=" else ()
+    if match is None or (sign == "~=" and not prefix):
+        raise ValueError(
+            f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <"
+        )
+    padded = (*installed.release, *[0] * len(prefix))
+    return padded[: len(prefix)] == prefix and bool(_COMPARE[sign](installed, Version.parse(text)))
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as indexes compare it: `Accel_FSDP` is `accel-fsdp`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
+    """The clauses that `Requires-Dist` lines put on one distribution, joined by commas; empty if there are none.
+
+    Lines with an environment marker are left out, for extras do not bind; so are direct references.
+    """
+    matches = [re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?([^;@]*)$", line.strip()) for line in requirements or ()]
+    found = [match[2].strip(" ()") for match in matches if match and canonical(match[1]) == canonical(distribution)]
+    return ",".join(filter(None, found))

@@ -15,11 +15,8 @@ from accel_core.plugins.offers import NOUNS, Group, Offer, find, list_offers
 class Selected:
     """A component that is to be active, and where it came from.
 
-    Args:
-        component: the object whose marked methods are hooks.
-        name: the offer's name, or the class's name of an object that was passed.
-        group: the entry-point group of its role; None for an object from `plugins=[...]`.
-        offer: the offer that it was made from; None if it was passed as an object.
+    `name` is the offer's, or that of the class of an object that was passed, which has no offer;
+    an object from `plugins=[...]` has no group.
     """
 
     component: Any
@@ -35,16 +32,20 @@ class Selected:
     @property
     def where(self) -> str:
         """The module and class of the component, or the name of the module that it is."""
-        if isinstance(self.component, ModuleType):
-            return self.component.__name__
         kind = type(self.component)
-        return f"{kind.__module__}.{kind.__qualname__}"
+        is_module = isinstance(self.component, ModuleType)
+        return self.component.__name__ if is_module else f"{kind.__module__}.{kind.__qualname__}"
 
     def provider(self) -> tuple[str, str] | None:
         """The distribution and version of the component; None for the user's own code. May take 70 ms: for messages."""
-        if self.offer is not None:
-            return self.offer.distribution, self.offer.version
-        return _provider_of(self.where.partition(".")[0])
+        package = self.where.partition(".")[0]
+        ours = (offer for offer in list_offers() if offer.value.partition(":")[0].partition(".")[0] == package)
+        if (offer := self.offer or next(ours, None)) is not None:
+            return offer.distribution, offer.version
+        distributions = {*metadata.packages_distributions().get(package, ())}
+        return (
+            next(((name, metadata.version(name)) for name in distributions), None) if len(distributions) == 1 else None
+        )
 
     def describe(self) -> str:
         """The component and its provider, as text for messages."""
@@ -55,34 +56,23 @@ class Selected:
 
 
 def build(
-    group: Group,
-    choice: object,
-    options: Mapping[str, Any] | None = None,
-    offers: Sequence[Offer] | None = None,
+    group: Group, choice: object, options: Mapping[str, Any] | None = None, offers: Sequence[Offer] | None = None
 ) -> Selected:
-    """Makes the component that `choice` names, or takes the object that it is.
+    """Makes the component that `choice` names, with `options`, or takes the object that it is. `offers` is as for `find`.
 
-    Args:
-        choice: a name, looked up among what is installed, or an object, used as it is.
-        options: arguments for the constructor of what is named; for an object they are an error.
-        offers: what `list_offers` has returned, to build several components with one listing.
-
-    Raises:
-        PluginError: as `find` and `Offer.load` do.
-        ValueError: options for an object.
-        TypeError: a class instead of an object, or options that its constructor does not have, or
-            cannot do without.
+    Raises `PluginError` as `find` and `Offer.load` do, `ValueError` for options beside an object,
+    `TypeError` for a class instead of an object, or options that do not fit its constructor.
     """
+    given = options or {}
     if not isinstance(choice, str):
-        if options:
+        if given:
             raise ValueError(
-                f"Options for the {NOUNS[group]} were given ({', '.join(options)}) beside an object, "
-                f"{type(choice).__qualname__}, and an object built in code is complete.\n"
-                f"Give them to its constructor, or choose it by name."
+                f"Options for the {NOUNS[group]} were given ({', '.join(given)}) beside an object, {type(choice).__qualname__}, "
+                f"and an object built in code is complete.\nGive them to its constructor, or choose it by name."
             )
         return passed(choice, group)
     offer = find(group, choice, offers)
-    factory, given = offer.load(), options or {}
+    factory = offer.load()
     try:
         return Selected(factory(**given), offer.name, group, offer)
     except TypeError as error:
@@ -94,23 +84,10 @@ def build(
 
 def passed(component: object, group: Group | None = None) -> Selected:
     """Takes an object (or a module with marked functions) that the user built. Raises `TypeError` for a class."""
-    noun = "plugin" if group is None else NOUNS[group]
     if isinstance(component, type):
         raise TypeError(
-            f"The class {component.__module__}.{component.__qualname__} was passed as {noun}; an object of it is needed.\n"
-            f"Write {component.__name__}(...) with its options."
+            f"The class {component.__module__}.{component.__qualname__} was passed as {'plugin' if group is None else NOUNS[group]}; "
+            f"an object of it is needed.\nWrite {component.__name__}(...) with its options."
         )
     name = component.__name__ if isinstance(component, ModuleType) else type(component).__name__
     return Selected(component, name, group)
-
-
-def _provider_of(package: str) -> tuple[str, str] | None:
-    """The one distribution that brings a top-level package, if exactly one can be named."""
-    for offer in list_offers():
-        if offer.value.partition(":")[0].partition(".")[0] == package:
-            return offer.distribution, offer.version
-    distributions = set(metadata.packages_distributions().get(package, ()))
-    if len(distributions) != 1:
-        return None
-    name = distributions.pop()
-    return name, metadata.version(name)

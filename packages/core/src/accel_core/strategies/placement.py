@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel_core.contract.precision_policy import apply_policy
+from accel_core.contract.precision_policy import cast_parameters, override_calls
 from accel_core.loop.compilation import compile_calls
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def place_model(model: nn.Module, request: PrepareRequest) -> None:
     """
     if request.device is not None:
         _move(model, request.device)
-    apply_policy(model, request.policy, request.device_type, request.autocast)
+    cast_parameters(model, request.policy)
+    override_calls(model, request.policy, request.device_type, request.autocast)
     if request.compile_options is not None:
         compile_calls(model, request.compile_options)
 

@@ -27,7 +27,6 @@ from accel_core.api.launcher import (
     fields_of,
     find,
     from_data,
-    is_optional,
     list_offers,
     members,
     offer_state,
@@ -342,4 +341,4 @@ def _own(field: Field, owner: Callable[..., Any]) -> Option:
 def _without_none(kind: Any) -> Any:
     """A type without None: to the Accelerator, None is what was not given, so nobody can say it."""
     others = tuple(member for member in members(kind) if member is not NoneType)
-    return Union[others] if is_optional(kind) else kind  # noqa: UP007
+    return Union[others] if NoneType in members(kind) else kind  # noqa: UP007

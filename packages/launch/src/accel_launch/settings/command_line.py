@@ -17,7 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from accel_core import PluginError
-from accel_core.api.launcher import expected, from_text, members, section_name
+from accel_core.api.launcher import expected, from_data, members, section_name
 from accel_launch.settings.catalog import ROLES, SEVERAL, chosen_names
 from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.unknown import unknown_option
@@ -135,7 +135,7 @@ def is_flag(kind: Any) -> bool:
 
 def _fits(kind: Any, text: str) -> bool:
     try:
-        from_text(kind, text)
+        from_data(kind, text)
     except ValueError:
         return False
     return True

@@ -18,8 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.options.conversion import choices, expected, from_data, from_text, is_optional, to_data
-from accel_core.options.option_fields import fields_of
+from accel_core.options.conversion import choices, expected, fields_of, from_data, to_data
 
 if TYPE_CHECKING:
     from somewhere import Unknown
@@ -65,22 +64,15 @@ class Machine(enum.Enum):
 
 
 def odd(
-    place: int = 1,
-    /,
-    size: int = 2,
-    Size: int = 3,  # what is tested
     machine: Machine | None = None,
     remark: [int] = None,
     colour: Colour = Colour.RED,
 ) -> None: ...
 
 
-def test_a_parameter_that_cannot_be_given_by_name_or_has_an_odd_annotation_is_for_python_only() -> None:
+def test_a_parameter_that_has_an_odd_annotation_is_for_python_only() -> None:
     reasons = {name: field.python_only for name, field in fields_of(odd).items()}
     assert reasons == {
-        "place": "it is given by its place, and not by its name",
-        "size": "another one has its name in other letter case, and variables have one",
-        "Size": "another one has its name in other letter case, and variables have one",
         "machine": "its type is Machine | None",
         "remark": "its type is [int]",
         "colour": "",
@@ -94,7 +86,7 @@ def test_a_partial_has_the_options_of_what_it_calls() -> None:
 
 def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
     either = fields_of(Component)["either"]
-    assert from_text(either.type, "name") == "name"
+    assert from_data(either.type, "name") == "name"
     assert expected(either.type) == "a text or 'none'"
 
 
@@ -144,7 +136,7 @@ def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
     ],
 )
 def test_a_text_becomes_a_value(kind: Any, text: str, value: Any) -> None:
-    result = from_text(kind, text)
+    result = from_data(kind, text)
     assert result == value
     assert type(result) is type(value)
 
@@ -232,7 +224,7 @@ def test_a_value_survives_the_way_through_json(kind: Any, value: Any) -> None:
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(alphabet="abc", min_size=1)))
 def test_any_simple_value_survives_as_text(value: float | str | bool) -> None:
-    assert from_text(type(value), str(value)) == value
+    assert from_data(type(value), str(value)) == value
 
 
 def test_an_object_has_no_data() -> None:
@@ -246,5 +238,3 @@ def test_choices_are_known_where_the_type_lists_them() -> None:
     assert choices(bool) == (True, False)
     assert choices(bool | int) == ()
     assert choices(str) == ()
-    assert is_optional(int | None)
-    assert not is_optional(int)
