@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_core.build import Arguments, assemble, explained
-from accel_core.collectives.triggers import Trigger
-from accel_core.contract.loader_progress import Feed
+from accel_core.build import assemble
 from accel_core.facade.checkpoint_methods import CheckpointMethods
 from accel_core.facade.collective_methods import CollectiveMethods
 from accel_core.facade.loader_settings import LoaderSettings
@@ -20,16 +18,10 @@ from accel_core.facade.older_arguments import (
     renamed,
     warn_of_unread,
 )
+from accel_core.facade.process_methods import shown
 from accel_core.facade.recording_methods import RecordingMethods
-from accel_core.loop.accumulation import Accumulation
-from accel_core.loop.forward_backward import WindowLoop
-from accel_core.loop.preparation import (
-    Prepared,
-)
-from accel_core.loop.scheduler_gate import rule_of
-from accel_core.options.project import resolve_project
-from accel_core.options.resolution import as_text, flag, resolve
-from accel_core.state import AcceleratorState, PartialState
+from accel_core.options.resolution import flag
+from accel_core.state import AcceleratorState
 
 if TYPE_CHECKING:
     import os
@@ -37,14 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from accel_core.base.vocabulary import DistributedType, OlderArguments
-    from accel_core.build import Assembly
-    from accel_core.collectives.stop_signals import Preemption
-    from accel_core.contract.default_components import Detector
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
     from accel_core.contract.strategy import Strategy
-    from accel_core.facade.older_arguments import ChosenStrategy
-    from accel_core.loop.run import Run
     from accel_core.options.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
     from accel_core.options.project import ProjectConfiguration
     from accel_core.plugins.explain import Explanation
@@ -125,6 +112,18 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         WorldError: the launcher, the devices and the options contradict each other.
     """
 
+    state: AcceleratorState = shown(
+        "_state", "The set-up as one read-only object; `state.<name>_plugin` is a strategy."
+    )
+    layout: Layout = shown("_layout", "The part of the data that this process reads, and the ranks that share it out.")
+    distributed_type: DistributedType = shown("_state.distributed_type", "The strategy's word for how it distributes.")
+    project_configuration: ProjectConfiguration = shown(
+        "_project", "The project's folders, and how checkpoints are kept."
+    )
+    project_dir: str | os.PathLike[str] | None = shown("_project.project_dir", "The folder of the project, if any.")
+    logging_dir: str | os.PathLike[str] | None = shown("_project.logging_dir", "The folder for logs, if any.")
+    mixed_precision: str = shown("_parts.mixed_precision", 'The name of the precision: "no" for full precision.')
+
     def __init__(
         self,
         device_placement: bool = True,
@@ -153,137 +152,24 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         log_with: str | Tracker | GeneralTracker | Sequence[str | Tracker | GeneralTracker] | None = None,
         **older_names: Unpack[OlderArguments],
     ) -> None:
-        older = dict(older_names)
+        given, older = dict(locals()), dict(older_names)
         chosen = chosen_strategy(strategy, older)
-        kwargs_handlers = renamed(older, "kwargs_handlers", kwargs_handlers, None)
-        step_with_optimizer = renamed(older, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
+        given |= {"strategy": chosen.active, **renamed(older)}
         refuse_unknown(type(self), older)
-        placement = flag("device_placement", device_placement, "", True).value
+        self.device_placement = flag("device_placement", device_placement, "", True).value
         warn_of_unread()
-        project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
-        self._project = resolve_project(project.value, project_config, project.source)
-        parts = assemble(
-            Arguments(
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                gradient_accumulation_plugin=gradient_accumulation_plugin,
-                cpu=cpu,
-                dynamo_backend=dynamo_backend,
-                dynamo_plugin=dynamo_plugin,
-                detect_nonfinite=detect_nonfinite,
-                log_with=log_with,
-                strategy=chosen.active,
-                loader=loader,
-                dataloader_config=dataloader_config,
-                loader_options={
-                    "split_batches": split_batches,
-                    "dispatch_batches": dispatch_batches,
-                    "even_batches": even_batches,
-                    "use_seedable_sampler": use_seedable_sampler,
-                    "rng_types": rng_types,
-                },
-                plugins=plugins,
-                handlers=() if kwargs_handlers is None else kwargs_handlers,
-            )
-        )
-        self.device_placement = placement
+        parts = assemble(given)
+        super().__init__(parts)
         self._dataloader_config = dataloader_config
-        splits = getattr(parts.loader, "split_batches", False)
-        self._scheduler_rule = rule_of(
-            step_with_optimizer,
-            parts.world.size if step_scheduler_per_process and not splits else None,
-            parts.accumulation.adjust_scheduler,
+        name = parts.choices[0].selected.name
+        self._state = AcceleratorState(
+            parts.world, parts.mixed_precision, MappingProxyType(chosen.configured or {name: parts.strategy}), name
         )
-        self._take(parts)
-        self._state = _state_of(parts, chosen)
-        self._trackers = self._make_recorder(parts)
-        self._explain = partial(explained, parts, {**parts.options, "project_dir": project}, self._trackers)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
-
-    def _take(self, parts: Assembly) -> None:
-        """Takes the parts, and makes what the loop keeps its state in."""
-        self._parts = parts
-        self._world = parts.world
-        self._layout = parts.layout
-        self._relay = parts.activation.relay
-        owners = parts.activation.owners
-        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
-        self._engine = self._relay.apply_step if owners["apply_step"] else None
-        steps = parts.accumulation.num_steps
-        assert steps is not None, "the plugin checks it"
-        self._feed = Feed(steps)
-        self._prepared = Prepared(
-            self._world,
-            self._relay.gradient_state if owners["gradient_state"] else None,
-            self._relay.check_gradients if owners["check_gradients"] else None,
-        )
-        # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.
-        self._clips_kept = owners["clip_gradients"] is None and self._prepared.gradients.are_elsewhere
-        self._accumulation = Accumulation(
-            steps,
-            self._feed,
-            self._prepared.rescale,
-            sync_with_dataloader=parts.accumulation.sync_with_dataloader,
-            sync_each_batch=parts.accumulation.sync_each_batch,
-            synchronises=self._world.size > 1 and owners["no_sync"] is not None,
-            mean_over_steps=parts.accumulation.mean_over == "steps",
-        )
-        parts.defaults.window_loop = WindowLoop(
-            self._relay,
-            self._prepared,
-            self._world,
-            self._layout,
-            together=parts.strategy.forward_is_collective,
-        )
-        self._trigger = Trigger(self._world)
-        self._preemption: Preemption | None = None
-        self._run_made: Run | None = None
-        self._detector: Detector | None = None
-        if parts.detector is not None:
-            self._detector = parts.detector(
-                self._world, self._feed, self._prepared, strategy=parts.strategy, relay=self._relay, owners=owners
-            )
-        self._ended = False
-        self._world.enter(self)
-
-    @property
-    def state(self) -> AcceleratorState:
-        """The set-up as one read-only object; print it. Strategies under older names are `state.<name>_plugin`."""
-        return self._state
-
-    @property
-    def layout(self) -> Layout:
-        """The part of the data that this process reads, and the ranks with which it shares the data out."""
-        return self._layout
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The strategy's word for how training is distributed: `DistributedType.NO` for `single`."""
-        return self._state.distributed_type
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """The folders of the project, and the settings of its checkpoints."""
-        return self._project
-
-    @property
-    def project_dir(self) -> str | os.PathLike[str] | None:
-        """The folder of the project; None if none was given."""
-        return self._project.project_dir
-
-    @property
-    def logging_dir(self) -> str | os.PathLike[str] | None:
-        """The folder for logs: `project_dir` unless the project configuration says otherwise."""
-        return self._project.logging_dir
-
-    @property
-    def mixed_precision(self) -> str:
-        """The name of the precision: "no" for full precision."""
-        return self._parts.mixed_precision
 
     def explain(self) -> Explanation:
         """The active set-up: every choice with its source, every hook with its owner. Print it."""
-        return self._explain()
+        return self._parts.explain()
 
     def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
@@ -314,10 +200,3 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
             "An Accelerator cannot be pickled: it is a handle on running processes. Pickle models, optimizers and loaders, "
             "and build an Accelerator in the new process."
         )
-
-
-def _state_of(parts: Assembly, chosen: ChosenStrategy) -> AcceleratorState:
-    name = parts.choices[0].selected.name
-    given = chosen.configured or {name: parts.strategy}
-    processes = PartialState.of(parts.world)
-    return AcceleratorState.of(processes, parts.mixed_precision, given, next(iter(given)), name)

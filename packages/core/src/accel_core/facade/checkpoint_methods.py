@@ -188,7 +188,7 @@ class CheckpointMethods(PreparationMethods):
                 recorder=self._trackers,
                 declares_layout=self._declares_layout,
                 seed=lambda: prepared.seed,
-                explain=self._explain,
+                explain=self._parts.explain,
             )
         return self._run_made
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_core.facade.accelerator_parts import AcceleratorParts
+from accel_core.facade.process_methods import shown
 from accel_core.loop import fused_backward, gradients
 from accel_core.loop.accumulation import Accumulate
 from accel_core.loop.forward_backward import default_inputs
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 class LoopMethods(AcceleratorParts):
     """The methods of a training step."""
 
+    step: int = shown("_accumulation.position", "Micro-batches of the open window so far; 0 when none is open.")
+    step_scheduler_with_optimizer: bool = shown(
+        "_parts.scheduler_rule.with_optimizer", "Whether `scheduler.step()` waits for the optimizer."
+    )
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches in a full window of `accumulate`. It may be assigned between two windows."""
@@ -41,19 +47,9 @@ class LoopMethods(AcceleratorParts):
         self._accumulation.resize(steps)
 
     @property
-    def step_scheduler_with_optimizer(self) -> bool:
-        """Whether `scheduler.step()` waits for the optimizer."""
-        return self._scheduler_rule.with_optimizer
-
-    @property
     def scaler(self) -> Any:
         """The loss scaler, with `state_dict` and `load_state_dict` for one's own checkpoints; None if there is none."""
         return next(iter(self._scales()), None) if self._parts.activation.owners["scale_loss"] else None
-
-    @property
-    def step(self) -> int:
-        """Micro-batches of the open window so far; 0 when none is open."""
-        return self._accumulation.position
 
     @property
     def sync_gradients(self) -> bool:

@@ -178,7 +178,7 @@ class PreparationMethods(AcceleratorParts):
                 f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
                 f"step(), state_dict(), and the optimizer that it drives as `optimizer`."
             )
-        gate_scheduler(scheduler, self._scheduler_rule)
+        gate_scheduler(scheduler, self._parts.scheduler_rule)
         if not any(scheduler is known for known in self._prepared.schedulers):
             self._prepared.schedulers.append(scheduler)
         return scheduler

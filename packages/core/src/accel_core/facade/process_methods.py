@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from accel_core.base.deprecation import Deprecation
 from accel_core.collectives.splitting import is_process, leader_first, only_where, split_between_processes
 
 if TYPE_CHECKING:
-    from accel_core.base.vocabulary import DistributedType
+    import torch
+
     from accel_core.processes.world import World
 
 _LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", removed_in="1.0")
 
 
-class ProcessControl(ABC):
+def shown(path: str, text: str) -> Any:
+    """A read-only property, whose value `path` leads to from the object, and whose docstring is `text`."""
+    return property(attrgetter(path), doc=text)
+
+
+class ProcessControl:
     """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world."""
 
     _world: World
 
-    @property
-    @abstractmethod
-    def distributed_type(self) -> DistributedType:
-        """The kind of distributed training, in one word."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._world.device
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this process, from 0."""
-        return self._world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank of this process among those on its machine, from 0."""
-        return self._world.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes that the launcher started."""
-        return self._world.size
+    device: torch.device = shown("_world.device", "The device of this process.")
+    process_index: int = shown("_world.rank", "The rank of this process, from 0.")
+    local_process_index: int = shown("_world.local_rank", "The rank of this process on its machine, from 0.")
+    num_processes: int = shown("_world.size", "The number of processes that the launcher started.")
+    is_main_process: bool = shown("_world.is_main", "Whether this is rank 0.")
+    is_local_main_process: bool = shown("_world.is_local_main", "Whether this is the first process on its machine.")
+    is_last_process: bool = shown("_world.is_last", "Whether this is the last rank.")
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self._world.size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._world.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process on its machine."""
-        return self._world.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._world.is_last
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
@@ -146,11 +118,6 @@ class ProcessControl(ABC):
         `local_process_idx` is an older spelling of the index.
         """
         if local_process_idx is not None:
-            if local_process_index is not None:
-                raise TypeError(
-                    f"on_local_process() got local_process_index={local_process_index} and its older spelling, "
-                    f"local_process_idx={local_process_idx}. Write local_process_index alone."
-                )
             _LOCAL_PROCESS_IDX.warn()
             local_process_index = local_process_idx
         asked = ("on_local_process", "local_process_index", local_process_index)
