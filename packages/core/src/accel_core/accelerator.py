@@ -12,12 +12,7 @@ from accel_core.facade.checkpoint_methods import CheckpointMethods
 from accel_core.facade.collective_methods import CollectiveMethods
 from accel_core.facade.loader_settings import LoaderSettings
 from accel_core.facade.loop_methods import LoopMethods
-from accel_core.facade.older_arguments import (
-    chosen_strategy,
-    refuse_unknown,
-    renamed,
-    warn_of_unread,
-)
+from accel_core.facade.older_arguments import chosen_strategy, refuse_unknown, renamed, warn_of_unread
 from accel_core.facade.process_methods import shown
 from accel_core.facade.recording_methods import RecordingMethods
 from accel_core.options.resolution import flag
@@ -58,53 +53,43 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     Args:
         device_placement: whether models and batches are moved to the device.
-        split_batches: whether a loader's batch size is that of the whole world, instead of each rank's
-            own. Served by the loader component.
+        split_batches: whether a loader's batch size is that of the whole world, instead of a rank's.
         mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given:
             ACCELERATE_MIXED_PRECISION, else "no".
         gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not
             given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
-        cpu: whether to train on the CPU although there is an accelerator. The number of processes is
-            always what the launcher started. Not given: ACCELERATE_USE_CPU, else False.
-        strategy: the name of an installed strategy, or a `Strategy` object. Not given:
-            ACCELERATE_STRATEGY, else "ddp" in a world larger than one and "single" otherwise.
-            `<name>_plugin=object` is the same under an older name.
+        cpu: whether to train on the CPU although there is an accelerator. Not given:
+            ACCELERATE_USE_CPU, else False.
+        strategy: the name of an installed strategy, or a `Strategy`; `<name>_plugin=` is an older
+            name. Not given: ACCELERATE_STRATEGY, else "ddp", and "single" in a world of one.
         loader: the name of an installed loader component, or such an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's own, which serves
-            one process.
+            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's, for one process.
         plugins: objects with further hooks, such as observers.
-        dataloader_config: the options of the loader component as one object, such as accel-data's
-            `DataLoaderConfiguration`, instead of the loose ones. It is complete: variables of the
-            environment for its fields are refused beside it.
-        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served by
-            the loader component.
+        dataloader_config: all options of the loader component as one object, such as accel-data's
+            `DataLoaderConfiguration`, instead of the loose ones and of variables.
+        dispatch_batches: whether one rank reads a loader and sends the others their parts.
         even_batches: whether loaders fill the last global batch from the first samples, so that all
-            ranks have equally many batches; metrics leave the filling out. Served by the loader
-            component.
+            ranks have equally many batches; metrics leave the filling out.
         use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch.
-            Served by the loader component.
-        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated: names
-            of `RNGType`; an empty list: none. Not given: as the loader component says, "generator" by
-            that of accel-data. Served by the loader component.
+        rng_types: which random streams ranks take from rank 0 when a loader is iterated: names of
+            `RNGType`, or none. Not given: as the loader component says, "generator" by accel-data.
         gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
-        kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`,
-            `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
+        kwargs_handlers: option objects, at most one of a class, such as `AutocastKwargs`.
         dynamo_backend: backend of `torch.compile` for prepared models. Not given:
             ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
-        project_dir: the folder of the project; where `project_config` names one, the two have to agree.
-            Not given: ACCELERATE_PROJECT_DIR, else none.
-        project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
+        project_dir: the folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
+        project_config: where the project keeps what it writes; its folder agrees with `project_dir`.
         detect_nonfinite: whether, when a loss or a gradient of a window is inf or nan, the window runs
             once more under observation, and all ranks raise `NonFiniteError` with the module, the rank,
             the step and the samples. Costs a collective per window. Not given:
             ACCELERATE_DETECT_NONFINITE, else False.
         log_with: what records the run: the name of an installed tracker, a `Tracker` or
-            `GeneralTracker` object, a list of these, or "all" for every one that can be used here.
-            Recording begins with `init_trackers`. Not given: ACCELERATE_LOG_WITH, else none.
+            `GeneralTracker`, a list of these, or "all" for every one that can be used here.
+            Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
@@ -197,6 +182,5 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "An Accelerator cannot be pickled: it is a handle on running processes. Pickle models, optimizers and loaders, "
-            "and build an Accelerator in the new process."
+            "An Accelerator cannot be pickled: it is a handle on running processes. Build one in the new process."
         )

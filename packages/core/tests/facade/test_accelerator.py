@@ -383,7 +383,7 @@ def test_an_optimizer_of_another_model_is_allowed_in_one_process() -> None:
 
 
 def test_what_is_no_scalar_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a loss of shape \(3,\), expected a scalar. Reduce it, e.g. loss.mean"):
+    with pytest.raises(ValueError, match=r"a loss of shape \(3,\), expected a scalar, e.g. loss.mean"):
         Accelerator().backward(torch.ones(3, requires_grad=True))
 
 
@@ -525,7 +525,7 @@ def test_an_accelerator_copies_as_itself_and_says_why_it_does_not_pickle() -> No
     """L14."""
     accelerator = Accelerator()
     assert copy.deepcopy({"accelerator": accelerator})["accelerator"] is accelerator
-    with pytest.raises(TypeError, match="a handle on running processes. .*build an Accelerator in the new process"):
+    with pytest.raises(TypeError, match="a handle on running processes. Build one in the new process"):
         pickle.dumps(accelerator)
 
 

@@ -54,35 +54,27 @@ class ProcessControl:
         """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`. No collective.
 
         Takes a sequence, a tensor or array (split along dim 0), a dataset with a length, or a dict
-        of such values of one length, the same on all ranks. Parts are consecutive; the first
-        `len(inputs) % num_processes` are one element longer, unless `apply_padding` repeats the
-        last element. Raises `TypeError` for anything else, `ValueError` for a dict of uneven
-        lengths.
+        of such values of one length, the same on all ranks. Parts are consecutive, and the first
+        ones one element longer, unless `apply_padding` repeats the last element.
         """
         return split_between_processes(inputs, self._world, apply_padding)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """A block that the main process runs before all others: `with accelerator.main_process_first(): download()`.
 
-        Collective, and no place for other collectives. The others wait as long as it takes, beyond
-        the timeout of the process group. If the main process fails in its block, they raise
-        `RuntimeError` with its rank, the type and the message.
+        Collective, and no place for other collectives. The others wait beyond the timeout of the
+        process group, and raise `RuntimeError` if the main process fails in its block.
         """
         return leader_first(self._world, local=False)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first process of each machine runs before the others there: see `main_process_first`.
-
-        A collective of all processes. It does not nest with `main_process_first` where there are
-        several machines.
-        """
+        """A block that the first process of each machine runs before the others there: see `main_process_first`."""
         return leader_first(self._world, local=True)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """A decorator: the function runs on the main process; elsewhere it does nothing and returns None. No collective.
 
-        Like all of these, it decides at each call, and works on methods and coroutine functions,
-        with or without parentheses.
+        Works on methods and coroutine functions, with or without parentheses.
         """
         return self._only(function, lambda: self.is_main_process)
 
@@ -100,8 +92,7 @@ class ProcessControl:
         """A decorator: the function runs on the process of this index: `@accelerator.on_process(process_index=2)`.
 
         Negative indices count from the end. In a world of one it runs whatever the index. Raises
-        where it is written: `ValueError` if there is no such process, `TypeError` if the index is
-        no integer.
+        `ValueError` where it is written if there is no such process.
         """
         mine = is_process("on_process", "process_index", process_index, self.process_index, self._world, local=False)
         return self._only(function, lambda: mine)
@@ -113,10 +104,7 @@ class ProcessControl:
         *,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """A decorator: the function runs on the process of this index on each machine. See `on_process`.
-
-        `local_process_idx` is an older spelling of the index.
-        """
+        """A decorator: the function runs on the process of this index on each machine. See `on_process`."""
         if local_process_idx is not None:
             _LOCAL_PROCESS_IDX.warn()
             local_process_index = local_process_idx
