@@ -276,7 +276,7 @@ def arguments_of(docstring: str) -> dict[str, str]:
 
 def described_argument(name: str) -> str:
     """What an argument that the signature does not have stands for."""
-    renamed = {each.old: each.new for each in older_arguments.OLDER_ARGUMENTS.values()}
+    renamed = {each.old: each.new for each in older_arguments.OLDER_ARGUMENTS}
     if name in renamed:
         return f"an older spelling of `{renamed[name]}`"
     return "`strategy=` under an older name: a configured object, or a dict of such, the first of which is active"
@@ -390,7 +390,7 @@ def hook_section(hook: ast.FunctionDef) -> str:
 
 
 def public_members(node: ast.ClassDef) -> dict[str, str]:
-    """The section of each public method, property and second name of a class, in the order of the source."""
+    """The section of each public method, property (written as one, or by `shown`) and second name of a class."""
     sections: dict[str, str] = {}
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
@@ -399,6 +399,9 @@ def public_members(node: ast.ClassDef) -> dict[str, str]:
             name = item.targets[0].id
             if not name.startswith("_"):
                 sections[name] = f"### {name}\n\nAnother name of `{ast.unparse(item.value)}`.\n"
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
+            declared, text = ast.unparse(item).partition(" = ")[0], ast.literal_eval(item.value.args[-1])
+            sections[ast.unparse(item.target)] = f"### {item.target.id}\n\n```text\n{declared}\n```\n\n{text}\n"
     return sections
 
 

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_core.build import Arguments, assemble, explained
-from accel_core.collectives.triggers import Trigger
-from accel_core.contract.loader_progress import Feed
+from accel_core.build import assemble
 from accel_core.facade.checkpoint_methods import CheckpointMethods
 from accel_core.facade.collective_methods import CollectiveMethods
 from accel_core.facade.loader_settings import LoaderSettings
 from accel_core.facade.loop_methods import LoopMethods
-from accel_core.facade.older_arguments import (
-    chosen_strategy,
-    refuse_unknown,
-    renamed,
-    warn_of_unread,
-)
+from accel_core.facade.older_arguments import chosen_strategy, refuse_unknown, renamed, warn_of_unread
+from accel_core.facade.process_methods import shown
 from accel_core.facade.recording_methods import RecordingMethods
-from accel_core.loop.accumulation import Accumulation
-from accel_core.loop.forward_backward import WindowLoop
-from accel_core.loop.preparation import (
-    Prepared,
-)
-from accel_core.loop.scheduler_gate import rule_of
-from accel_core.options.project import resolve_project
-from accel_core.options.resolution import as_text, flag, resolve
-from accel_core.state import AcceleratorState, PartialState
+from accel_core.options.resolution import flag
+from accel_core.state import AcceleratorState
 
 if TYPE_CHECKING:
     import os
@@ -37,14 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from accel_core.base.vocabulary import DistributedType, OlderArguments
-    from accel_core.build import Assembly
-    from accel_core.collectives.stop_signals import Preemption
-    from accel_core.contract.default_components import Detector
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
     from accel_core.contract.strategy import Strategy
-    from accel_core.facade.older_arguments import ChosenStrategy
-    from accel_core.loop.run import Run
     from accel_core.options.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
     from accel_core.options.project import ProjectConfiguration
     from accel_core.plugins.explain import Explanation
@@ -71,59 +53,61 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     Args:
         device_placement: whether models and batches are moved to the device.
-        split_batches: whether a loader's batch size is that of the whole world, instead of each rank's
-            own. Served by the loader component.
+        split_batches: whether a loader's batch size is that of the whole world, instead of a rank's.
         mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given:
             ACCELERATE_MIXED_PRECISION, else "no".
         gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not
             given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
-        cpu: whether to train on the CPU although there is an accelerator. The number of processes is
-            always what the launcher started. Not given: ACCELERATE_USE_CPU, else False.
-        strategy: the name of an installed strategy, or a `Strategy` object. Not given:
-            ACCELERATE_STRATEGY, else "ddp" in a world larger than one and "single" otherwise.
-            `<name>_plugin=object` is the same under an older name.
+        cpu: whether to train on the CPU although there is an accelerator. Not given:
+            ACCELERATE_USE_CPU, else False.
+        strategy: the name of an installed strategy, or a `Strategy`; `<name>_plugin=` is an older
+            name. Not given: ACCELERATE_STRATEGY, else "ddp", and "single" in a world of one.
         loader: the name of an installed loader component, or such an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's own, which serves
-            one process.
+            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's, for one process.
         plugins: objects with further hooks, such as observers.
-        dataloader_config: the options of the loader component as one object, such as accel-data's
-            `DataLoaderConfiguration`, instead of the loose ones. It is complete: variables of the
-            environment for its fields are refused beside it.
-        dispatch_batches: whether one rank reads a loader and sends the others their parts. Served by
-            the loader component.
+        dataloader_config: all options of the loader component as one object, such as accel-data's
+            `DataLoaderConfiguration`, instead of the loose ones and of variables.
+        dispatch_batches: whether one rank reads a loader and sends the others their parts.
         even_batches: whether loaders fill the last global batch from the first samples, so that all
-            ranks have equally many batches; metrics leave the filling out. Served by the loader
-            component.
+            ranks have equally many batches; metrics leave the filling out.
         use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch.
-            Served by the loader component.
-        rng_types: which random streams all ranks take from rank 0 whenever a loader is iterated: names
-            of `RNGType`; an empty list: none. Not given: as the loader component says, "generator" by
-            that of accel-data. Served by the loader component.
+        rng_types: which random streams ranks take from rank 0 when a loader is iterated: names of
+            `RNGType`, or none. Not given: as the loader component says, "generator" by accel-data.
         gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
-        kwargs_handlers: option objects, at most one of a class: `DistributedDataParallelKwargs`,
-            `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
+        kwargs_handlers: option objects, at most one of a class, such as `AutocastKwargs`.
         dynamo_backend: backend of `torch.compile` for prepared models. Not given:
             ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
-        project_dir: the folder of the project; where `project_config` names one, the two have to agree.
-            Not given: ACCELERATE_PROJECT_DIR, else none.
-        project_config: where the project keeps what it writes, as a `ProjectConfiguration`.
+        project_dir: the folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
+        project_config: where the project keeps what it writes; its folder agrees with `project_dir`.
         detect_nonfinite: whether, when a loss or a gradient of a window is inf or nan, the window runs
             once more under observation, and all ranks raise `NonFiniteError` with the module, the rank,
             the step and the samples. Costs a collective per window. Not given:
             ACCELERATE_DETECT_NONFINITE, else False.
         log_with: what records the run: the name of an installed tracker, a `Tracker` or
-            `GeneralTracker` object, a list of these, or "all" for every one that can be used here.
-            Recording begins with `init_trackers`. Not given: ACCELERATE_LOG_WITH, else none.
+            `GeneralTracker`, a list of these, or "all" for every one that can be used here.
+            Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
         PluginError: components cannot be found, loaded, or active together.
         WorldError: the launcher, the devices and the options contradict each other.
     """
+
+    state: AcceleratorState = shown(
+        "_state", "The set-up as one read-only object; `state.<name>_plugin` is a strategy."
+    )
+    layout: Layout = shown("_layout", "The part of the data that this process reads, and the ranks that share it out.")
+    distributed_type: DistributedType = shown("_state.distributed_type", "The strategy's word for how it distributes.")
+    project_configuration: ProjectConfiguration = shown(
+        "_project", "The project's folders, and how checkpoints are kept."
+    )
+    project_dir: str | os.PathLike[str] | None = shown("_project.project_dir", "The folder of the project, if any.")
+    logging_dir: str | os.PathLike[str] | None = shown("_project.logging_dir", "The folder for logs, if any.")
+    mixed_precision: str = shown("_parts.mixed_precision", 'The name of the precision: "no" for full precision.')
 
     def __init__(
         self,
@@ -153,137 +137,24 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         log_with: str | Tracker | GeneralTracker | Sequence[str | Tracker | GeneralTracker] | None = None,
         **older_names: Unpack[OlderArguments],
     ) -> None:
-        older = dict(older_names)
+        given, older = dict(locals()), dict(older_names)
         chosen = chosen_strategy(strategy, older)
-        kwargs_handlers = renamed(older, "kwargs_handlers", kwargs_handlers, None)
-        step_with_optimizer = renamed(older, "step_scheduler_with_optimizer", step_scheduler_with_optimizer, True)
+        given |= {"strategy": chosen.active, **renamed(older)}
         refuse_unknown(type(self), older)
-        placement = flag("device_placement", device_placement, "", True).value
+        self.device_placement = flag("device_placement", device_placement, "", True).value
         warn_of_unread()
-        project = resolve(project_dir, "ACCELERATE_PROJECT_DIR", as_text, None)
-        self._project = resolve_project(project.value, project_config, project.source)
-        parts = assemble(
-            Arguments(
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                gradient_accumulation_plugin=gradient_accumulation_plugin,
-                cpu=cpu,
-                dynamo_backend=dynamo_backend,
-                dynamo_plugin=dynamo_plugin,
-                detect_nonfinite=detect_nonfinite,
-                log_with=log_with,
-                strategy=chosen.active,
-                loader=loader,
-                dataloader_config=dataloader_config,
-                loader_options={
-                    "split_batches": split_batches,
-                    "dispatch_batches": dispatch_batches,
-                    "even_batches": even_batches,
-                    "use_seedable_sampler": use_seedable_sampler,
-                    "rng_types": rng_types,
-                },
-                plugins=plugins,
-                handlers=() if kwargs_handlers is None else kwargs_handlers,
-            )
-        )
-        self.device_placement = placement
+        parts = assemble(given)
+        super().__init__(parts)
         self._dataloader_config = dataloader_config
-        splits = getattr(parts.loader, "split_batches", False)
-        self._scheduler_rule = rule_of(
-            step_with_optimizer,
-            parts.world.size if step_scheduler_per_process and not splits else None,
-            parts.accumulation.adjust_scheduler,
+        name = parts.choices[0].selected.name
+        self._state = AcceleratorState(
+            parts.world, parts.mixed_precision, MappingProxyType(chosen.configured or {name: parts.strategy}), name
         )
-        self._take(parts)
-        self._state = _state_of(parts, chosen)
-        self._trackers = self._make_recorder(parts)
-        self._explain = partial(explained, parts, {**parts.options, "project_dir": project}, self._trackers)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
-
-    def _take(self, parts: Assembly) -> None:
-        """Takes the parts, and makes what the loop keeps its state in."""
-        self._parts = parts
-        self._world = parts.world
-        self._layout = parts.layout
-        self._relay = parts.activation.relay
-        owners = parts.activation.owners
-        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
-        self._engine = self._relay.apply_step if owners["apply_step"] else None
-        steps = parts.accumulation.num_steps
-        assert steps is not None, "the plugin checks it"
-        self._feed = Feed(steps)
-        self._prepared = Prepared(
-            self._world,
-            self._relay.gradient_state if owners["gradient_state"] else None,
-            self._relay.check_gradients if owners["check_gradients"] else None,
-        )
-        # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.
-        self._clips_kept = owners["clip_gradients"] is None and self._prepared.gradients.are_elsewhere
-        self._accumulation = Accumulation(
-            steps,
-            self._feed,
-            self._prepared.rescale,
-            sync_with_dataloader=parts.accumulation.sync_with_dataloader,
-            sync_each_batch=parts.accumulation.sync_each_batch,
-            synchronises=self._world.size > 1 and owners["no_sync"] is not None,
-            mean_over_steps=parts.accumulation.mean_over == "steps",
-        )
-        parts.defaults.window_loop = WindowLoop(
-            self._relay,
-            self._prepared,
-            self._world,
-            self._layout,
-            together=parts.strategy.forward_is_collective,
-        )
-        self._trigger = Trigger(self._world)
-        self._preemption: Preemption | None = None
-        self._run_made: Run | None = None
-        self._detector: Detector | None = None
-        if parts.detector is not None:
-            self._detector = parts.detector(
-                self._world, self._feed, self._prepared, strategy=parts.strategy, relay=self._relay, owners=owners
-            )
-        self._ended = False
-        self._world.enter(self)
-
-    @property
-    def state(self) -> AcceleratorState:
-        """The set-up as one read-only object; print it. Strategies under older names are `state.<name>_plugin`."""
-        return self._state
-
-    @property
-    def layout(self) -> Layout:
-        """The part of the data that this process reads, and the ranks with which it shares the data out."""
-        return self._layout
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The strategy's word for how training is distributed: `DistributedType.NO` for `single`."""
-        return self._state.distributed_type
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """The folders of the project, and the settings of its checkpoints."""
-        return self._project
-
-    @property
-    def project_dir(self) -> str | os.PathLike[str] | None:
-        """The folder of the project; None if none was given."""
-        return self._project.project_dir
-
-    @property
-    def logging_dir(self) -> str | os.PathLike[str] | None:
-        """The folder for logs: `project_dir` unless the project configuration says otherwise."""
-        return self._project.logging_dir
-
-    @property
-    def mixed_precision(self) -> str:
-        """The name of the precision: "no" for full precision."""
-        return self._parts.mixed_precision
 
     def explain(self) -> Explanation:
         """The active set-up: every choice with its source, every hook with its owner. Print it."""
-        return self._explain()
+        return self._parts.explain()
 
     def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
@@ -311,13 +182,5 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "An Accelerator cannot be pickled: it is a handle on running processes. Pickle models, optimizers and loaders, "
-            "and build an Accelerator in the new process."
+            "An Accelerator cannot be pickled: it is a handle on running processes. Build one in the new process."
         )
-
-
-def _state_of(parts: Assembly, chosen: ChosenStrategy) -> AcceleratorState:
-    name = parts.choices[0].selected.name
-    given = chosen.configured or {name: parts.strategy}
-    processes = PartialState.of(parts.world)
-    return AcceleratorState.of(processes, parts.mixed_precision, given, next(iter(given)), name)

@@ -7,11 +7,13 @@ their owners, then the layout. Nothing here is kept but the result.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import PluginError
 from accel_core.contract.default_components import DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
@@ -19,6 +21,7 @@ from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
 from accel_core.loop.compilation import refuse_beside, resolve_compilation
+from accel_core.loop.scheduler_gate import SchedulerRule, rule_of
 from accel_core.options.component_options import Sections
 from accel_core.options.handlers import (
     AutocastKwargs,
@@ -28,24 +31,20 @@ from accel_core.options.handlers import (
     TrackingKwargs,
 )
 from accel_core.options.loader_options import in_force, refuse_beside_object, resolve_options
-from accel_core.options.option_sources import (
-    DEFAULT_LOADER,
-    DEFAULT_STRATEGIES,
-    LOADER_OPTIONS,
-    OPTIONS,
-    given_outside,
-    variable_of,
-)
-from accel_core.options.resolution import Option, as_sequence, as_steps, as_text, flag, resolve
+from accel_core.options.option_sources import DEFAULT_LOADER, DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
+from accel_core.options.project import ProjectConfiguration, resolve_project
+from accel_core.options.resolution import Option, as_list, as_sequence, as_steps, as_text, flag, resolve
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
-from accel_core.plugins.offers import find_default
+from accel_core.plugins.offers import NOUNS, find_default
 from accel_core.processes.world import World
 
 if TYPE_CHECKING:
-    from accel_core.contract.default_components import DetectorFactory, Recorder, RecorderFactory
+    from accel_core.contract.default_components import DetectorFactory, Recorder
     from accel_core.contract.layout import Layout
     from accel_core.plugins.explain import Explanation
-    from accel_core.tracking.selection import Chosen
+
+Given = Mapping[str, Any]  # the constructor's arguments by name, None where one was not given; nothing is checked yet
+Handlers = Mapping[type[KwargsHandler], Any]
 
 
 class Choice(NamedTuple):
@@ -70,66 +69,67 @@ class Assembly(NamedTuple):
     precision: Precision
     mixed_precision: str
     accumulation: GradientAccumulationPlugin
+    scheduler_rule: SchedulerRule
     autocast: AutocastKwargs
     compile_options: Mapping[str, Any] | None
-    handlers: Mapping[type, KwargsHandler]
+    handlers: Handlers
+    project: ProjectConfiguration
     detector: DetectorFactory | None
-    trackers: Chosen | None
-    recorder: RecorderFactory | None
-    tracking: TrackingKwargs
+    trackers: Sequence[str]
+    recorder: Recorder | None
+
+    def explain(self) -> Explanation:
+        """See `Accelerator.explain`."""
+        from accel_core.plugins.explain import Detail, explain
+
+        told = {} if self.recorder is None else self.recorder.details()
+        details = [Detail("tracker", name, "state", text) for name, text in told.items()]
+        return explain(self.activation, self.choices, self.options, details)
 
 
-class Arguments(NamedTuple):
-    """The constructor's arguments; None where none was given. Nothing is checked yet, hence `object`."""
-
-    mixed_precision: object
-    gradient_accumulation_steps: object
-    gradient_accumulation_plugin: object
-    cpu: object
-    dynamo_backend: object
-    strategy: object
-    loader: object
-    dataloader_config: object
-    loader_options: Mapping[str, object]
-    plugins: Sequence[object]
-    handlers: Sequence[KwargsHandler]
-    dynamo_plugin: object
-    detect_nonfinite: object
-    log_with: object
-
-
-def assemble(given: Arguments) -> Assembly:
+def assemble(given: Given) -> Assembly:
     """Makes every part, or raises; nothing is left running by a failure but the process group."""
-    handlers = _by_class(as_sequence("kwargs_handlers", given.handlers))
+    project_dir = _option(given, "project_dir")
+    project = resolve_project(project_dir.value, given["project_config"], project_dir.source)
+    handlers = _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ()))
     sections = Sections()
     accumulation, steps = _accumulation(given, sections)
-    cpu = flag("cpu", given.cpu, "ACCELERATE_USE_CPU", OPTIONS["cpu"])
-    nonfinite = flag(
-        "detect_nonfinite", given.detect_nonfinite, "ACCELERATE_DETECT_NONFINITE", OPTIONS["detect_nonfinite"]
-    )
-    if given.dynamo_plugin is not None:
+    cpu, nonfinite = _flag(given, "cpu"), _flag(given, "detect_nonfinite")
+    if given["dynamo_plugin"] is not None:
         sections.refuse_beside("dynamo", "dynamo_plugin")
     backend, compile_options = resolve_compilation(
-        given.dynamo_backend, given.dynamo_plugin, lambda: sections.share("dynamo")
+        given["dynamo_backend"], given["dynamo_plugin"], lambda: sections.share("dynamo")
     )
     offers = list_offers()
     detects = find_default(*DETECTOR, "detect_nonfinite=True", offers).load() if nonfinite.value else None
-    precision = _precision(given.mixed_precision, handlers, offers, sections)
+    precision = _component(
+        "mixed_precision", "accel.precisions", _option(given, "mixed_precision"), handlers, offers, sections
+    )
     loader, loader_options = _loader(given, offers, sections)
-    plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given.plugins)]
-    trackers, records, tracking = _trackers(given.log_with, handlers, offers, sections)
+    plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given["plugins"])]
+    recording, trackers, record = _trackers(given, handlers, offers, sections)
     world = _world(cpu.value, handlers, sections)
-    strategy = _strategy(given.strategy, world, handlers, offers, sections)
-    _warn_of_idle(handlers, strategy, precision, world, trackers)
-    recorded = ", ".join(trackers.names) if trackers is not None else ""
-    sections.finish(offers, f"{_in_words(strategy, precision, world)}, trackers: {recorded or 'none'}")
+    strategy = _component(
+        "strategy",
+        "accel.strategies",
+        _option(given, "strategy", DEFAULT_STRATEGIES[world.size == 1]),
+        handlers,
+        offers,
+        sections,
+    )
+    active = f"{world.size} process(es), strategy {strategy.selected.name!r}, precision {precision.selected.name!r}"
+    _warn_of_idle(
+        handlers, strategy.selected.component, precision.selected.component, world, record is not None, active
+    )
+    sections.finish(offers, f"{active}, trackers: {', '.join(trackers) or 'none'}")
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
     activation = activate([choice.selected for choice in choices], defaults)
     _check_checkpoints(activation)
-    recording = [] if trackers is None else [Choice("tracker", each, trackers.source) for each in trackers.selected]
     layout = activation.relay.layout(world)
-    _check_layout(layout, world, strategy)
+    _check_layout(layout, world, strategy.selected.name)
+    component = loader[0].selected.component if loader else None
+    per_process = given["step_scheduler_per_process"] and not getattr(component, "split_batches", False)
     return Assembly(
         world=world,
         layout=layout,
@@ -141,79 +141,64 @@ def assemble(given: Arguments) -> Assembly:
             "detect_nonfinite": nonfinite,
             **loader_options,
             **sections.options,
+            "project_dir": project_dir,
         },
         activation=activation,
         defaults=defaults,
         strategy=strategy.selected.component,
-        loader=loader[0].selected.component if loader else None,
+        loader=component,
         precision=precision.selected.component,
         mixed_precision=precision.selected.name,
         accumulation=accumulation,
+        scheduler_rule=rule_of(
+            given["step_scheduler_with_optimizer"], world.size if per_process else None, accumulation.adjust_scheduler
+        ),
         autocast=handlers.get(AutocastKwargs) or AutocastKwargs(),
         compile_options=compile_options,
         handlers=handlers,
+        project=project,
         detector=detects,
         trackers=trackers,
-        recorder=records,
-        tracking=tracking,
+        recorder=None if record is None else record(world, project),
     )
 
 
-def explained(parts: Assembly, options: Mapping[str, Option[Any]], recorder: Recorder | None) -> Explanation:
-    """What an Accelerator says of its set-up."""
-    from accel_core.plugins.explain import Detail, explain
-
-    told = {} if recorder is None else recorder.details()
-    details = [Detail("tracker", name, "state", text) for name, text in told.items()]
-    return explain(parts.activation, parts.choices, options, details)
+def _option(given: Given, name: str, default: object = None, parse: Callable[[str, str], Any] = as_text) -> Option[Any]:
+    return resolve(given[name], variable_of(name), parse, OPTIONS[name] if default is None else default)
 
 
-def _by_class(handlers: Sequence[KwargsHandler]) -> dict[type[KwargsHandler], Any]:
-    found: dict[type[KwargsHandler], Any] = {}
+def _flag(given: Given, name: str) -> Option[Any]:
+    return flag(name, given[name], variable_of(name), OPTIONS[name])
+
+
+def _by_class(handlers: Sequence[Any]) -> dict[type[KwargsHandler], Any]:
     for handler in handlers:
         if not isinstance(handler, KwargsHandler):
             raise TypeError(
-                f"kwargs_handlers holds a {type(handler).__name__}, expected objects such as "
-                f"DistributedDataParallelKwargs(...) or InitProcessGroupKwargs(...)."
+                f"kwargs_handlers holds a {type(handler).__name__}, expected objects such as AutocastKwargs(...)."
             )
-        if type(handler) in found:
-            raise ValueError(
-                f"kwargs_handlers holds two {type(handler).__name__}. Put all options into one of them, for only one can "
-                f"hold."
-            )
-        found[type(handler)] = handler
-    return found
+        if [type(each) for each in handlers].count(type(handler)) > 1:
+            raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}. Put all options into one of them.")
+    return {type(handler): handler for handler in handlers}
 
 
 def _warn_of_idle(
-    handlers: Mapping[type[KwargsHandler], Any],
-    strategy: Choice,
-    precision: Choice,
-    world: World,
-    trackers: Chosen | None,
+    handlers: Handlers, strategy: Strategy, precision: Precision, world: World, records: bool, active: str
 ) -> None:
     """Options without effect say so, once, at the line that gave them."""
-    taken: set[type] = {type(strategy.selected.component).handler or object, *precision.selected.component.handlers}
-    if world.group is not None:
-        taken.add(InitProcessGroupKwargs)
-    if precision.selected.component.policy.compute is not None:
-        taken.add(AutocastKwargs)
-    if trackers is not None:
-        taken.add(TrackingKwargs)
+    taken = {strategy.handler, *precision.handlers}
+    taken |= {InitProcessGroupKwargs} if world.group is not None else set()
+    taken |= {AutocastKwargs} if precision.policy.compute is not None else set()
+    taken |= {TrackingKwargs} if records else set()
     for handler in handlers:
         if handler not in taken and not handler.on_request:
             warnings.warn(
-                f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: "
-                f"{_in_words(strategy, precision, world)}. It has no effect.",
-                stacklevel=4,  # the line that calls Accelerator(...)
+                f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: {active}. It has no effect.",
+                stacklevel=level_of_the_user(),
             )
 
 
-def _in_words(strategy: Choice, precision: Choice, world: World) -> str:
-    return f"{world.size} process(es), strategy {strategy.selected.name!r}, precision {precision.selected.name!r}"
-
-
-def _world(cpu: bool, handlers: Mapping[type, Any], sections: Sections) -> World:
+def _world(cpu: bool, handlers: Handlers, sections: Sections) -> World:
     """The world of this process. What was said outside of the code for its process group is read where that is started."""
     process_group = handlers.get(InitProcessGroupKwargs)
     if process_group is not None:
@@ -225,21 +210,24 @@ def _world(cpu: bool, handlers: Mapping[type, Any], sections: Sections) -> World
 
 
 def _trackers(
-    argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections
-) -> tuple[Chosen | None, RecorderFactory | None, TrackingKwargs]:
-    """The trackers, None where none was asked for, what records with them, and how they are treated. They are no owners and no listeners of hooks."""
+    given: Given, handlers: Handlers, offers: Sequence[Offer], sections: Sections
+) -> tuple[list[Choice], list[str], Callable[[World, ProjectConfiguration], Recorder] | None]:
+    """The trackers, their names, and what makes the recorder; None where nothing is to be recorded."""
     rules = handlers.get(TrackingKwargs)
     if rules is not None:
         sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
-    if argument is None and given_outside(variable_of("log_with")) is None:
-        return None, None, rules or TrackingKwargs()
+    asked = _option(given, "log_with", (), as_list)
+    if asked.source == "default":
+        return [], [], None
     from accel_core.tracking.selection import choose  # which most runs need not import
 
-    chosen = choose(argument, offers, sections)
+    chosen = choose(asked, offers, sections)
+    rules = rules or TrackingKwargs(**sections.share("tracking"))
     if not chosen.selected and not chosen.left_out:  # an empty list, or "all" of nothing
-        return None, None, rules or TrackingKwargs(**sections.share("tracking"))
+        return [], [], None
     factory = find_default(*RECORDER, "log_with", offers).load()
-    return chosen, factory, rules or TrackingKwargs(**sections.share("tracking"))
+    choices = [Choice("tracker", each, chosen.source) for each in chosen.selected]
+    return choices, chosen.names, lambda world, project: factory(chosen, rules, world, project)
 
 
 def _check_checkpoints(activation: Activation) -> None:
@@ -256,62 +244,57 @@ def _check_checkpoints(activation: Activation) -> None:
         )
 
 
-def _check_layout(layout: Layout, world: World, strategy: Choice) -> None:
-    count, group = layout.shard.count, layout.data_group
-    size = world.size if group is None else torch.distributed.get_world_size(group)
-    if count != size:
+def _check_layout(layout: Layout, world: World, strategy: str) -> None:
+    size = world.size if layout.data_group is None else torch.distributed.get_world_size(layout.data_group)
+    if layout.shard.count != size:
         raise PluginError(
-            f"The strategy {strategy.selected.name!r} shares the data out to {count} data-parallel ranks, but its data group "
-            f"has {size} ({'the whole world' if group is None else 'its own group'}), so metrics would count samples twice. "
-            f"Its layout() is to give a data_group with one rank per shard."
+            f"The strategy {strategy!r} shares the data out to {layout.shard.count} data-parallel ranks, but its data group has {size} "
+            f"({'the whole world' if layout.data_group is None else 'its own group'}), so metrics would count samples twice. Its "
+            f"layout() is to give a data_group with one rank per shard."
         )
 
 
-def _accumulation(given: Arguments, sections: Sections) -> tuple[GradientAccumulationPlugin, Option[int]]:
-    steps: Any = given.gradient_accumulation_steps
-    plugin = given.gradient_accumulation_plugin
-    if plugin is not None:
-        if not isinstance(plugin, GradientAccumulationPlugin):
-            raise TypeError(
-                f"gradient_accumulation_plugin is a {type(plugin).__name__}, expected "
-                f"GradientAccumulationPlugin(num_steps=...)."
-            )
-        refuse_beside("gradient_accumulation_plugin", plugin, "gradient_accumulation_steps", steps, _STEPS_VARIABLE)
-        sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
-        return plugin, Option(plugin.num_steps, "argument")
-    if steps is not None:
-        GradientAccumulationPlugin(num_steps=steps)  # which checks it
-    option = resolve(steps, _STEPS_VARIABLE, as_steps, OPTIONS["gradient_accumulation_steps"])
-    return GradientAccumulationPlugin(num_steps=option.value, **sections.share("accumulation")), option
+def _accumulation(given: Given, sections: Sections) -> tuple[GradientAccumulationPlugin, Option[int]]:
+    name, plugin = "gradient_accumulation_steps", given["gradient_accumulation_plugin"]
+    if plugin is None:
+        steps = _option(given, name, parse=as_steps)
+        return GradientAccumulationPlugin(num_steps=steps.value, **sections.share("accumulation")), steps
+    if not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(
+            f"gradient_accumulation_plugin is a {type(plugin).__name__}, expected GradientAccumulationPlugin(num_steps=...)."
+        )
+    refuse_beside("gradient_accumulation_plugin", plugin, name, given[name], variable_of(name))
+    sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
+    return plugin, Option(plugin.num_steps, "argument")
 
 
-_STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-
-
-def _precision(argument: object, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections) -> Choice:
-    option: Option[object] = resolve(argument, "ACCELERATE_MIXED_PRECISION", as_text, OPTIONS["mixed_precision"])
-    choice = getattr(option.value, "value", option.value)  # an enumeration's member stands for its value
-    factory = find("accel.precisions", choice, offers).load() if isinstance(choice, str) else type(choice)
-    given = [handlers[kind] for kind in getattr(factory, "handlers", ()) if kind in handlers]
+def _component(
+    argument: str, group: Group, option: Option[Any], handlers: Handlers, offers: Sequence[Offer], sections: Sections
+) -> Choice:
+    """The strategy or precision that was asked for, made with the options of its handler, or those given outside of the code."""
+    choice = option.value.value if isinstance(option.value, Enum) else option.value
+    by_name = isinstance(choice, str)
+    factory = find(group, choice, offers).load() if by_name else type(choice)
+    kinds: Sequence[Any] = getattr(factory, "handlers", (getattr(factory, "handler", None),))
+    given = [handlers[kind] for kind in kinds if kind in handlers]
     names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
     if len(given) > 1:
         raise ValueError(
-            f"kwargs_handlers has {names}, and each of them configures mixed_precision={option.value!r}. Leave in the one that "
-            f"is to hold."
+            f"kwargs_handlers has {names}, and each of them configures {argument}={option.value!r}. Leave in one of them."
         )
-    if given and not isinstance(choice, str):
+    if given and not by_name:
         raise ValueError(
-            f"mixed_precision={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure "
-            f"it. An object built in code is complete: give it the options."
+            f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure it. An "
+            f"object built in code is complete: give it the options."
         )
-    options = _options(choice, "accel.precisions", given[0] if given else None, offers, sections)
-    selected = build("accel.precisions", choice, options, offers)
-    if not isinstance(selected.component, Precision):
+    selected = build(group, choice, _options(choice, group, given[0] if given else None, offers, sections), offers)
+    base, example = (Strategy, DEFAULT_STRATEGIES[0]) if argument == "strategy" else (Precision, OPTIONS[argument])
+    if not isinstance(selected.component, base):
         raise TypeError(
-            f"mixed_precision={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a "
-            f"name such as 'no' or 'bf16', or an accel_core.Precision."
+            f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name such as "
+            f"{example!r}, or an accel_core.{base.__name__}."
         )
-    return Choice("precision", selected, option.source)
+    return Choice(NOUNS[group], selected, option.source)
 
 
 def _options(
@@ -330,13 +313,13 @@ def _options(
 
 
 def _loader(
-    given: Arguments, offers: Sequence[Offer], sections: Sections
+    given: Given, offers: Sequence[Offer], sections: Sections
 ) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
     """The loader component, none where nothing was asked for and the default name is not installed; and its options."""
-    config = given.dataloader_config
-    options = resolve_options(given.loader_options, config)
+    config = given["dataloader_config"]
+    options = resolve_options({name: given.get(name) for name in LOADER_OPTIONS}, config)
     passed_on = {name: option.value for name, option in options.items() if option.source != "default"}
-    choice: Option[object] = resolve(given.loader, "ACCELERATE_LOADER", as_text, DEFAULT_LOADER)
+    choice = _option(given, "loader", DEFAULT_LOADER)
     is_installed = any(offer.group == "accel.loaders" and offer.name == DEFAULT_LOADER for offer in offers)
     if choice.source == "default" and not is_installed and not passed_on and config is None:
         return (), options  # the core's own serves a world of one, and says what to install in a larger one
@@ -347,26 +330,3 @@ def _loader(
     selected = build("accel.loaders", choice.value, {**passed_on, **own}, offers)
     in_use = in_force(options, selected.component, from_object=selected.offer is None)
     return (Choice("loader", selected, choice.source),), in_use
-
-
-def _strategy(
-    argument: object, world: World, handlers: Mapping[type, Any], offers: Sequence[Offer], sections: Sections
-) -> Choice:
-    default = DEFAULT_STRATEGIES[world.size == 1]
-    option: Option[object] = resolve(argument, "ACCELERATE_STRATEGY", as_text, default)
-    by_name = isinstance(option.value, str)
-    factory = find("accel.strategies", str(option.value), offers).load() if by_name else option.value
-    handler = handlers.get(getattr(factory, "handler", None) or object)
-    if handler is not None and not by_name:
-        raise ValueError(
-            f"strategy={type(option.value).__name__}(...) and kwargs_handlers=[{type(handler).__name__}(...)] were "
-            f"both given, and both configure it. An object built in code is complete: give it the options."
-        )
-    options = _options(option.value, "accel.strategies", handler, offers, sections)
-    selected = build("accel.strategies", option.value, options, offers)
-    if not isinstance(selected.component, Strategy):
-        raise TypeError(
-            f"strategy={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name "
-            f"such as 'ddp', or an accel_core.Strategy."
-        )
-    return Choice("strategy", selected, option.source)

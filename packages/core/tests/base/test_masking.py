@@ -100,10 +100,9 @@ def test_a_broken_channel_is_refused_without_what_it_holds() -> None:
 
 def test_what_runs_is_explained_and_recorded_without_secrets() -> None:
     from accel_core import Accelerator
-    from accel_core.build import explained
 
     accelerator = Accelerator(cpu=True)
     options = {**accelerator._parts.options, "wandb.api_key": Option("tell-nobody", "argument")}
-    explanation = explained(accelerator._parts, options, None)
+    explanation = accelerator._parts._replace(options=options).explain()
     assert "tell-nobody" not in f"{explanation}{explanation.as_dict()}"
     assert HIDDEN in str(explanation)

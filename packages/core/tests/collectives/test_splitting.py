@@ -354,8 +354,6 @@ def test_the_older_spelling_of_the_local_index_works_and_says_the_new_one() -> N
     state = PartialState.of(world_of(0, 2))
     with pytest.warns(FutureWarning, match="local_process_idx= is an older.*Write local_process_index="):
         assert state.on_local_process(local_process_idx=0)(lambda: "ran")() == "ran"
-    with pytest.raises(TypeError, match="local_process_index=1 and its older spelling, local_process_idx=0"):
-        state.on_local_process(local_process_index=1, local_process_idx=0)
 
 
 def all_but_leaders_see(state: PartialState, block: AbstractContextManager[None], leads: bool, mark: Path) -> bool:

@@ -196,44 +196,14 @@ def test_an_optimizer_of_an_accelerator_that_is_gone_may_be_made_by_hand() -> No
     ("call", "error", "message"),
     [
         (
-            lambda o, s: AcceleratedOptimizer(3),
-            TypeError,
-            r"AcceleratedOptimizer\(optimizer=3\) is a int, expected Optimizer",
-        ),
-        (
-            lambda o, s: AcceleratedOptimizer(o, scaler=3),
-            TypeError,
-            r"scaler=3\) is a int, expected GradScaler or NoneType",
-        ),
-        (
-            lambda o, s: AcceleratedScheduler(o, o),
-            TypeError,
-            r"AcceleratedScheduler\(\) was given a SGD, expected an LR sch",
-        ),
-        (
-            lambda o, s: AcceleratedScheduler(s, None),
-            TypeError,
-            "optimizers=None. is a NoneType, expected Optimizer",
-        ),
-        (
-            lambda o, s: AcceleratedScheduler(s, o, 1),
-            TypeError,
-            r"step_with_optimizer=1\) is a int, expected bool",
-        ),
-        (
-            lambda o, s: AcceleratedScheduler(s, []),
-            ValueError,
-            "StepLR drives an optimizer that is not among the 0 given",
-        ),
-        (
             lambda o, s: type("Mine", (AcceleratedOptimizer,), {})(o),
             TypeError,
-            r"Mine\(\) was called, a subclass of AcceleratedOptimizer, which nothing is made from",
+            r"Mine\(\) was called, a subclass of AcceleratedOptimizer, but what is prepared",
         ),
         (
             lambda o, s: type("Mine", (AcceleratedScheduler,), {})(s, o),
             TypeError,
-            r"Mine\(\) was called, a subclass of AcceleratedScheduler, which nothing is made from",
+            r"Mine\(\) was called, a subclass of AcceleratedScheduler, but what is prepared",
         ),
         (
             lambda o, s: Accelerator(step_scheduler_with_optimizer="no"),

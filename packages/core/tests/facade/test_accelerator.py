@@ -119,11 +119,11 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
         ({"strategy": 7}, TypeError, "strategy=7 .argument. gives a int, expected a name such as 'ddp'"),
         ({"strategy": Single}, TypeError, "The class .*Single was passed as strategy; an object of it is needed"),
         ({"strategy": "ddp"}, WorldError, "this process is alone .* Start the script with `torchrun"),
-        ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3 is a int, expected a strategy object. Build it in code"),
+        ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3 is a int, expected a strategy object, such as DDP"),
         ({"my_plugin": DDP(), "strategy": "single"}, ValueError, "were both given, and one run has one strategy"),
         ({"log_with": 7}, TypeError, "log_with gives a int, expected trackers: names of installed ones, 'all', or obj"),
         ({"mixed_pecision": "no"}, TypeError, "'mixed_pecision' that nothing installed takes. Did you mean 'mixed_pr"),
-        ({"zzz": 1}, TypeError, "'zzz' that nothing installed takes. Known: device_placement"),
+        ({"zzz": 1}, TypeError, r"'zzz' that nothing installed takes\.$"),
         ({"dynamo_backend": "foo"}, ValueError, "dynamo_backend='foo' .argument. is not a backend .* Known: .*eager"),
         ({"kwargs_handlers": [3]}, TypeError, "kwargs_handlers holds a int, expected objects such as"),
         (
@@ -376,7 +376,7 @@ def test_an_optimizer_of_another_model_is_allowed_in_one_process() -> None:
 
 
 def test_what_is_no_scalar_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a loss of shape \(3,\), expected a scalar. Reduce it, e.g. loss.mean"):
+    with pytest.raises(ValueError, match=r"a loss of shape \(3,\), expected a scalar, e.g. loss.mean"):
         Accelerator().backward(torch.ones(3, requires_grad=True))
 
 
@@ -518,7 +518,7 @@ def test_an_accelerator_copies_as_itself_and_says_why_it_does_not_pickle() -> No
     """L14."""
     accelerator = Accelerator()
     assert copy.deepcopy({"accelerator": accelerator})["accelerator"] is accelerator
-    with pytest.raises(TypeError, match="a handle on running processes. .*build an Accelerator in the new process"):
+    with pytest.raises(TypeError, match="a handle on running processes. Build one in the new process"):
         pickle.dumps(accelerator)
 
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -43,8 +44,8 @@ class Greeting(Hello):
 
 
 def state_of(strategies: Mapping[str, Strategy], name: str = "", world: World | None = None) -> AcceleratorState:
-    processes, active = PartialState.of(world or world_of(0, 1)), next(iter(strategies))
-    return AcceleratorState.of(processes, "bf16", strategies, active, name or active)
+    strategies = MappingProxyType(dict(strategies))
+    return AcceleratorState(world or world_of(0, 1), "bf16", strategies, name or next(iter(strategies)))
 
 
 def test_alone_a_partial_state_needs_no_group() -> None:
@@ -189,20 +190,17 @@ def test_the_strategy_in_use_cannot_be_exchanged() -> None:
 def test_a_view_refuses_assignments_and_deletions() -> None:
     state = state_of({"ddp": DDP()})
     for name in ("mixed_precision", "something_new"):
-        with pytest.raises(AttributeError, match=rf"state\.{name} was to be changed, but the state is a read-only"):
+        with pytest.raises(AttributeError, match=f"cannot assign to field '{name}'"):
             setattr(state, name, "fp16")
-    with pytest.raises(AttributeError, match=r"accelerator\.state\.device was to be changed"):
+    with pytest.raises(AttributeError, match="cannot delete field 'device'"):
         del state.device  # type: ignore[misc]
 
 
-def test_an_attribute_that_does_not_exist_is_answered_with_the_near_ones() -> None:
+def test_what_is_no_strategys_name_is_no_attribute() -> None:
     state = state_of({"ddp": DDP()})
-    with pytest.raises(AttributeError, match=r"state\.num_process was asked for.*Type num_processes"):
-        state.num_process
-    with pytest.raises(AttributeError, match=r"state\.dpp_plugin .*Type ddp_plugin"):
-        state.dpp_plugin
-    with pytest.raises(AttributeError, match=r"state\.zzz .*It has backend, .*mixed_precision.*, ddp_plugin\."):
-        state.zzz
+    for name in ("num_process", "dpp_plugin", "zzz"):
+        with pytest.raises(AttributeError, match=f"'AcceleratorState' object has no attribute '{name}'"):
+            getattr(state, name)
     assert not hasattr(state, "_private")
 
 
@@ -221,8 +219,8 @@ def test_partial_states_travel_in_pickles_and_are_those_of_the_process_that_load
 
 
 def test_a_state_belongs_to_an_accelerator() -> None:
-    with pytest.raises(TypeError, match=r"Take accelerator\.state, or PartialState\(\) where no Accelerator is"):
-        AcceleratorState(mixed_precision="fp16", cpu=True)
+    with pytest.raises(TypeError, match="missing 4 required positional arguments"):
+        AcceleratorState()  # type: ignore[call-arg]
 
 
 def live_in_a_world() -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_a_forward_that_is_set_on_the_model_stays_and_is_back_after_an_error() -
 
 def test_only_methods_of_prepared_models_are_marked() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match=r"was given a Agent that is not prepared\. Pass the model that prepare\(\)"):
+    with pytest.raises(ValueError, match=r"was given a Agent that is not prepared: use prepare\(\)"):
         accelerator.mark_forward_method(Agent(), "act")
     model = accelerator.prepare(Agent())
     with pytest.raises(ValueError, match=r"Agent has no method of that name"):

@@ -94,7 +94,7 @@ def test_clipping_by_norm_is_refused_where_nobody_knows_the_norm():
     accelerator, model, _, _ = prepared(WithoutANorm())
     accelerator.backward(model(X).sum())
     with pytest.raises(
-        RuntimeError, match=r"clip_grad_norm_\(\) .* WithoutANorm keeps .* implement the hook clip_gradients"
+        RuntimeError, match=r"clip_grad_norm_\(\) .* WithoutANorm keeps: .* implement the hook clip_gradients"
     ):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 

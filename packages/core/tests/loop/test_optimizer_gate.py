@@ -507,5 +507,5 @@ def test_a_plain_backward_under_a_scaler_is_refused_at_the_step() -> None:
 
 def test_unscaling_an_optimizer_that_is_not_prepared_is_refused() -> None:
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match=r"given a SGD that is not prepared. Pass it to prepare\(\) first"):
+    with pytest.raises(ValueError, match=r"given a SGD that is not prepared: use prepare\(\)"):
         accelerator.unscale_gradients(torch.optim.SGD(line().parameters(), lr=0.1))

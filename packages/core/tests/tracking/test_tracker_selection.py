@@ -21,6 +21,7 @@ from accel_core import (
 )
 from accel_core.contract.default_components import RECORDER
 from accel_core.options.component_options import Sections
+from accel_core.options.resolution import as_list, resolve
 from accel_core.plugins import Offer
 from accel_core.plugins.offers import find_default
 from accel_core.tracking.selection import Chosen, choose
@@ -73,7 +74,7 @@ OFFERS = [
 
 def chosen(log_with: object, offers: list[Offer] = OFFERS) -> Chosen:
     sections = Sections()
-    found = choose(log_with, offers, sections)
+    found = choose(resolve(log_with, "ACCELERATE_LOG_WITH", as_list, ()), offers, sections)
     sections.finish(offers, "a test")
     return found
 
@@ -189,7 +190,7 @@ def test_options_from_outside_reach_the_constructor(monkeypatch: pytest.MonkeyPa
 def test_the_rules_of_tracking_are_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TRACKING__STRICT", "yes")
     accelerator = Accelerator(cpu=True, log_with=Listing())
-    assert accelerator._parts.tracking == TrackingKwargs(strict=True)
+    assert accelerator._trackers._rules == TrackingKwargs(strict=True)
     assert "tracking.strict" in str(accelerator.explain())
     accelerator.end_training()
     with pytest.raises(

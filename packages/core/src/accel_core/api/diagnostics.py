@@ -10,13 +10,4 @@ from accel_core.contract.loader_progress import Drawn
 from accel_core.loop.preparation import Prepared
 from accel_core.plugins.manager import Relay
 
-__all__ = [
-    "Detector",
-    "DetectorFactory",
-    "Drawn",
-    "Kind",
-    "Prepared",
-    "Relay",
-    "map_leaves",
-    "reduce_tree",
-]
+__all__ = ["Detector", "DetectorFactory", "Drawn", "Kind", "Prepared", "Relay", "map_leaves", "reduce_tree"]

@@ -20,19 +20,6 @@ from accel_core.contract.tensor_layouts import (
 )
 
 __all__ = [
-    "Alias",
-    "Box",
-    "Elementwise",
-    "Entry",
-    "Extent",
-    "GradientState",
-    "Opaque",
-    "Partial",
-    "Piece",
-    "Replicated",
-    "Sharding",
-    "State",
-    "Whole",
-    "flat_range",
-    "pieces_of",
-]
+    "Alias", "Box", "Elementwise", "Entry", "Extent", "GradientState", "Opaque", "Partial", "Piece", "Replicated",
+    "Sharding", "State", "Whole", "flat_range", "pieces_of",
+]  # fmt: skip

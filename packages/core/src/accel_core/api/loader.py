@@ -27,25 +27,8 @@ from accel_core.loading.prepared_loader import (
 )
 
 __all__ = [
-    "BatchCount",
-    "CountingIterator",
-    "IndexRead",
-    "IndexSource",
-    "Outlet",
-    "Positions",
-    "PreparedLoader",
-    "SampleIds",
-    "SourceIteration",
-    "SourceProgress",
-    "as_data_loader",
-    "index_sampler",
-    "length_of",
-    "looked_ahead",
-    "overridden_copy",
-    "prepare_copy",
-    "prepare_local_loader",
-    "sample_ids",
-    "source_after",
-    "source_attributes",
-    "unmatched_message",
-]
+    "BatchCount", "CountingIterator", "IndexRead", "IndexSource", "Outlet", "Positions", "PreparedLoader",
+    "SampleIds", "SourceIteration", "SourceProgress", "as_data_loader", "index_sampler", "length_of",
+    "looked_ahead", "overridden_copy", "prepare_copy", "prepare_local_loader", "sample_ids", "source_after",
+    "source_attributes", "unmatched_message",
+]  # fmt: skip

@@ -12,14 +12,6 @@ from accel_core.loop.parameter_replacement import MoveState, ParameterReplacemen
 from accel_core.strategies.placement import check_alike
 
 __all__ = [
-    "MoveState",
-    "ParameterReplacement",
-    "cast_parameters",
-    "check_alike",
-    "chosen_strategy",
-    "compile_calls",
-    "gate_of",
-    "is_fused",
-    "mark_forward_method",
-    "override_calls",
-]
+    "MoveState", "ParameterReplacement", "cast_parameters", "check_alike", "chosen_strategy", "compile_calls",
+    "gate_of", "is_fused", "mark_forward_method", "override_calls",
+]  # fmt: skip

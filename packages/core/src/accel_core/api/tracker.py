@@ -8,12 +8,6 @@ from accel_core.processes.world import end_worlds, fatal_error
 from accel_core.tracking.selection import Chosen, known_names, name_of
 
 __all__ = [
-    "Chosen",
-    "Recorder",
-    "RecorderFactory",
-    "end_worlds",
-    "fatal_error",
-    "known_names",
-    "level_of_the_user",
+    "Chosen", "Recorder", "RecorderFactory", "end_worlds", "fatal_error", "known_names", "level_of_the_user",
     "name_of",
-]
+]  # fmt: skip

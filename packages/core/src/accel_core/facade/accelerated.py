@@ -1,9 +1,4 @@
-"""The classes of which prepared optimizers and schedulers are instances.
-
-Preparing wraps nothing: it gates the user's own object, in place (see
-`accel_core.loop.optimizer_gate`). So these classes are answers to `isinstance`, and calls of them
-gate one object without an Accelerator.
-"""
+"""Answers to `isinstance` for prepared optimizers and schedulers, which are gated in place and not wrapped."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_core.contract.loader_progress import Feed
 from accel_core.loop.accumulation import Accumulation
 from accel_core.loop.optimizer_gate import SKIPPED, OptimizerGate, gate_of, place_state
-from accel_core.loop.scheduler_gate import SchedulerRule, gate_scheduler, is_scheduler, rule_on
+from accel_core.loop.scheduler_gate import SchedulerRule, gate_scheduler, rule_on
 
 
 class _GatedOptimizers(type):
@@ -35,19 +30,14 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
     Called, it makes any of torch's optimizers such an instance in place, without an Accelerator,
     and returns it; no window holds its steps back. `device_placement`: whether state that it has
     already is moved to the device of its parameters. `scaler`: a loss scaler, which `step()` steps
-    and updates.
-
-    Raises `TypeError` for arguments of another type, `ValueError` if an Accelerator has prepared
-    it.
+    and updates. Raises `ValueError` if an Accelerator has prepared it.
     """
 
     def __new__(  # type: ignore[misc]  # an instance all the same, by the metaclass
         cls, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> Optimizer:
         """The optimizer itself, which is an instance of this class from now on."""
-        _refuse_subclass(cls)
-        _check("AcceleratedOptimizer", "optimizer", optimizer, Optimizer)
-        _check("AcceleratedOptimizer", "scaler", scaler, (torch.amp.GradScaler, type(None)))
+        _refuse_subclass(cls, AcceleratedOptimizer)
         gate = gate_of(optimizer)
         if gate is not None:
             if gate.owner() is not None:
@@ -74,12 +64,9 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
     that the user's own class has.
 
     Called, it makes one scheduler such an instance in place, without an Accelerator, and returns
-    it: it steps only if all `optimizers`, the one that it drives among them, have stepped.
+    it: it steps only if its own optimizer and all `optimizers` have stepped.
     `step_with_optimizer=False`: `step()` is never held back. `split_batches` changes nothing: one
-    `step()` is one step.
-
-    Raises `TypeError` for arguments of another type, `ValueError` if the scheduler drives an
-    optimizer that is not among `optimizers`, or an Accelerator has prepared it.
+    `step()` is one step. Raises `ValueError` if an Accelerator has prepared it.
     """
 
     def __new__(
@@ -87,28 +74,14 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
         scheduler: Any,
         optimizers: Optimizer | Sequence[Optimizer],
         step_with_optimizer: bool = True,
-        split_batches: bool = False,
+        split_batches: bool = False,  # noqa: ARG004
     ) -> Any:
         """The scheduler itself, which is an instance of this class from now on."""
-        _refuse_subclass(cls)
-        if not is_scheduler(scheduler):
-            raise TypeError(
-                f"AcceleratedScheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
-                f"step(), state_dict(), and the optimizer that it drives as `optimizer`."
-            )
-        _check("AcceleratedScheduler", "step_with_optimizer", step_with_optimizer, bool)
-        _check("AcceleratedScheduler", "split_batches", split_batches, bool)
-        given: list[Any] = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-        for each in given:
-            _check("AcceleratedScheduler", "optimizers", each, Optimizer)
-        if not any(each is scheduler.optimizer for each in given):
-            raise ValueError(
-                f"This {type(scheduler).__name__} drives an optimizer that is not among the {len(given)} given as optimizers=, so it "
-                f"would wait for steps that it has nothing to do with. Pass its own, scheduler.optimizer, too."
-            )
+        _refuse_subclass(cls, AcceleratedScheduler)
         rule = rule_on(scheduler)
         if rule is not None and not rule.by_hand:
             _refuse_prepared(scheduler)
+        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         others = tuple(each for each in given if each is not scheduler.optimizer)
         gate_scheduler(scheduler, SchedulerRule(step_with_optimizer, others=others, by_hand=True))
         return scheduler
@@ -126,8 +99,8 @@ class _Alone:
             return step()
         if isinstance(step, partial):
             raise RuntimeError(
-                f"step() of a {type(optimizer).__name__} with a loss scaler was given arguments, but the scaler looks at the "
-                f"gradients before the step, and a closure computes them in it. Call step() without arguments."
+                f"step() of a {type(optimizer).__name__} with a loss scaler was given arguments, such as a closure, which the scaler "
+                f"would drop. Call step() without arguments."
             )
         before = scaler.get_scale()
         result = scaler.step(optimizer)
@@ -149,17 +122,8 @@ def _refuse_prepared(given: object) -> NoReturn:
     )
 
 
-def _check(call: str, argument: str, value: object, kind: type | tuple[type, ...]) -> None:
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
+def _refuse_subclass(cls: type, kind: type) -> None:
+    if cls is not kind:
         raise TypeError(
-            f"{call}({argument}={value!r}) is a {type(value).__name__}, expected {' or '.join(each.__name__ for each in kinds)}."
-        )
-
-
-def _refuse_subclass(cls: type) -> None:
-    if cls not in (AcceleratedOptimizer, AcceleratedScheduler):
-        raise TypeError(
-            f"{cls.__name__}() was called, a subclass of {cls.__bases__[0].__name__}, which nothing is made from: what is prepared "
-            f"keeps its own class, and would not have what the subclass says. Subclass that one, or torch's base class."
+            f"{cls.__name__}() was called, a subclass of {kind.__name__}, but what is prepared keeps its own class. Subclass that one."
         )

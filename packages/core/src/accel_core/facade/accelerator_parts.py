@@ -1,50 +1,64 @@
-"""The attributes that the methods of the Accelerator use, whatever their topic."""
+"""What the methods of the Accelerator use, whatever their topic: its parts, and the state of its loop."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from accel_core.collectives.triggers import Trigger
+from accel_core.contract.loader_progress import Feed
 from accel_core.facade.process_methods import ProcessControl
+from accel_core.loop.accumulation import Accumulation
+from accel_core.loop.forward_backward import WindowLoop
+from accel_core.loop.preparation import Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
     from accel_core.build import Assembly
     from accel_core.collectives.stop_signals import Preemption
-    from accel_core.collectives.triggers import Trigger
-    from accel_core.contract.default_components import Detector, Recorder
-    from accel_core.contract.layout import Layout
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.loop.accumulation import Accumulation
-    from accel_core.loop.preparation import Prepared
+    from accel_core.contract.default_components import Detector
     from accel_core.loop.run import Run
-    from accel_core.loop.scheduler_gate import SchedulerRule
-    from accel_core.options.handlers import KwargsHandler
-    from accel_core.options.project import ProjectConfiguration
-    from accel_core.plugins import Relay
-    from accel_core.plugins.explain import Explanation
 
 
 class AcceleratorParts(ProcessControl):
-    """The base of the Accelerator's methods. `Accelerator` sets all of it; nothing is computed here."""
+    """The base of the Accelerator's methods."""
 
     device_placement: bool
-    _parts: Assembly
-    _layout: Layout
-    _relay: Relay
-    _feed: Feed
-    _prepared: Prepared
-    _accumulation: Accumulation
-    _scheduler_rule: SchedulerRule
-    _needs_backward: bool
-    _engine: Callable[..., Any] | None
-    _clips_kept: bool
-    _dataloader_config: KwargsHandler | None
-    _project: ProjectConfiguration
-    _trackers: Recorder | None
-    _detector: Detector | None
-    _trigger: Trigger
-    _preemption: Preemption | None
-    _run_made: Run | None
-    _explain: Callable[[], Explanation]
+
+    def __init__(self, parts: Assembly) -> None:
+        self._parts = parts
+        self._world = world = parts.world
+        self._layout = parts.layout
+        self._project = parts.project
+        self._trackers = parts.recorder
+        self._relay = relay = parts.activation.relay
+        owners, rules = parts.activation.owners, parts.accumulation
+        self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
+        self._engine = relay.apply_step if owners["apply_step"] else None
+        self._feed = Feed(rules.num_steps)
+        self._prepared = Prepared(
+            world,
+            relay.gradient_state if owners["gradient_state"] else None,
+            relay.check_gradients if owners["check_gradients"] else None,
+        )
+        # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.
+        self._clips_kept = owners["clip_gradients"] is None and self._prepared.gradients.are_elsewhere
+        self._accumulation = Accumulation(
+            rules.num_steps,
+            self._feed,
+            self._prepared.rescale,
+            sync_with_dataloader=rules.sync_with_dataloader,
+            sync_each_batch=rules.sync_each_batch,
+            synchronises=world.size > 1 and owners["no_sync"] is not None,
+            mean_over_steps=rules.mean_over == "steps",
+        )
+        collective = parts.strategy.forward_is_collective
+        parts.defaults.window_loop = WindowLoop(relay, self._prepared, world, parts.layout, together=collective)
+        self._trigger = Trigger(world)
+        self._preemption: Preemption | None = None
+        self._run_made: Run | None = None
+        self._detector: Detector | None = None
+        if parts.detector is not None:
+            self._detector = parts.detector(
+                world, self._feed, self._prepared, strategy=parts.strategy, relay=relay, owners=owners
+            )
+        self._ended = False
+        world.enter(self)

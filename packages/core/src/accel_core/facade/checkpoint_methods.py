@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
-from accel_core.facade.older_arguments import (
-    refuse_keywords,
-)
+from accel_core.facade.older_arguments import refuse_keywords
 from accel_core.facade.preparation_methods import PreparationMethods
-from accel_core.loop.preparation import (
-    require,
-)
+from accel_core.loop.preparation import require
 
 if TYPE_CHECKING:
     import os
@@ -32,9 +28,8 @@ class CheckpointMethods(PreparationMethods):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state of a model, under the user's parameter names. Collective under every strategy.
 
-        Under a strategy that replicates parameters, the live state on every rank; under one that
-        lays them out in its own way, all of it in the CPU memory of the main process, and nothing
-        on the others. `unwrap=False` keeps the names that a wrapper adds.
+        Live and on every rank where the strategy replicates parameters; else all of it in the CPU
+        memory of the main process, and nothing elsewhere. `unwrap=False` keeps a wrapper's names.
         """
         self._world.arrive("get_state_dict()")
         if unwrap and self._is_laid_out(model):
@@ -52,9 +47,8 @@ class CheckpointMethods(PreparationMethods):
     ) -> None:
         """Writes a model's weights as plain files that any library reads. Collective; the main process writes.
 
-        The folder is made if need be, and other files in it are left alone. `max_shard_size` is the
-        largest size of a file, in bytes or as text: "10GB" is 10^10 bytes, "10GiB" 10 * 2^30.
-        `safe_serialization=False` writes torch's format.
+        Other files in the folder are left alone. `max_shard_size` is the largest size of a file, in
+        bytes or as text: "10GB", "10GiB". `safe_serialization=False` writes torch's format.
         """
         require("save_model()", model, nn.Module, "a torch.nn.Module")
         checkpoints = self._parts.defaults.checkpoints("save_model()")
@@ -66,9 +60,8 @@ class CheckpointMethods(PreparationMethods):
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
 
-        `safe_serialization` writes a dict of tensors as safetensors instead of what `torch.save`
-        writes. With `ProjectConfiguration(save_on_each_node=True)` the first process of each
-        machine writes.
+        `safe_serialization` writes a dict of tensors as safetensors, else `torch.save` writes. With
+        `ProjectConfiguration(save_on_each_node=True)` the first process of each machine writes.
         """
         each_node = self._project.save_on_each_node
         self._parts.defaults.checkpoints("save()").save_object(obj, f, safe_serialization, self._world, each_node)
@@ -83,33 +76,28 @@ class CheckpointMethods(PreparationMethods):
     ) -> str:
         """Saves all of the run: any strategy on any number of processes goes on from it. Collective; every rank writes.
 
-        Saved are prepared objects, loaders with their positions, what was registered, random
-        streams, and gradients of an open window. A kill or a full disk leaves what was saved
-        before. `asynchronous`: True or "eager" returns when all is copied; "lazy" at once, and the
-        next step of a prepared optimizer waits. Failures are raised by the next `save_state`,
-        `load_state`, `wait_for_checkpoint` or `end_training`. Returns the folder. Raises, on every
-        rank: `CheckpointError` for what cannot be saved and a folder that holds something else,
-        `OSError`, `ValueError` without a folder or with one too many.
+        Saved are prepared objects, positions of loaders, what was registered, random streams, and
+        gradients of an open window. A kill or a full disk leaves what was saved before.
+        `asynchronous`: True or "eager" returns when all is copied; "lazy" at once, and the next
+        step of an optimizer waits; the next of these calls raises a failure. Returns the folder.
+        Raises on every rank: `CheckpointError`, `OSError`, `ValueError` for a missing folder.
         """
         if not safe_serialization:
             raise ValueError(
-                "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded. Leave it out; "
-                "save_model(safe_serialization=False) writes weights in torch's format."
+                "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded. Leave it out."
             )
         refuse_keywords("save_state()", save_model_func_kwargs)
         owners = self._parts.activation.owners
         if asynchronous and owners["save_checkpoint"] is not None and owners["wait_for_checkpoint"] is None:
             raise ValueError(
-                f"save_state(asynchronous={asynchronous!r}) was asked for, and {owners['save_checkpoint'].describe()}, which saves here, has "
-                f"no wait_for_checkpoint(), so nobody could hear of a failure. Leave asynchronous out, or give the plugin that hook."
+                f"save_state(asynchronous={asynchronous!r}) was asked for, and {owners['save_checkpoint'].describe()} has no "
+                f"wait_for_checkpoint(), so nobody could hear of a failure. Leave asynchronous out."
             )
         if owners["save_checkpoint"] is not None:  # the neutral format says more: how it writes
             self._world.arrive("save_state()")
         folder = self._relay.save_checkpoint(self._run, output_dir, asynchronous)
         if not isinstance(folder, str):
-            raise TypeError(
-                f"The hook save_checkpoint returned {folder!r}, expected the folder as a text: what is saved is not known."
-            )
+            raise TypeError(f"The hook save_checkpoint returned {folder!r}, expected the folder as a text.")
         return folder
 
     def load_state(
@@ -120,12 +108,10 @@ class CheckpointMethods(PreparationMethods):
     ) -> None:
         """Restores all of a run that `save_state` saved, on any number of processes and under any strategy. Collective.
 
-        Prepare and register the same objects first, in the same order. Each loader goes on at its
-        position, and every rank that was there with its random streams; new ranks get new ones.
-        `input_dir` None: the newest complete checkpoint of the automatic names. Of keywords only
-        `map_location` is accepted, without effect. Raises `CheckpointError`, on every rank, for a
-        folder without a complete checkpoint, a damaged file, and, before anything is changed, for
-        what does not fit, all of it listed.
+        Prepare and register the same objects first, in the same order. Loaders go on at their
+        positions; ranks that were not there get new random streams. `input_dir` None: the newest
+        complete one of the automatic names. Raises `CheckpointError`, on every rank, for what is
+        incomplete or damaged, and, before anything is changed, for what does not fit.
         """
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
@@ -137,8 +123,7 @@ class CheckpointMethods(PreparationMethods):
     def wait_for_checkpoint(self) -> None:
         """Returns when the asynchronous save that is under way is complete on every rank. Collective, if there is one.
 
-        Raises its `CheckpointError` or `OSError` on every rank, if it failed; what was saved before
-        is untouched.
+        Raises its `CheckpointError` or `OSError` on every rank, if it failed.
         """
         if self._run_made is not None:
             self._relay.wait_for_checkpoint(self._run_made)
@@ -146,17 +131,15 @@ class CheckpointMethods(PreparationMethods):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Has objects of the user's saved by `save_state` and restored by `load_state`, in the order of registration.
 
-        Each has `state_dict()`, of plain data, tensors and arrays, and `load_state_dict(state)`;
-        those without are a `ValueError`.
+        Each has `state_dict()`, of plain data, tensors and arrays, and `load_state_dict(state)`.
         """
         self._run.register(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Has `hook(models, weights, output_dir)` called by `save_state`, on every rank, before anything else is written.
 
-        `weights[i]` maps names to tensors, as `get_state_dict(models[i])` does; only what is read
-        is gathered. An entry that the hook takes out of `weights`, on the main process, is left to
-        it. Returns a handle with `remove()`.
+        `weights[i]` is `get_state_dict(models[i])`, gathered as it is read. What the hook takes out
+        of `weights`, on the main process, is left to it. Returns a handle with `remove()`.
         """
         return self._run.on_save(hook)
 
@@ -172,23 +155,21 @@ class CheckpointMethods(PreparationMethods):
         if self._run_made is None:
             from accel_core.loop.run import Run
 
-            parts = self._parts
-            prepared = self._prepared
+            parts, prepared = self._parts, self._prepared
             plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
-            components = {"precision": parts.precision, "strategy": parts.strategy}
-            components |= {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
+            named = {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
             self._run_made = Run(
                 world=self._world,
                 relay=self._relay,
                 prepared=prepared,
                 accumulation=self._accumulation,
                 strategy=parts.strategy,
-                components=components,
+                components={"precision": parts.precision, "strategy": parts.strategy, **named},
                 project=self._project,
                 recorder=self._trackers,
                 declares_layout=self._declares_layout,
                 seed=lambda: prepared.seed,
-                explain=self._explain,
+                explain=self._parts.explain,
             )
         return self._run_made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,6 @@ from accel_core.contract.layout import Layout
 from accel_core.plugins.offers import find_default
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -34,12 +32,9 @@ _NOTHING = nullcontext()
 
 
 class CoreDefaults:
-    """The core's own implementations. `prepare_model` is missing: a strategy must have it.
+    """The core's own implementations. `prepare_model` is missing: a strategy must have it."""
 
-    `window_loop` is set once the hooks are bound, for it calls them.
-    """
-
-    window_loop: WindowLoop
+    window_loop: WindowLoop  # set once the hooks are bound, for it calls them
 
     def __init__(self) -> None:
         self._checkpoints: CheckpointComponent | None = None
@@ -50,16 +45,13 @@ class CoreDefaults:
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_loader(
-        self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: torch.device | None
-    ) -> DataLoader[Any]:
+    def prepare_loader(self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: Any) -> DataLoader[Any]:
         from accel_core.loading.prepared_loader import prepare_local_loader
 
         if shard.count > 1:
             raise NotInstalledError(
-                f"prepare() was given a {type(loader).__name__} on {shard.count} data-parallel ranks, but no loader "
-                f"plugin is installed, so all of them would read the same batches. Type `pip install accel-data`, or "
-                f"give the loader a torch.utils.data.DistributedSampler and leave it out of prepare()."
+                f"prepare() was given a {type(loader).__name__} on {shard.count} data-parallel ranks, but no loader plugin is installed, so "
+                f"all of them would read the same batches. Type `pip install accel-data`."
             )
         return prepare_local_loader(loader, feed, device)
 
@@ -100,9 +92,7 @@ class CoreDefaults:
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
         return step()
 
-    @hookimpl
-    def apply_step(self, step: Callable[[], Any]) -> Any:
-        return step()
+    apply_step = optimizer_step
 
     @hookimpl
     def convert_model(self) -> None:
@@ -118,17 +108,15 @@ class CoreDefaults:
     trigger_sync_in_backward = context_parallel = no_sync
 
     @hookimpl
-    def forward_backward(
-        self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs
-    ) -> torch.Tensor:
+    def forward_backward(self, model: nn.Module, micro_batches: Any, loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         return self.window_loop.run(model, micro_batches, loss_fn, inputs)
 
     @hookimpl
-    def save_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, asynchronous: Asynchronous) -> str:
+    def save_checkpoint(self, run: Run, folder: Any, asynchronous: Asynchronous) -> str:
         return self.checkpoints("save_state()").save_checkpoint(run, folder, asynchronous)
 
     @hookimpl
-    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
+    def load_checkpoint(self, run: Run, folder: Any) -> None:
         self.checkpoints("load_state()").load_checkpoint(run, folder)
 
     @hookimpl

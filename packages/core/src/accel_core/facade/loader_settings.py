@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.loader_progress import RunningLoader
 from accel_core.facade.accelerator_parts import AcceleratorParts
+from accel_core.facade.process_methods import shown
 from accel_core.options.resolution import flag
 
 if TYPE_CHECKING:
     from accel_core.options.handlers import KwargsHandler
 
 
+def _of_loader(name: str, text: str) -> Any:
+    """A read-only property: the attribute of the loader component, None where it has none."""
+    return property(lambda self: getattr(self._parts.loader, name, None), doc=text)
+
+
 class LoaderSettings(AcceleratorParts):
-    """Properties that are about loaders."""
+    """Properties that are about loaders; of the loader component's settings None where it does not say."""
 
-    @property
-    def dataloader_config(self) -> KwargsHandler | None:
-        """The options of the loader component as they were given; None if they were not given as one object."""
-        return self._dataloader_config
-
-    @property
-    def split_batches(self) -> bool | None:
-        """Whether a loader's batch size is that of the whole world; None if the loader component does not say."""
-        return getattr(self._parts.loader, "split_batches", None)
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether one rank reads a loader for all; None: the kind of dataset decides, or the loader component does not say."""
-        return getattr(self._parts.loader, "dispatch_batches", None)
+    dataloader_config: KwargsHandler | None = shown(
+        "_dataloader_config", "The loader options that were given as an object."
+    )
+    split_batches: bool | None = _of_loader(
+        "split_batches", "Whether a loader's batch size is that of the whole world."
+    )
+    dispatch_batches: bool | None = _of_loader("dispatch_batches", "Whether one rank reads a loader for all ranks.")
+    use_seedable_sampler: bool | None = _of_loader(
+        "use_seedable_sampler", "Whether each epoch has a seed for shuffling."
+    )
+    non_blocking: bool | None = _of_loader("non_blocking", "Whether the host goes on while batches are copied.")
 
     @property
     def even_batches(self) -> bool | None:
-        """Whether an incomplete last global batch is filled; None if the loader component does not say.
+        """Whether an incomplete last global batch is filled; None: it is not known.
 
         It may be assigned between two windows, and holds for loaders that are prepared afterwards.
         """
@@ -50,18 +53,8 @@ class LoaderSettings(AcceleratorParts):
         self._parts.loader.even_batches = value  # type: ignore[attr-defined]
 
     @property
-    def use_seedable_sampler(self) -> bool | None:
-        """Whether loaders shuffle by `torch.randperm`, seeded by epoch; None if the loader component does not say."""
-        return getattr(self._parts.loader, "use_seedable_sampler", None)
-
-    @property
-    def non_blocking(self) -> bool | None:
-        """Whether the host goes on while batches are copied to the device; None if the loader component does not say."""
-        return getattr(self._parts.loader, "non_blocking", None)
-
-    @property
     def rng_types(self) -> list[str] | None:
-        """The random streams that ranks share whenever a loader is iterated; None if the loader component does not say."""
+        """The random streams that ranks share whenever a loader is iterated; None: they are not known."""
         shared = getattr(self._parts.loader, "rng_types", None)
         return None if shared is None else list(shared)
 

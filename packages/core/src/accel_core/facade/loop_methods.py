@@ -11,13 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_core.facade.accelerator_parts import AcceleratorParts
+from accel_core.facade.process_methods import shown
 from accel_core.loop import fused_backward, gradients
 from accel_core.loop.accumulation import Accumulate
 from accel_core.loop.forward_backward import default_inputs
 from accel_core.loop.optimizer_gate import gate_of, held_by
-from accel_core.loop.preparation import (
-    check_reading,
-)
+from accel_core.loop.preparation import check_reading
 from accel_core.options.handlers import GradientAccumulationPlugin
 
 if TYPE_CHECKING:
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
 
 class LoopMethods(AcceleratorParts):
     """The methods of a training step."""
+
+    step: int = shown("_accumulation.position", "Micro-batches of the open window so far; 0 when none is open.")
+    step_scheduler_with_optimizer: bool = shown(
+        "_parts.scheduler_rule.with_optimizer", "Whether `scheduler.step()` waits for the optimizer."
+    )
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -41,19 +45,9 @@ class LoopMethods(AcceleratorParts):
         self._accumulation.resize(steps)
 
     @property
-    def step_scheduler_with_optimizer(self) -> bool:
-        """Whether `scheduler.step()` waits for the optimizer."""
-        return self._scheduler_rule.with_optimizer
-
-    @property
     def scaler(self) -> Any:
         """The loss scaler, with `state_dict` and `load_state_dict` for one's own checkpoints; None if there is none."""
         return next(iter(self._scales()), None) if self._parts.activation.owners["scale_loss"] else None
-
-    @property
-    def step(self) -> int:
-        """Micro-batches of the open window so far; 0 when none is open."""
-        return self._accumulation.position
 
     @property
     def sync_gradients(self) -> bool:
@@ -71,10 +65,8 @@ class LoopMethods(AcceleratorParts):
 
         A window has `gradient_accumulation_steps` micro-batches, fewer at the end of a prepared
         loader; its gradient is their mean. Gradients of `models` (none given: all prepared ones)
-        stay local until it closes.
-
-        `closes` is for loops that count themselves: whether this micro-batch closes the window. Say
-        it in all micro-batches, and the same on every rank.
+        stay local until it closes. `closes` is for loops that count themselves: whether this
+        micro-batch closes the window; say it in all of them, and the same on every rank.
         """
         return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync, closes)
 
@@ -83,17 +75,15 @@ class LoopMethods(AcceleratorParts):
 
         `loss` is a scalar, the mean over this rank's micro-batch; outside `accumulate` its gradient
         is divided by `gradient_accumulation_steps`. `learning_rate` is for optimizers that step in
-        the backward (`accel_core.loop.fused_backward`); other keywords are those of
-        `torch.Tensor.backward`. Raises `TypeError` or `ValueError` for what is no scalar, and
-        `RuntimeError` in a larger world if an optimizer holds parameters of no prepared model.
+        the backward; other keywords are those of `torch.Tensor.backward`. Raises `RuntimeError` in
+        a larger world if an optimizer holds parameters of no prepared model.
         """
         if self._prepared.unchecked:
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
         if loss.dim() and loss.numel() != 1 and "gradient" not in kwargs:
             raise ValueError(
-                f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar. Reduce it, e.g. loss.mean(), or "
-                f"pass gradient=."
+                f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar, e.g. loss.mean()."
             )
         if learning_rate is not None or self._prepared.fused:
             owners = self._parts.activation.owners
@@ -118,33 +108,27 @@ class LoopMethods(AcceleratorParts):
         self.backward(loss, learning_rate=learning_rate)
 
     def forward_backward(
-        self,
-        model: nn.Module,
-        micro_batches: Iterable[Any],
-        loss_fn: LossFn,
-        inputs: Inputs | None = None,
+        self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs | None = None
     ) -> torch.Tensor:
         """Runs a whole window, so that batches of different sizes weigh what they hold. Collective.
 
         The gradient is that of (sum of losses) / (sum of weights) over the micro-batches of all
-        ranks, of which each has at least one. `loss_fn(output, batch)` gives the loss *summed* over
-        the micro-batch, 0-d, and its weight: over how many tokens or samples. `inputs(batch)` gives
-        the model's arguments, a tuple and a dict; None: a mapping as keywords, of a tuple or list
-        the first element. Returns the weighted mean loss, 0-d, detached, on `device`; nan if all
-        weights are 0. Raises `ValueError` without a micro-batch, `RuntimeError` while a window is
-        open or inside `join_uneven_inputs`.
+        ranks. `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, 0-d, and its
+        weight: over how many tokens or samples. `inputs(batch)` gives the model's arguments, a
+        tuple and a dict; None: a mapping as keywords, of a tuple or list the first element. Returns
+        the weighted mean loss, 0-d, detached, on `device`; nan if all weights are 0. Raises
+        `ValueError` without a micro-batch, `RuntimeError` in a window or `join_uneven_inputs`.
         """
         if self._prepared.fused:
             fused_backward.refuse("forward_backward()", self._prepared.optimizers)
         if self._feed.joining:
             raise RuntimeError(
-                "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take "
-                "the block away and call it on all ranks equally often; numbers of micro-batches may differ."
+                "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take the block "
+                "away: numbers of micro-batches may differ."
             )
         if self._accumulation.inside or self._accumulation.open:
             raise RuntimeError(
-                "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out "
-                "of accumulate(), and let that window end before."
+                "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out of accumulate()."
             )
         if self._prepared.unchecked:
             self._prepared.check_orphans()
@@ -174,11 +158,10 @@ class LoopMethods(AcceleratorParts):
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """A block in which ranks may train on different numbers of batches. Collective at its end, if models are joined.
 
-        A rank that has ended takes part in the others' steps with zeros; then models, optimizers
-        and schedulers are those of the rank that went on longest. Windows close by count alone
-        inside, and one that is open at the end is dropped with a warning. Make no other collectives
-        there. `joinables`: the prepared models that are trained, and others of torch's `Joinable`;
-        `even_batches` overrides that option for iterations that begin inside.
+        A rank that has ended takes part in the others' steps with zeros, and in the end all are as
+        the rank that went on longest. Windows close by count alone inside, and one that is open at
+        the end is dropped with a warning. Make no other collectives there. `joinables`: the models
+        that are trained, and others of torch's `Joinable`; `even_batches` overrides that option.
         """
         from accel_core.loop.uneven_inputs import as_joinables, evenness, joined
 
@@ -195,9 +178,8 @@ class LoopMethods(AcceleratorParts):
         """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
 
         Takes one parameter or any iterable of them. Returns the norm before clipping, 0-d, of order
-        `norm_type` (`inf`: the largest component). While a window is open nothing is clipped, and
-        the norm is that of this rank's pending gradients, still scaled. Collective under a strategy
-        whose gradients lie in parts on the ranks.
+        `norm_type`. While a window is open nothing is clipped, and the norm is that of this rank's
+        pending gradients, still scaled. Collective under a strategy that shards gradients.
         """
         if self._prepared.fused:
             fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
@@ -230,8 +212,7 @@ class LoopMethods(AcceleratorParts):
             gate = gate_of(each)
             if gate is None:
                 raise ValueError(
-                    f"unscale_gradients() was given a {type(each).__name__} that is not prepared. Pass it to prepare() "
-                    f"first."
+                    f"unscale_gradients() was given a {type(each).__name__} that is not prepared: use prepare()."
                 )
             if not self._accumulation.open:
                 gate.unscale(each)
@@ -263,24 +244,18 @@ class LoopMethods(AcceleratorParts):
                 accelerator.backward(loss_fn(model(ids), labels))   # each rank has a part of every sequence
 
         `buffers` are changed in place; `buffer_seq_dims` has the dim of the sequence of each. Those
-        in `no_restore_buffers` stay cut behind the block. Raises `ValueError` if there is not one
-        dim per tensor, or a tensor has no such dim.
+        in `no_restore_buffers` stay cut behind the block.
         """
-        return self._relay.context_parallel(
-            list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
-        )
+        return self._relay.context_parallel(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
 
-        `profile_handler` holds for this block instead of the one among `kwargs_handlers`; with its
-        `output_trace_dir` each rank writes a Chrome trace there.
+        `profile_handler` holds for this block instead of the one among `kwargs_handlers`.
         """
         from accel_core.loop.profiling import ProfileKwargs, profile
 
-        handler = profile_handler or self._parts.handlers.get(ProfileKwargs) or ProfileKwargs()
-        assert isinstance(handler, ProfileKwargs), "handlers are kept by their class"
-        return profile(handler, self._world)
+        return profile(profile_handler or self._parts.handlers.get(ProfileKwargs) or ProfileKwargs(), self._world)
 
     def _scales(self) -> list[Any]:
         from accel_core.loop.run import has_state
@@ -291,9 +266,8 @@ class LoopMethods(AcceleratorParts):
         strategy = self._parts.strategy
         if not strategy.replicates_parameters:
             raise RuntimeError(
-                f"clip_grad_norm_() was called, but the strategy {type(strategy).__name__} keeps gradients in a way of its own "
-                f"(gradient_state) and does not say that a rank has all of them, so nobody knows their norm. It has to implement the hook "
-                f"clip_gradients; or declare replicates_parameters = True. Leave the call out until then."
+                f"clip_grad_norm_() was called, but nobody knows the norm of the gradients that {type(strategy).__name__} keeps: it has to "
+                f"implement the hook clip_gradients, or to declare replicates_parameters = True."
             )
         return self._prepared.gradients.stand_ins(parameters)
 

@@ -16,28 +16,16 @@ from accel_core.contract.precision_policy import remove_policy
 from accel_core.facade.accelerator_parts import AcceleratorParts
 from accel_core.loading.batch_stream import as_data_loader
 from accel_core.loop import fused_backward
+from accel_core.loop import preparation as preparing
 from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, place_state
 from accel_core.loop.parameter_replacement import ParameterReplacement
-from accel_core.loop.preparation import (
-    ORDER,
-    PreparedModel,
-    PrepareRequest,
-    check_device_map,
-    check_device_placement,
-    check_state_kept,
-    has_device_map,
-    kind_of,
-    require,
-    stays_in_place,
-    warn_of_empty,
-)
+from accel_core.loop.preparation import PreparedModel, PrepareRequest, check_device_placement, require
 from accel_core.loop.scheduler_gate import gate_scheduler, is_scheduler
 
 if TYPE_CHECKING:
     import os
 
     Placements = Sequence[bool] | None
-
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -73,18 +61,15 @@ class PreparationMethods(AcceleratorParts):
         through, and what was prepared before comes back as it is. `device_placement` has one entry
         per object: whether it is moved to the device. Collective for the first loader, and under
         strategies that exchange parameters (DDP does). Raises `TypeError` for a list or dict of
-        models and for a bare tensor that requires a gradient, `ValueError` if `device_placement`
-        does not fit.
+        models and for a bare tensor that requires a gradient.
         """
         check_device_placement(device_placement, objects, self._parts.strategy.places_models)
-        kinds = [kind_of(obj) for obj in objects]
+        kinds = [preparing.kind_of(obj) for obj in objects]
         results = list(objects)
         optimizers = [obj for obj, kind in zip(objects, kinds, strict=True) if kind == "optimizer"]
-        for kind in ORDER:
-            for index, obj in enumerate(objects):
-                if kinds[index] == kind:
-                    placement = None if device_placement is None else device_placement[index]
-                    results[index] = self._prepare_one(obj, kind, placement, optimizers)
+        for index in sorted(range(len(objects)), key=lambda index: preparing.ORDER.index(kinds[index])):
+            placement = None if device_placement is None else device_placement[index]
+            results[index] = self._prepare_one(objects[index], kinds[index], placement, optimizers)
         return results[0] if len(results) == 1 else tuple(results)
 
     def prepare_model(
@@ -95,9 +80,8 @@ class PreparationMethods(AcceleratorParts):
         `device_placement`: whether it is moved to the device; None: as the Accelerator was told.
         With `evaluation_mode` precision and compilation apply, and nothing else.
         """
-        check_device_placement(
-            None if device_placement is None else [device_placement], [model], self._parts.strategy.places_models
-        )
+        given = None if device_placement is None else [device_placement]
+        check_device_placement(given, [model], self._parts.strategy.places_models)
         return cast("ModelT", self._prepare_model(model, device_placement, (), evaluation_mode))
 
     def prepare_data_loader(
@@ -108,10 +92,9 @@ class PreparationMethods(AcceleratorParts):
     ) -> DataLoader[Any]:
         """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
 
-        Takes a `DataLoader`, which is not changed, or an iterable of batches that has `state_dict`
-        and `load_state_dict`. Where one process dispatches batches, `slice_fn_for_dispatch(batch,
-        slice, process_index=…, num_processes=…)` cuts out the part of one process; None: every
-        tensor along dim 0.
+        Takes a `DataLoader`, or an iterable of batches that has `state_dict` and `load_state_dict`.
+        Where one process dispatches batches, `slice_fn_for_dispatch(batch, slice, process_index=…,
+        num_processes=…)` cuts out the part of one process; None: every tensor along dim 0.
         """
         data_loader = as_data_loader(data_loader)
         if any(data_loader is known for known in self._prepared.loaders):
@@ -128,23 +111,21 @@ class PreparationMethods(AcceleratorParts):
             self._layout.data_group,
             slice_fn_for_dispatch,
         )
-        warn_of_empty(prepared)
+        preparing.warn_of_empty(prepared)
         self._prepared.loaders.append(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
 
-        They are counted from the beginning of the epoch, also after `load_state`. It shares the
-        epochs of the prepared loader: loop over it for the rest of an epoch, and over the loader
-        itself from then on. Samples that have indices are not read. Raises `TypeError` for a loader
-        that is not prepared, `ValueError` for what is no whole number of at least 0.
+        They are counted from the beginning of the epoch, also after `load_state`. Loop over it for
+        the rest of an epoch, and over the prepared loader itself from then on. Samples that have
+        indices are not read. Raises `TypeError` for a loader that is not prepared.
         """
         behind = getattr(dataloader, "behind", None)
         if not callable(behind):
             raise TypeError(
-                f"skip_first_batches() was given a {type(dataloader).__name__} that cannot leave out batches. Pass the loader "
-                f"that prepare() returned; one of a loader component that cannot do it is to be skipped by hand."
+                f"skip_first_batches() was given a {type(dataloader).__name__} that cannot leave out batches. Pass what prepare() returned."
             )
         skipped: DataLoader[Any] = behind(num_batches)
         return skipped
@@ -162,9 +143,8 @@ class PreparationMethods(AcceleratorParts):
         if not self._has_gate(optimizer):
             if device_placement if device_placement is not None else self.device_placement:
                 place_state(optimizer)
-            OptimizerGate(
-                optimizer, self._accumulation, self._relay, self._prepared, self._needs_backward, self._engine
-            )
+            parts = (self._accumulation, self._relay, self._prepared)
+            OptimizerGate(optimizer, *parts, self._needs_backward, self._engine)
         if not any(optimizer is known for known in self._prepared.optimizers):
             self._prepared.optimizers.append(optimizer)
             self._prepared.unchecked = True
@@ -175,10 +155,9 @@ class PreparationMethods(AcceleratorParts):
         """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
         if not is_scheduler(scheduler):
             raise TypeError(
-                f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler: an object with "
-                f"step(), state_dict(), and the optimizer that it drives as `optimizer`."
+                f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler, with its optimizer as `optimizer`."
             )
-        gate_scheduler(scheduler, self._scheduler_rule)
+        gate_scheduler(scheduler, self._parts.scheduler_rule)
         if not any(scheduler is known for known in self._prepared.schedulers):
             self._prepared.schedulers.append(scheduler)
         return scheduler
@@ -205,14 +184,13 @@ class PreparationMethods(AcceleratorParts):
             accelerator.mark_forward_method(agent, "act")
             loss = loss_fn(agent.act(observation))  # gradients are averaged as after agent(observation)
 
-        Copies of the model have it too; `free_memory` takes it away. Raises `ValueError` if the
-        model is not prepared, or has no such method.
+        Copies of the model have it too. Raises `ValueError` if the model is not prepared, or has no
+        such method.
         """
         record = self._prepared.find_model(model)
         if record is None:
             raise ValueError(
-                f"mark_forward_method() was given a {type(model).__name__} that is not prepared. Pass the model that prepare() "
-                f"returned."
+                f"mark_forward_method() was given a {type(model).__name__} that is not prepared: use prepare()."
             )
         from accel_core.loop.forward_methods import mark_forward_method
 
@@ -224,10 +202,9 @@ class PreparationMethods(AcceleratorParts):
         """Builds a model that may be too large for one process. Collective, as `prepare` is, to which it is passed next.
 
         Under a strategy that cuts models it has no data until `prepare`. `factory` is called
-        without arguments, possibly more than once; it gives the same model on every rank. The
-        weights come from `checkpoint`, a file or folder as for `load_checkpoint_in_model`; None:
-        from the factory, on rank 0. Raises `TypeError` if the factory gives no module,
-        `CheckpointError` if the weights do not fit.
+        without arguments, possibly more than once; it gives the same model on every rank. Weights
+        come from `checkpoint`, a file or folder as for `load_checkpoint_in_model`; None: from the
+        factory, on rank 0. Raises `CheckpointError` if they do not fit.
         """
         with self._world.collective("build_model()"):
             model = self._relay.build_model(factory, None if checkpoint is None else Path(checkpoint))
@@ -236,7 +213,7 @@ class PreparationMethods(AcceleratorParts):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a submodule of `model` is spread over several places by its `hf_device_map`."""
-        return has_device_map(model)
+        return preparing.has_device_map(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forgets everything that was prepared, and frees its memory. Returns a None for each object.
@@ -244,7 +221,7 @@ class PreparationMethods(AcceleratorParts):
         model, optimizer = accelerator.free_memory(model, optimizer)
         """
         count = len(objects)
-        del objects
+        del objects  # what nobody else holds goes
         self._prepared.await_copies()
         self._prepared.release_models(self._relay.release_model)
         models = [record.original for record in self._prepared.models]
@@ -269,9 +246,7 @@ class PreparationMethods(AcceleratorParts):
             return self.prepare_data_loader(obj, placement)
         if kind == "optimizer":
             return self.prepare_optimizer(obj, placement)
-        if kind == "scheduler":
-            return self.prepare_scheduler(obj)
-        return obj
+        return self.prepare_scheduler(obj) if kind == "scheduler" else obj
 
     def _prepare_model(
         self, model: nn.Module, placement: bool | None, optimizers: Sequence[Optimizer], evaluation: bool
@@ -281,14 +256,14 @@ class PreparationMethods(AcceleratorParts):
         if known is not None:
             if known.evaluation and not evaluation:
                 raise ValueError(
-                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be "
-                    f"synchronised. Prepare it for training first; a prepared model can be evaluated too."
+                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be synchronised. Prepare it "
+                    f"for training first."
                 )
             return known.prepared
-        check_device_map(model, self._world, self._parts.precision.policy.param)
+        preparing.check_device_map(model, self._world, self._parts.precision.policy.param)
         request = PrepareRequest(
             policy=self._parts.precision.policy,
-            device=None if stays_in_place(model) else self._placement(placement),
+            device=None if preparing.stays_in_place(model) else self._placement(placement),
             device_type=self.device.type,
             evaluation=evaluation,
             compile_options=self._parts.compile_options,
@@ -300,7 +275,7 @@ class PreparationMethods(AcceleratorParts):
             self._relay.convert_model(model, evaluation)
             replacement.apply()
             prepared = self._relay.prepare_model(model, holders, request)
-            check_state_kept(holders)
+            preparing.check_state_kept(holders)
         # What is given may be a wrapper already, that of an earlier Accelerator for instance.
         inner = self.unwrap_model(model)
         named = dict(inner.named_parameters(remove_duplicate=False))
@@ -319,8 +294,7 @@ class PreparationMethods(AcceleratorParts):
             return gate is not None
         if gate.owner() is not None:
             raise ValueError(
-                f"This {type(optimizer).__name__} is prepared by another Accelerator, whose windows hold its steps back. "
-                f"Use that one, or call its free_memory() first."
+                f"This {type(optimizer).__name__} is prepared by another Accelerator. Use that one, or call its free_memory() first."
             )
         gate.remove(optimizer)
         return False

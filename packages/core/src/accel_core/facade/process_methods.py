@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from accel_core.base.deprecation import Deprecation
 from accel_core.collectives.splitting import is_process, leader_first, only_where, split_between_processes
 
 if TYPE_CHECKING:
-    from accel_core.base.vocabulary import DistributedType
+    import torch
+
     from accel_core.processes.world import World
 
 _LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", removed_in="1.0")
 
 
-class ProcessControl(ABC):
+def shown(path: str, text: str) -> Any:
+    """A read-only property, whose value `path` leads to from the object, and whose docstring is `text`."""
+    return property(attrgetter(path), doc=text)
+
+
+class ProcessControl:
     """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world."""
 
     _world: World
 
-    @property
-    @abstractmethod
-    def distributed_type(self) -> DistributedType:
-        """The kind of distributed training, in one word."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._world.device
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this process, from 0."""
-        return self._world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank of this process among those on its machine, from 0."""
-        return self._world.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes that the launcher started."""
-        return self._world.size
+    device: torch.device = shown("_world.device", "The device of this process.")
+    process_index: int = shown("_world.rank", "The rank of this process, from 0.")
+    local_process_index: int = shown("_world.local_rank", "The rank of this process on its machine, from 0.")
+    num_processes: int = shown("_world.size", "The number of processes that the launcher started.")
+    is_main_process: bool = shown("_world.is_main", "Whether this is rank 0.")
+    is_local_main_process: bool = shown("_world.is_local_main", "Whether this is the first process on its machine.")
+    is_last_process: bool = shown("_world.is_last", "Whether this is the last rank.")
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self._world.size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._world.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process on its machine."""
-        return self._world.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._world.is_last
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
@@ -82,35 +54,27 @@ class ProcessControl(ABC):
         """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`. No collective.
 
         Takes a sequence, a tensor or array (split along dim 0), a dataset with a length, or a dict
-        of such values of one length, the same on all ranks. Parts are consecutive; the first
-        `len(inputs) % num_processes` are one element longer, unless `apply_padding` repeats the
-        last element. Raises `TypeError` for anything else, `ValueError` for a dict of uneven
-        lengths.
+        of such values of one length, the same on all ranks. Parts are consecutive, and the first
+        ones one element longer, unless `apply_padding` repeats the last element.
         """
         return split_between_processes(inputs, self._world, apply_padding)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """A block that the main process runs before all others: `with accelerator.main_process_first(): download()`.
 
-        Collective, and no place for other collectives. The others wait as long as it takes, beyond
-        the timeout of the process group. If the main process fails in its block, they raise
-        `RuntimeError` with its rank, the type and the message.
+        Collective, and no place for other collectives. The others wait beyond the timeout of the
+        process group, and raise `RuntimeError` if the main process fails in its block.
         """
         return leader_first(self._world, local=False)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first process of each machine runs before the others there: see `main_process_first`.
-
-        A collective of all processes. It does not nest with `main_process_first` where there are
-        several machines.
-        """
+        """A block that the first process of each machine runs before the others there: see `main_process_first`."""
         return leader_first(self._world, local=True)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """A decorator: the function runs on the main process; elsewhere it does nothing and returns None. No collective.
 
-        Like all of these, it decides at each call, and works on methods and coroutine functions,
-        with or without parentheses.
+        Works on methods and coroutine functions, with or without parentheses.
         """
         return self._only(function, lambda: self.is_main_process)
 
@@ -128,8 +92,7 @@ class ProcessControl(ABC):
         """A decorator: the function runs on the process of this index: `@accelerator.on_process(process_index=2)`.
 
         Negative indices count from the end. In a world of one it runs whatever the index. Raises
-        where it is written: `ValueError` if there is no such process, `TypeError` if the index is
-        no integer.
+        `ValueError` where it is written if there is no such process.
         """
         mine = is_process("on_process", "process_index", process_index, self.process_index, self._world, local=False)
         return self._only(function, lambda: mine)
@@ -141,16 +104,8 @@ class ProcessControl(ABC):
         *,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """A decorator: the function runs on the process of this index on each machine. See `on_process`.
-
-        `local_process_idx` is an older spelling of the index.
-        """
+        """A decorator: the function runs on the process of this index on each machine. See `on_process`."""
         if local_process_idx is not None:
-            if local_process_index is not None:
-                raise TypeError(
-                    f"on_local_process() got local_process_index={local_process_index} and its older spelling, "
-                    f"local_process_idx={local_process_idx}. Write local_process_index alone."
-                )
             _LOCAL_PROCESS_IDX.warn()
             local_process_index = local_process_idx
         asked = ("on_local_process", "local_process_index", local_process_index)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from accel_core.facade.accelerator_parts import AcceleratorParts
 
 if TYPE_CHECKING:
-    from accel_core.build import Assembly
-    from accel_core.contract.default_components import Recorder
     from accel_core.tracking.handle import TrackerHandle
     from accel_core.tracking.tracker import GeneralTracker
 
@@ -111,9 +109,4 @@ class RecordingMethods(AcceleratorParts):
     @property
     def log_with(self) -> list[str]:
         """The names of the trackers, the same on every process."""
-        return [] if self._parts.trackers is None else self._parts.trackers.names
-
-    def _make_recorder(self, parts: Assembly) -> Recorder | None:
-        if parts.trackers is None or parts.recorder is None:
-            return None
-        return parts.recorder(parts.trackers, parts.tracking, self._world, self._project)
+        return list(self._parts.trackers)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import NotInstalledError
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.options.resolution import Option, as_list, resolve
+from accel_core.options.resolution import Option, as_list
 from accel_core.plugins import Group, Offer, Selected, build, find, list_offers, passed
 from accel_core.tracking.tracker import GeneralTracker, Tracker
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 ALL = "all"
 GROUP: Group = "accel.trackers"
-VARIABLE = "ACCELERATE_LOG_WITH"
 
 
 @dataclass
@@ -44,14 +43,13 @@ class Chosen:
         return [name_of(each.component) for each in self.selected]
 
 
-def choose(log_with: object, offers: Sequence[Offer], sections: Sections) -> Chosen:
-    """The trackers that the argument, or what was said outside of the code, asks for. Imports no service.
+def choose(option: Option[Any], offers: Sequence[Offer], sections: Sections) -> Chosen:
+    """The trackers that `log_with` asks for. Imports no service.
 
     Raises `NotInstalledError` for a name whose distribution or service is not installed,
     `PluginError` for a name that nothing offers, `TypeError` for what is neither a name nor a
     tracker, `ValueError` for two trackers of one name.
     """
-    option: Option[Any] = resolve(log_with, VARIABLE, as_list, ())
     listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
     listed = [each.value if isinstance(each, Enum) else each for each in listed]
     listed = [name for each in listed for name in (as_list(each, "") if isinstance(each, str) else [each])]
