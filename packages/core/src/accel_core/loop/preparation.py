@@ -28,7 +28,7 @@ from accel_core.options.resolution import as_sequence
 if TYPE_CHECKING:
     from accel_core.contract.loader_progress import Feed
     from accel_core.contract.precision_policy import PrecisionPolicy
-    from accel_core.loop.kept_gradients import GradientHook
+    from accel_core.loop.gradients import GradientHook
     from accel_core.loop.optimizer_gate import OptimizerGate
     from accel_core.processes.world import World
 
@@ -103,7 +103,7 @@ class Prepared:
         self._world = world
         self.check_gradients = check_gradients
         self.models: list[PreparedModel] = []
-        self.gradients = Gradients() if gradient_state is None else _kept_gradients(self.models, gradient_state)
+        self.gradients = Gradients(self.models, gradient_state)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
@@ -393,9 +393,3 @@ def _refuse_container(container: Any) -> None:
                 f"prepare() was given a {type(container).__name__} that holds a {type(member).__name__}. It takes the "
                 f"objects themselves: prepare(*objects), which returns them in the same order."
             )
-
-
-def _kept_gradients(models: Sequence[PreparedModel], state: GradientHook) -> Gradients:
-    from accel_core.loop.kept_gradients import KeptGradients  # milliseconds, which only owners of the hook need spend
-
-    return KeptGradients(models, state)
