@@ -1,8 +1,7 @@
 """Windows of gradient accumulation: which micro-batch opens one, which closes it, and what each weighs.
 
-The gradient of a window is the mean over the micro-batches that are really in it, so the number of
-those has to be known when it *opens*, hence the feed: loaders report how many batches remain. While
-a window is open, optimizers and schedulers are held back, wherever their `step` is called.
+The gradient of a window is the mean over the micro-batches that are really in it, so their number
+has to be known when it *opens*, hence the feed: loaders report how many batches remain.
 """
 
 from __future__ import annotations
@@ -21,17 +20,12 @@ _NUMBERS = ("steps", "position", "size", "backwards", "total_backwards")  # of t
 
 
 class Accumulation:
-    """The window of one Accelerator.
+    """The window of one Accelerator. While it is open, optimizers and schedulers are held back.
 
-    Args:
-        steps: micro-batches in a full window.
-        feed: where the loaders are.
-        rescale: a bound method that multiplies the gradients that are pending, called when a window
-            turns out shorter than it looked when it opened.
-        sync_with_dataloader: whether windows close at the end of a loader.
-        sync_each_batch: whether gradients are synchronised at each micro-batch.
-        synchronises: whether gradients stay local until the backward of the closing micro-batch.
-        mean_over_steps: whether each micro-batch weighs 1/steps, also in another window.
+    `rescale`, a bound method, multiplies the gradients that are pending when a window turns out
+    shorter than it looked when it opened. `sync_with_dataloader`: whether windows close at the end
+    of a loader. `synchronises`: whether gradients stay local until the closing backward.
+    `mean_over_steps`: whether each micro-batch weighs 1/steps, also in a shorter window.
     """
 
     def __init__(
@@ -180,20 +174,14 @@ class Accumulation:
         self.reset()
 
     def lacks_backward(self, settled: int) -> bool:
-        """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
-
-        `settled` is the serial number of the last window in which the optimizer stepped. Where
-        `accumulate` is never called there is no window to speak of.
-        """
+        """Whether a step would use gradients that no counted backward gave; `settled`: the last window in which it stepped."""
         return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
     @property
     def lacks_synchronisation(self) -> bool:
         """Whether a step now would use gradients that stayed local, because the closing micro-batch ran no backward."""
-        return (
-            self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
-            and self.backwards > 0 and self.micro_backwards == 0
-        )  # fmt: skip
+        stays_local = self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
+        return stays_local and self.backwards > 0 and self.micro_backwards == 0
 
     def is_pending(self, settled: int) -> bool:
         """Whether `zero_grad` would destroy gradients of the present window, which has several micro-batches."""
@@ -204,7 +192,7 @@ class Accumulation:
         """`drop` is called before the next window begins, or the next backward behind the block.
 
         On the closing micro-batch a `zero_grad` may stand first in the body, with the step to come,
-        or last, with the step left out. With several optimizers that holds after a backward too.
+        or last, with the step left out.
         """
         self._deferred.append(drop)
 

@@ -1,24 +1,24 @@
 """A whole window of accumulation in one call: the default of the hook `forward_backward`.
 
 Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of
-weights), over the micro-batches of the window and the data-parallel ranks. The total weight is
-known only after the last forward, and to hold all graphs until then would cost the memory that
-accumulation is there to save. So each backward runs at once, divided by a reference (the mean
-weight per rank of the window before), which keeps the numbers in range, and at the end the
-gradients are multiplied once by reference / total, which is exact up to rounding.
+weights) over the window and the data-parallel ranks. The total weight is known only after the last
+forward, and to hold all graphs until then would cost memory. So each backward runs at once, divided
+by a reference (the mean weight per rank of the window before), which keeps the numbers in range, and
+at the end the gradients are multiplied once by reference / total.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core.collectives.reduce_gather import gather, reduce_tree
+from accel_core.loading.index_source import looked_ahead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,17 +33,15 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
 Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
 
-_END: Any = object()
 _EMPTY = "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out, on all ranks alike."
 
 
 class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other.
 
-    With `together` all ranks run equally many, because their forwards communicate. Those that have
-    fewer run their last micro-batch again, weighing nothing: it adds zero to the gradients, but
-    draws random numbers and moves running statistics once more. So of an iterator the whole window
-    is read before the first forward.
+    With `together` all ranks run equally many, because their forwards communicate, so a window is
+    read before its first forward. Ranks that have fewer run their last micro-batch again, weighing
+    nothing: it draws random numbers and moves running statistics once more.
     """
 
     def __init__(self, relay: Relay, prepared: Prepared, world: World, layout: Layout, together: bool = False) -> None:
@@ -58,9 +56,6 @@ class WindowLoop:
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
         batches = self._evened(micro_batches) if self._together else ((batch, True) for batch in micro_batches)
-        following = next(batches, _END)
-        if following is _END:
-            raise ValueError(_EMPTY)
         relay, prepared = self._relay(), self._prepared()
         assert relay is not None, "the relay calls this"
         assert prepared is not None, "the Accelerator calls this"
@@ -76,10 +71,9 @@ class WindowLoop:
         earlier = prepared.gradients.set_aside(parameters)
         try:
             parts = []
-            while following is not _END:
-                (batch, counts), following = following, next(batches, _END)
+            for (batch, counts), following in looked_ahead(batches, 1):
                 with ExitStack() as local:
-                    for each in () if following is _END else models:
+                    for each in models if following else ():
                         local.enter_context(relay.no_sync(each))
                     args, kwargs = inputs(batch)
                     loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
@@ -89,8 +83,10 @@ class WindowLoop:
                     parts.append((loss.detach(), weight))
                     if self._reference is None:
                         self._reference = self._total(parts)[1] / self._ranks or 1.0
-                    relay.backward(relay.scale_loss(loss), 1.0 / self._reference, following is _END, {})
+                    relay.backward(relay.scale_loss(loss), 1.0 / self._reference, not following, {})
                     del loss  # its graph is not to last through the next forward
+            if not parts:
+                raise ValueError(_EMPTY)
             relay.synchronise_gradients()
             mean, correction = self._settle(parts)
             prepared.gradients.scale(parameters, correction)
@@ -104,13 +100,12 @@ class WindowLoop:
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Equally many micro-batches on every rank, and whether each counts. A collective."""
-        given = micro_batches if isinstance(micro_batches, Sequence) else list(micro_batches)
+        given = list(micro_batches)
         lengths = gather(torch.tensor([len(given)]), self._world).tolist()
         if not all(lengths):
             lacking = [str(rank) for rank, length in enumerate(lengths) if not length]
             raise ValueError(f"{_EMPTY} Ranks without: {', '.join(lacking)}.")
-        own = _let_go(given) if given is not micro_batches else map(given.__getitem__, range(len(given)))
-        return _filled(own, max(lengths) - len(given))
+        return _filled(given, max(lengths) - len(given))
 
     def _settle(self, parts: list[Part]) -> tuple[float, float]:
         """The mean loss over the window and the ranks, and the factor that its gradient still lacks."""
@@ -130,20 +125,15 @@ class WindowLoop:
         return loss, weight
 
 
-def _filled(batches: Iterable[Any], missing: int) -> Iterator[tuple[Any, bool]]:
-    """Micro-batches, the last of which comes again so many times; and whether each counts."""
+def _filled(batches: list[Any], missing: int) -> Iterator[tuple[Any, bool]]:
+    """Micro-batches, each forgotten when it is due, the last of which comes again so many times; and whether each counts."""
+    batches.reverse()
     batch = None
-    for batch in batches:
+    while batches:
+        batch = batches.pop()
         yield batch, True
     for _ in range(missing):
         yield batch, False
-
-
-def _let_go(batches: list[Any]) -> Iterator[Any]:
-    """The elements of a list, each of which is forgotten when it is due."""
-    batches.reverse()
-    while batches:
-        yield batches.pop()
 
 
 def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

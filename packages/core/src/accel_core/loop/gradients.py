@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     GradientHook = Callable[[nn.Module, nn.Module], GradientState]
     Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
+    Earlier = tuple[
+        Mapping[Place, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]
+    ]  # of the strategy, and of `.grad`
 
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
@@ -26,13 +29,6 @@ def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parame
 def listed(names: Sequence[str]) -> str:
     """The first eight names of parameters, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-class Earlier(NamedTuple):
-    """Gradients that were set aside: of the strategy, by their place, and of `.grad`."""
-
-    kept: Mapping[Place, torch.Tensor]
-    taken: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Gradients:
@@ -100,7 +96,7 @@ class Gradients:
 
     def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
         """Clears those of `parameters`, and all that is kept; `earlier` ones stay, as zeros."""
-        names = set() if earlier is None else {place[:2] for place in earlier.kept}
+        names = set() if earlier is None else {place[:2] for place in earlier[0]}
         stays = set()
         for record, state in self._states():
             for terms in state.values():
@@ -122,19 +118,19 @@ class Gradients:
         taken = [(each, each.grad.detach().clone()) for each in parameters if each.grad is not None]
         for parameter, _ in taken:
             parameter.grad = None
-        return Earlier(kept, taken)
+        return kept, taken
 
     def bring_back(self, earlier: Earlier) -> None:
         """Adds what `set_aside` took to what has come since."""
         now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
-        for place, gradient in earlier.kept.items():
+        for place, gradient in earlier[0].items():
             if place not in now:
                 raise RuntimeError(
                     f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards gradient_state() "
                     f"of the strategy names no gradient of {place[2]} of it, to which the former could be added."
                 )
             now[place].add_(gradient)
-        for parameter, gradient in earlier.taken:
+        for parameter, gradient in earlier[1]:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -145,9 +141,10 @@ class Gradients:
         return [_with_gradient(part) for _, part in self.of(parameters)]
 
     def _states(self) -> Iterator[tuple[PreparedModel, GradientState]]:
-        for record in self._models if self._state is not None else ():
-            if not record.evaluation:
-                yield record, self._state(record.original, record.prepared)
+        if self._state is not None:
+            for record in self._models:
+                if not record.evaluation:
+                    yield record, self._state(record.original, record.prepared)
 
 
 def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:

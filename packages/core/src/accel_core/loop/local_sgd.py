@@ -1,15 +1,12 @@
 """Local SGD: every rank trains by itself, and parameters are averaged now and then instead of gradients at every step.
 
-It is for slow connections: what travels in 8 steps is the parameters once, where DDP sends 8 times
-the gradients. It is another algorithm: Stich, "Local SGD Converges Fast and Communicates Little"
-(ICLR 2019), says how much the ranks may drift. With plain SGD and `local_sgd_steps=1` the results
-are those of DDP.
+Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), says how much the ranks may
+drift. With plain SGD and `local_sgd_steps=1` the results are those of DDP.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,14 +24,12 @@ if TYPE_CHECKING:
 class LocalSGD:
     """A block in which gradients stay local, and parameters are averaged over the data-parallel ranks every few steps.
 
-        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-            ...  # a loop as ever, with local_sgd.step() behind optimizer.step()
-
-    `step()` is a collective when an average is due, as is the end of the block, after which all
-    ranks hold the same model. Averaged is what was trained in the block; buffers are those of the
-    first rank, optimizers keep their own state. An exception leaves the block without
-    communication. `enabled=False`: the block does nothing, as in a world of one. Raises `ValueError`
-    for a model that is not prepared for training, or a strategy that keeps no whole parameters.
+    `step()`, behind `optimizer.step()`, is a collective when an average is due, as is the end of the
+    block, after which all ranks hold the same model. Averaged is what was trained in the block;
+    buffers are those of the first rank, optimizers keep their own state. An exception leaves the
+    block without communication. `enabled=False`: it does nothing, as in a world of one. Raises
+    `ValueError` for a model that is not prepared for training, or a strategy that keeps no whole
+    parameters.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -74,14 +69,12 @@ class LocalSGD:
             self._accelerator._prepared.apart = lambda: self._calls - self._averaged
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._inside = False
         self._local.close()
         self._accelerator._prepared.apart = None
         try:
-            if self.enabled and error is None:
+            if self.enabled and raised[0] is None:
                 self._average(ending=True)
         finally:
             self._trained.clear()
@@ -89,9 +82,8 @@ class LocalSGD:
     def step(self) -> None:
         """Counts a step, and averages when `local_sgd_steps` were counted. Call it after `optimizer.step()`.
 
-        Inside `accumulate` each micro-batch may call it, and an average waits for the end of the
-        window. Collective when it averages: ranks that have not called it equally often raise
-        `CollectiveMismatchError`.
+        Inside `accumulate` each micro-batch may call it, and an average waits for the end of the window.
+        Ranks that have not called it equally often raise `CollectiveMismatchError`.
         """
         if not self._inside:
             raise RuntimeError(
@@ -119,36 +111,26 @@ class LocalSGD:
                 "LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended. Leave one of the two out; "
                 "even_batches=True gives all ranks equally many batches."
             )
-        counted = torch.tensor([[self._calls, self._steps, ending]])
-        _check_counts(reduce_gather.gather(counted, world, group).tolist())
+        ranks = reduce_gather.gather(torch.tensor([[self._calls, self._steps, ending]]), world, group).tolist()
+        if any(rank != ranks[0] for rank in ranks):
+            table = "".join(
+                f"\n  rank {number}: {calls} calls of step(), {'at the end of' if ended else 'in'} the block, local_sgd_steps={steps}"
+                for number, (calls, steps, ended) in enumerate(ranks)
+            )
+            raise CollectiveMismatchError(
+                f"LocalSGD averages when all data-parallel ranks have made the same number of steps, but they have not:{table}\n"
+                f"Give all ranks equally many batches, leave the loop at the same step, and pass the same local_sgd_steps."
+            )
         if self._calls == self._averaged > 0:
             return  # at the end of the block, and the last step was followed by an average
         self._averaged = self._calls
         parameters = list(self._trained.values())
         with torch.no_grad():
-            means = reduce_gather.reduce_tree(
-                [parameter.detach() for parameter in parameters], world, "mean", group=group
-            )
-            for parameter, mean in zip(parameters, means, strict=True):
-                parameter.copy_(mean)
+            means = reduce_gather.reduce_tree([each.detach() for each in parameters], world, "mean", group=group)
             buffers = list(self._model.buffers())
-            for buffer, first in zip(buffers, broadcast(buffers, world, group=group), strict=True):
-                buffer.copy_(first)
+            firsts = broadcast(buffers, world, group=group)
+            for own, agreed in zip([*parameters, *buffers], [*means, *firsts], strict=True):
+                own.copy_(agreed)
         # A loss scale shrinks on the rank whose gradients overflow; steps that ranks take together need one.
         for each in self._accelerator._scales():
             each.load_state_dict(reduce_gather.broadcast_object(each.state_dict(), world, group=group))
-
-
-def _check_counts(ranks: list[list[int]]) -> None:
-    if all(rank == ranks[0] for rank in ranks):
-        return
-    lines = [
-        f"  rank {number}: {calls} calls of step(), {'at the end of the block' if ending else 'in the block'}, "
-        f"local_sgd_steps={steps}"
-        for number, (calls, steps, ending) in enumerate(ranks)
-    ]
-    raise CollectiveMismatchError(
-        "LocalSGD averages when all data-parallel ranks have made the same number of steps, but they have not:\n"
-        + "\n".join(lines)
-        + "\nGive all ranks equally many batches, leave the loop at the same step, and pass the same local_sgd_steps."
-    )

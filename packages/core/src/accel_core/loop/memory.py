@@ -1,10 +1,9 @@
 """Memory: giving it back, and finding the largest batch size that fits.
 
 In a larger world the ranks vote on each attempt: all had room, or all try a smaller batch. They vote
-through the store at which they have met, as some may wait in a collective of the attempt, for which
-a collective of the vote would be taken. A rank that runs out of memory alone, between two
-collectives, leaves the others inside one that nobody can take back. So the votes tell how many
-collectives each rank has begun, and a rank without room waits for the others for its patience only.
+through the store, as some may wait in a collective of the attempt. A rank that runs out of memory
+alone leaves the others inside a collective that nobody can take back, so votes tell how many each
+rank has begun, and a rank without room waits for the others for its patience only.
 """
 
 from __future__ import annotations
@@ -29,17 +28,11 @@ from accel_core.processes.watch.collective_scope import collective, explain
 from accel_core.processes.watch.failure_notices import is_broken_connection
 from accel_core.processes.world import groups_beside
 
-REDUCTION = 0.9
-"""By what a batch size that did not fit is multiplied."""
-
 _DONE, _NO_ROOM = "done", "ran out of memory"
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that torch keeps for reuse back to the accelerator; on a CPU there is none. No collective.
-
-    `garbage_collection`: whether Python's unreachable objects are collected first.
-    """
+    """Gives memory that torch keeps for reuse back to the accelerator, after a `garbage_collection`. No collective."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -49,8 +42,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Drops references, and gives back the memory of what nobody else holds: `model, loss = release_memory(model, loss)`.
 
-    Returns as many times None as objects were given. No collective. For what an Accelerator has
-    prepared there is `Accelerator.free_memory`, which forgets it first.
+    Returns a None for each object. No collective. What an Accelerator has prepared is forgotten by
+    `Accelerator.free_memory`.
     """
     count = len(objects)
     del objects
@@ -138,7 +131,7 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
 
 def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
     if reduce is None:
-        return int(size * REDUCTION)
+        return int(size * 0.9)
     smaller = reduce(size) if inspect.signature(reduce).parameters else reduce()
     if type(smaller) is not int or smaller >= size:
         raise ValueError(

@@ -1,10 +1,9 @@
 """Gating optimizers: `step` and `zero_grad` do nothing while a window of accumulation is open.
 
-Both are shadowed on the *instance*, by functions bound to the optimizer. A swapped class is
-bypassed as soon as an LR scheduler exists (it captures `step`), recurses through loss scalers and
-cannot be pickled; a proxy object makes fused optimizers compute wrong moments. The functions are
-not bound to the gate, because LR schedulers take the `__func__` of `optimizer.step` and bind it to
-the optimizer again.
+Both are shadowed on the *instance*. A swapped class is bypassed as soon as an LR scheduler exists
+(it captures `step`), recurses through loss scalers and cannot be pickled; a proxy object makes fused
+optimizers compute wrong moments. The functions are bound to the optimizer and not to the gate,
+because LR schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
 """
 
 from __future__ import annotations
@@ -44,19 +43,12 @@ SKIPPED: Final = _Skipped()
 
 
 class OptimizerGate:
-    """The Accelerator's record of one prepared optimizer, whose steps it controls.
+    """The Accelerator's record of one prepared optimizer, whose steps it controls, in place, until `remove`.
 
-    The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as
-    they were.
-
-    Args:
-        optimizer: is gated in place, until `remove`.
-        accumulation: the window that holds it back.
-        relay: has the hooks `optimizer_step` and `unscale_gradients`.
-        prepared: what the Accelerator has prepared; None: there is no Accelerator.
-        needs_backward: whether gradients that did not come from `Accelerator.backward` would be
-            wrong, because a scaler or an engine takes part.
-        engine: the hook `apply_step`; None: the optimizer's own step is taken.
+    `relay` has the hooks `optimizer_step` and `unscale_gradients`; `prepared` is what the
+    Accelerator has, None without one. `needs_backward`: whether gradients that did not come from
+    `Accelerator.backward` would be wrong, because a scaler or an engine takes part. `engine` is the
+    hook `apply_step`; None: the optimizer's own step is taken.
     """
 
     def __init__(
@@ -73,16 +65,14 @@ class OptimizerGate:
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner: Callable[[], Prepared | None] = (lambda: None) if prepared is None else weakref.ref(prepared)
-        self._checks_gradients = prepared is not None and prepared.check_gradients is not None
+        self._check_hook = None if prepared is None else prepared.check_gradients
         self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self._engine = engine
-        self._checked = False
+        self.checked = False  # whether what is done before the first step has been done
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
-        self._inside = False
-        self._unscaled = False
-        self.was_skipped = False
+        self._inside = self._unscaled = self.was_skipped = False
         self.settled = -1  # the window in which it stepped last
         self.seen_backwards = accumulation.total_backwards
         self._own_step = no_step if is_fused(optimizer) else optimizer.step
@@ -91,16 +81,14 @@ class OptimizerGate:
         known = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         attributes: Any = vars(optimizer)
         self._shadowed = {name: attributes[name] for name in _SHADOWED if name in attributes}
-        attributes.update(
-            {
-                _GATE: self,
-                "step": MethodType(_known_to_schedulers if known else _gated_step, optimizer),
-                "zero_grad": MethodType(_gated_zero_grad, optimizer),
-                "add_param_group": MethodType(_watched_add_param_group, optimizer),
-                "__reduce_ex__": MethodType(_reduced_bare, optimizer),
-                _SKIPPED: False,
-            }
-        )
+        attributes |= {
+            _GATE: self,
+            "step": MethodType(_known_to_schedulers if known else _gated_step, optimizer),
+            "zero_grad": MethodType(_gated_zero_grad, optimizer),
+            "add_param_group": MethodType(_watched_add_param_group, optimizer),
+            "__reduce_ex__": MethodType(_reduced_bare, optimizer),
+            _SKIPPED: False,
+        }
 
     def remove(self, optimizer: Optimizer) -> None:
         """Gives the optimizer its own methods back. Raises `ValueError` if something was configured for it alone."""
@@ -122,19 +110,23 @@ class OptimizerGate:
         accumulation = self.accumulation
         if accumulation.open:
             return None
-        if not self._checked:
+        if not self.checked:
             self._check_first(optimizer)
         if self._frozen:
             self._check_frozen(optimizer)
         step: Callable[[], Any] = self._own_step
         if args or kwargs:
-            self._check_closure()
-            if self._checks_gradients and args and callable(args[0]):
+            if accumulation.steps > 1 and accumulation.serial > 0:
+                raise RuntimeError(
+                    f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches, of which a closure would "
+                    f"use one. Use gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
+                )
+            if self._check_hook is not None and args and callable(args[0]):
                 args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
             step = partial(step, *args, **kwargs)
         else:
             self._check_backward()
-            if self._checks_gradients:
+            if self._check_hook is not None:
                 self._check_gradients(optimizer)
         engine, own = self._engine, step
         if engine is not None:  # a partial says that the step was given arguments
@@ -167,14 +159,9 @@ class OptimizerGate:
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds the group; its parameters are checked before the next step."""
         self._own_add_param_group(group)
-        self._checked = False
-        prepared = self.owner()
-        if prepared is not None:
+        self.checked = False
+        if (prepared := self.owner()) is not None:
             prepared.unchecked = True
-
-    def recheck(self) -> None:
-        """What is done before the first step is done again before the next one."""
-        self._checked = False
 
     def resume(self) -> None:
         """The state of the optimizer was loaded: what happened here before is over."""
@@ -190,10 +177,8 @@ class OptimizerGate:
 
     def _clear(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
-        if self._keeps_elsewhere:
-            prepared = self.owner()
-            if prepared is not None:
-                prepared.gradients.clear_kept(held_by(optimizer))
+        if self._keeps_elsewhere and (prepared := self.owner()) is not None:
+            prepared.gradients.clear_kept(held_by(optimizer))
         self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
     def _check_first(self, optimizer: Optimizer) -> None:
@@ -211,7 +196,7 @@ class OptimizerGate:
                 f"accelerator.accumulate(model):` around the body of the loop.",
                 stacklevel=level_of_the_user(),
             )
-        self._checked = True
+        self.checked = True
 
     def _check_frozen(self, optimizer: Optimizer) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -225,21 +210,13 @@ class OptimizerGate:
     def _check_gradients(self, optimizer: Optimizer) -> None:
         prepared = self.owner()
         # Inside `LocalSGD` each rank is meant to step by itself.
-        if prepared is not None and prepared.apart is None and prepared.check_gradients is not None:
-            prepared.check_gradients(optimizer)
+        if self._check_hook is not None and prepared is not None and prepared.apart is None:
+            self._check_hook(optimizer)
 
     def _checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self._check_gradients(optimizer)
         return loss
-
-    def _check_closure(self) -> None:
-        # A closure runs forward and backward itself, so only that of the closing micro-batch would ever be called.
-        if self.accumulation.steps > 1 and self.accumulation.serial > 0:
-            raise RuntimeError(
-                f"optimizer.step(closure) was called in a window of {self.accumulation.size} micro-batches, of which a closure would "
-                f"use one. Use gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
-            )
 
     def _check_backward(self) -> None:
         accumulation = self.accumulation

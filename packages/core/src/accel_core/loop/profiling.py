@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch.profiler import ProfilerActivity
 
 from accel_core.options.handlers import KwargsHandler
 
@@ -51,16 +51,15 @@ class ProfileKwargs(KwargsHandler):
             given["activities"] = list(dict.fromkeys(map(_activity, self.activities)))
         if (schedule := given.pop("schedule_option", None)) is not None:
             given["schedule"] = torch.profiler.schedule(**schedule)
-        return _Profiler(**given)
+        return torch.profiler.profile(**given)
 
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
     """Profiles the block on this rank: `with profile(handler, world) as profiler:`. No collective.
 
-    With `output_trace_dir`, each recorded cycle becomes a file there: `profile_<rank>.json`, or
-    `profile_<rank>_1.json` and so on: nothing is overwritten. What was recorded until an error is
-    written too. Files of other ranks may not be complete when the block is left.
+    With `output_trace_dir`, each recorded cycle becomes a new file there, `profile_<rank>.json` or
+    `profile_<rank>_1.json` and so on. Those of other ranks may not be complete behind the block.
     """
     folder = None if handler.output_trace_dir is None else Path(handler.output_trace_dir)
     if folder is not None:
@@ -85,17 +84,6 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
             f"step() of the profiler was called {profiler.step_num} times. Call it at the end of every step of the loop.",
             stacklevel=3,  # the `with` statement, below contextlib
         )
-
-
-class _Profiler(torch.profiler.profile):
-    def step(self) -> None:
-        """Ends a step. After an error in `on_trace_ready` nothing is recorded until the next cycle."""
-        try:
-            super().step()
-        except BaseException:
-            # torch takes it for granted that what its schedule wants next has begun, and to stop that kills the process.
-            self.current_action = ProfilerAction.NONE
-            raise
 
 
 def _new_file(folder: Path, stem: str) -> Path:
