@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_core import Accelerator, AutocastKwargs, Precision, PrecisionPolicy, Single, Strategy, hookimpl, place_model
 from accel_core.contract.tensor_layouts import Elementwise, Partial
-from accel_core.loop.parameter_replacement import ParameterReplacement
+from accel_core.loop.preparation import ParameterReplacement
 
 
 class Doubled(nn.Linear):

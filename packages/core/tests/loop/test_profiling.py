@@ -147,29 +147,13 @@ def fail(profiler: torch.profiler.profile) -> None:
     raise KeyError("mine")
 
 
-@pytest.mark.parametrize("schedule", [None, CYCLES, {**CYCLES, "wait": 0}])
+@pytest.mark.parametrize("schedule", [None, CYCLES])
 def test_an_error_in_on_trace_ready_reaches_the_user(schedule: dict[str, int] | None) -> None:
-    """torch alone dies of a segmentation fault when the next cycle follows at once."""
     with (
         pytest.raises(KeyError, match="mine"),
         Accelerator().profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=fail)) as profiler,
     ):
         steps(profiler, 6)
-
-
-def test_profiling_goes_on_after_an_error_in_on_trace_ready() -> None:
-    ready: list[int] = []
-
-    def once(profiler: torch.profiler.profile) -> None:
-        ready.append(profiler.step_num)
-        if len(ready) == 1:
-            raise KeyError("mine")
-
-    with ProfileKwargs(schedule_option={**CYCLES, "wait": 0}, on_trace_ready=once).build() as profiler:
-        with pytest.raises(KeyError):
-            steps(profiler, 6)
-        steps(profiler, 6)
-    assert len(ready) > 1
 
 
 @pytest.mark.parametrize("activity", ["cpo", 3])

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from accel_core.api.loader import BatchCount, CountingIterator
+from accel_core.api.loader import CountingIterator
 
 
 class Collated(NamedTuple):
@@ -45,7 +45,7 @@ class Counting(CountingIterator):
     """
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner, BatchCount())
+        super().__init__(inner)
         self.delivered: deque[Collated] = deque()
 
     def __next__(self) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 
 from accel_core import Rows, Shard, World
-from accel_core.api.loader import BatchCount, CountingIterator, Positions, unmatched_message
+from accel_core.api.loader import CountingIterator, Positions, unmatched_message
 from accel_data.iterable_source import Fetched, StreamSource, inside
 from accel_data.shard_arithmetic import piece_of
 from accel_data.uneven_streams import even_ends
@@ -46,7 +46,7 @@ class Arriving(CountingIterator):
     """torch's iterator over counted batches, for a loader class that may look at the batches."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner, BatchCount())
+        super().__init__(inner)
         self.arrived: deque[Counted] = deque()
 
     def __next__(self) -> Any:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from accel_core.contract.loader_progress import Positions, SampleIds, sample_ids
-from accel_core.loading.batch_stream import as_data_loader
 from accel_core.loading.index_source import (
     IndexRead,
     IndexSource,
     SourceIteration,
     SourceProgress,
+    as_data_loader,
     length_of,
     looked_ahead,
     source_after,
 )
 from accel_core.loading.prepared_loader import (
-    BatchCount,
     CountingIterator,
     Outlet,
     PreparedLoader,
@@ -27,7 +26,7 @@ from accel_core.loading.prepared_loader import (
 )
 
 __all__ = [
-    "BatchCount", "CountingIterator", "IndexRead", "IndexSource", "Outlet", "Positions", "PreparedLoader",
+    "CountingIterator", "IndexRead", "IndexSource", "Outlet", "Positions", "PreparedLoader",
     "SampleIds", "SourceIteration", "SourceProgress", "as_data_loader", "index_sampler", "length_of",
     "looked_ahead", "overridden_copy", "prepare_copy", "prepare_local_loader", "sample_ids", "source_after",
     "source_attributes", "unmatched_message",

@@ -8,7 +8,7 @@ from accel_core.loop.compilation import compile_calls
 from accel_core.loop.forward_methods import mark_forward_method
 from accel_core.loop.fused_backward import is_fused
 from accel_core.loop.optimizer_gate import gate_of
-from accel_core.loop.parameter_replacement import MoveState, ParameterReplacement
+from accel_core.loop.preparation import MoveState, ParameterReplacement
 from accel_core.strategies.placement import check_alike
 
 __all__ = [

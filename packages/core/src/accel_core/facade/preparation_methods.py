@@ -14,12 +14,17 @@ from torch.utils.data import DataLoader
 from accel_core.collectives.run_seed import agree_seed
 from accel_core.contract.precision_policy import remove_policy
 from accel_core.facade.accelerator_parts import AcceleratorParts
-from accel_core.loading.batch_stream import as_data_loader
+from accel_core.loading.index_source import as_data_loader
 from accel_core.loop import fused_backward
 from accel_core.loop import preparation as preparing
 from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, place_state
-from accel_core.loop.parameter_replacement import ParameterReplacement
-from accel_core.loop.preparation import PreparedModel, PrepareRequest, check_device_placement, require
+from accel_core.loop.preparation import (
+    ParameterReplacement,
+    PreparedModel,
+    PrepareRequest,
+    check_device_placement,
+    require,
+)
 from accel_core.loop.scheduler_gate import gate_scheduler, is_scheduler
 
 if TYPE_CHECKING:

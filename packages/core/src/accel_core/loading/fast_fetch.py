@@ -1,8 +1,7 @@
-"""From index batches to batches, as torch's default does it, without its detours: the bare loop of a plain loader.
+"""From index batches to batches, as torch's default does it, bit for bit, without its detours for plain samples.
 
-Most samples are flat dicts or tuples of tensors, which can be stacked directly, and the rows of a
-`TensorDataset` can be indexed at once. What this gives is what torch gives, bit for bit; whatever
-is not plainly of these shapes is left to torch.
+Flat dicts or tuples of tensors can be stacked directly, and the rows of a `TensorDataset` indexed at
+once; what is not plainly of these shapes is left to torch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def fetches_plainly(loader: DataLoader[Any]) -> bool:
 
 
 def draw_base_seed(generator: torch.Generator | None) -> None:
-    """torch draws the base of its workers' seeds even when there are none; the streams that follow depend on it."""
+    """Draws as torch does for the seeds of its workers even when there are none; the streams that follow depend on it."""
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
@@ -64,7 +63,9 @@ def plain_batches(dataset: Any, opening: SourceIteration, outlet: Outlet) -> Ite
 
 def fetching(dataset: Any) -> Callable[[list[int]], Any]:
     """A function from an index batch to the batch that `default_collate` would make of it. Valid for one iteration."""
-    collate = _stacked if _collates_plainly() else default_collate
+    table = default_collate_fn_map  # which is open to the user
+    known = any(issubclass(kind, entry) for kind in (dict, tuple) for entry in table)
+    collate = _stacked if table.get(torch.Tensor) is collate_tensor_fn and not known else default_collate
     if getattr(dataset, "__getitems__", None):
         return lambda indices: collate(dataset.__getitems__(indices))
 
@@ -74,14 +75,6 @@ def fetching(dataset: Any) -> Callable[[list[int]], Any]:
     if type(dataset) is TensorDataset and all(map(_is_indexed_plainly, dataset.tensors)) and collate is _stacked:
         return lambda indices: _rows_at(dataset.tensors, indices, fetch)
     return fetch
-
-
-def _collates_plainly() -> bool:
-    """Whether torch's collation of tensors in dicts and tuples is as it was shipped; its table is open to the user."""
-    table = default_collate_fn_map
-    return table.get(torch.Tensor) is collate_tensor_fn and not any(
-        issubclass(kind, known) for kind in (dict, tuple) for known in table
-    )
 
 
 def _is_indexed_plainly(tensor: torch.Tensor) -> bool:
@@ -105,10 +98,7 @@ def _rows_at(tensors: tuple[torch.Tensor, ...], indices: Any, fetch: Callable[[A
 
 
 def _stacked(samples: Any) -> Any:
-    """`default_collate(samples)`, without its detours for flat dicts and tuples of tensors, or tensors.
-
-    Only the first sample is looked at, as torch does. What cannot be stacked is torch's to collate.
-    """
+    """`default_collate(samples)`, which looks at the first sample only, and has what cannot be stacked."""
     if type(samples) is list and samples:
         first = samples[0]
         kind = type(first)

@@ -1,7 +1,6 @@
 """Reads of a loader's iteration: index batches, each with a note of its position.
 
-An `IndexSource` gives a `SourceIteration` per iteration. Loader components bring sources of their
-own; `LocalSource` is the core's, for a world of one.
+Loader components bring sources of their own; `LocalSource` is the core's, for a world of one.
 """
 
 from __future__ import annotations
@@ -9,32 +8,24 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from itertools import count, islice
+from typing import Any, Protocol, TypeVar, cast
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_core.contract.loader_progress import Rows
-
-if TYPE_CHECKING:
-    from accel_core.contract.loader_progress import Feed
+from accel_core.contract.loader_progress import Feed, Rows
 
 T = TypeVar("T")
-BatchNote = tuple["int | None", "Rows | None", int, Any]
-"""Of a batch: how many follow it on this rank (None: unknown), its rows (None: not countable), how many samples all
-ranks have read of the epoch once it is yielded, and its index batch."""
-
 IndexRead = tuple[Any, "int | None", "Rows | None", int]
-"""An index batch (or one index), and what is noted of it."""
+"""An index batch (or one index), and of it: how many follow on this rank (None: unknown), its rows (None: not
+countable), and how many samples all ranks have read of the epoch once it is yielded."""
 
-_TRUSTED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_TRUSTED = (data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
 
 
 class SourceProgress:
-    """The progress of an iteration in its epoch: by what was yielded, not by what was fetched.
-
-    `samples` of the epoch, over all ranks, are behind it.
-    """
+    """The progress of an iteration in its epoch, in samples over all ranks: by what was yielded, not by what was fetched."""
 
     __slots__ = ("epoch", "finished", "samples")
 
@@ -45,7 +36,7 @@ class SourceProgress:
 
 
 class SourceIteration:
-    """One iteration over a source: its reads, and what was noted of those that torch has taken but not yet delivered.
+    """One iteration over a source: its reads, and in `notes` those that torch has taken but not yet delivered.
 
     `before` is what a position needs until the iteration is advanced, as it was before torch asked
     for it: to open one may draw random numbers.
@@ -56,7 +47,7 @@ class SourceIteration:
     def __init__(self, reads: Iterator[IndexRead], progress: SourceProgress | None = None) -> None:
         self.reads = reads
         self.before: dict[str, Any] = {}
-        self.notes: deque[BatchNote] = deque()
+        self.notes: deque[IndexRead] = deque()
         self.progress = progress or SourceProgress()
 
     def start(self) -> None:
@@ -77,8 +68,8 @@ class IndexSource(Protocol):
 class LocalSource:
     """The source for a single process: all index batches, in the order of the loader's own sampler.
 
-    `batched`: whether that gives batches, or single indices. `endless`: the indices mean nothing,
-    as the set is iterable; only the data will tell the end.
+    `batched`: whether that gives batches, or single indices. `endless`: they mean nothing, as the
+    set is iterable.
     """
 
     def __init__(self, sampler: Any, *, batched: bool, endless: bool) -> None:
@@ -89,8 +80,23 @@ class LocalSource:
 
     def open(self, feed: Feed) -> SourceIteration:
         """Begins an iteration."""
-        reads = local_reads(self.sampler, feed.lookahead, batched=self.batched, endless=self.endless)
-        return SourceIteration(reads if self.endless else islice(reads, self.skipped, None))
+        if self.endless:
+            return SourceIteration((index, None, None, 0) for index in self.sampler)
+        return SourceIteration(islice(self._reads(feed.lookahead), self.skipped, None))
+
+    def _reads(self, ahead: int) -> Iterator[IndexRead]:
+        sampler, batched, total = self.sampler, self.batched, length_of(self.sampler)
+        if type(sampler) is BatchSampler and type(sampler.sampler) in _TRUSTED and total is not None:
+            stream: Iterator[tuple[Any, int]] = zip(sampler, count(total - 1, -1), strict=False)
+        else:
+            stream = looked_ahead(map(_settled, sampler) if batched else sampler, ahead, total)
+        rows: Rows | None = None
+        samples = 0
+        for index, remaining in stream:
+            if batched and (rows is None or len(index) != rows.rows):
+                rows = Rows(len(index), len(index))
+            samples += len(index) if batched else 1
+            yield index, remaining, rows, samples
 
     def __len__(self) -> int:
         return max(len(self.sampler) - self.skipped, 0)
@@ -100,8 +106,7 @@ def source_after(source: T, batches: int) -> T:
     """A copy of a source of which every iteration leaves out so many more batches."""
     if type(batches) is not int or batches < 0:
         raise ValueError(
-            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, a whole number of at "
-            f"least 0."
+            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, a whole number of at least 0."
         )
     twin: Any = copy.copy(source)
     twin.skipped += batches
@@ -139,33 +144,40 @@ def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> It
         yield item, len(waiting)
 
 
-def local_reads(sampler: Any, ahead: int, *, batched: bool, endless: bool) -> Iterator[IndexRead]:
-    """The values of `sampler`, as reads. See `LocalSource`."""
-    if endless:
-        for index in sampler:
-            yield index, None, None, 0
-        return
-    total = length_of(sampler)
-    certain = type(sampler) is BatchSampler and type(sampler.sampler) in _TRUSTED
-    if certain and total is not None:
-        stream = _counted_down(sampler, total)
-    else:
-        stream = looked_ahead(map(_settled, sampler) if batched else sampler, ahead, total)
-    rows: Rows | None = None
-    samples = 0
-    for index, remaining in stream:
-        if batched and (rows is None or len(index) != rows.rows):
-            rows = Rows(len(index), len(index))
-        samples += len(index) if batched else 1
-        yield index, remaining, rows, samples
-
-
 def _settled(batch: Any) -> Any:
     """An index batch that can wait its turn: the sampler may fill the same list again, or yield a generator."""
     return list(batch) if type(batch) is list or not hasattr(batch, "__len__") else batch
 
 
-def _counted_down(items: Iterable[T], total: int) -> Iterator[tuple[T, int]]:
-    for item in items:
-        total -= 1
-        yield item, total
+class BatchStream(IterableDataset[Any]):
+    """A dataset whose elements are the batches of an iterable, and whose other attributes, its state too, are its own."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches" or name.startswith("__"):  # a copy that is being made has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def is_batch_stream(obj: object) -> bool:
+    """Whether `obj` is an iterable that keeps its own position."""
+    return hasattr(type(obj), "__iter__") and all(
+        callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def as_data_loader(loader: Any) -> DataLoader[Any]:
+    """A `DataLoader` as it is, a stream of batches as the dataset of one. Raises `TypeError` for anything else."""
+    if isinstance(loader, DataLoader):
+        return loader
+    if not is_batch_stream(loader):
+        raise TypeError(
+            f"prepare_data_loader() was given a {type(loader).__name__}, expected a torch.utils.data.DataLoader, or an iterable of "
+            f"batches with state_dict() and load_state_dict(). prepare() takes objects of any kind."
+        )
+    return DataLoader(BatchStream(loader), batch_size=None)

@@ -1,10 +1,7 @@
 """Prepared loaders: copies of the user's loaders that place their batches and report them to the feed.
 
-Here is what every loader component shares, and the core's own loader for a world of one:
-`prepare_copy` makes a copy of a loader, of its class and with its attributes, that reads from a
-source (`accel_core.loading.index_source`). `PreparedLoader` iterates: torch's own machinery fetches
-the batches; an exact `DataLoader` without workers, pinning and a collate function of its own takes
-a bare loop instead, whose batches and random draws equal torch's.
+torch's own machinery fetches the batches; an exact `DataLoader` without workers, pinning and a
+collate function of its own takes a bare loop, whose batches and random draws equal torch's.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +24,6 @@ from accel_core.base.nested import to_device
 from accel_core.contract.loader_progress import Feed, Passage
 from accel_core.loading.fast_fetch import draw_base_seed, fetches_plainly, plain_batches
 from accel_core.loading.index_source import (
-    BatchNote,
     IndexRead,
     IndexSource,
     LocalSource,
@@ -39,25 +36,20 @@ from accel_core.processes import random_state
 SETTLE = 0.005
 """Seconds before workers are forked in a process that has just communicated.
 
-A thread of the backend may be about to let go of a tensor, for which it makes itself known to
-Python. A worker that is forked at that moment inherits the lock which that takes, and waits for it
-for ever (CPython before 3.13 takes it again in the child before it is made anew). With gloo on two
-ranks, one worker in some thousands never began.
-"""
+A thread of the backend may be about to let go of a tensor, and a worker that is forked then waits
+for ever for the lock of Python that it holds (before CPython 3.13; one worker in some thousands)."""
 
 
+@dataclass(eq=False)
 class Outlet:
     """The feed of a prepared loader, and the device to which it moves batches (None: they stay).
 
-    The feed belongs to an Accelerator of this process, so copies of a loader share it. A pickled
-    loader reports to a feed of its own. `non_blocking`: copies out of pinned memory are not waited
-    for.
+    Copies of a loader share the feed; a pickled one reports to a feed of its own.
     """
 
-    def __init__(self, feed: Feed, device: torch.device | None, non_blocking: bool = False) -> None:
-        self.feed = feed
-        self.device = device
-        self.non_blocking = non_blocking
+    feed: Feed
+    device: torch.device | None
+    non_blocking: bool = False  # whether copies out of pinned memory are not waited for
 
     def placed(self, batch: Any) -> Any:
         """The batch, on the device."""
@@ -76,18 +68,15 @@ class Outlet:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Outlet], tuple[Any, ...]]:
-        return _lonely_outlet, (self.feed.lookahead, self.device, self.non_blocking)
+        return Outlet, (Feed(self.feed.lookahead), self.device, self.non_blocking)
 
 
 class IndexBatches:
-    """Stands where the user's batch sampler stood, and hands torch what the source reads.
+    """Stands where the user's batch sampler stood, with its other attributes, and hands torch what the source reads.
 
-    Other attributes are those of the user's batch sampler. `strict`: whether each batch has to be
-    matched with its index batch, because it may be padded.
-
-    Attributes:
-        delivered: by torch's latest iterator, where the loader's class iterates in its own way.
-        bypassed: whether that class has yielded batches without asking torch for any.
+    `strict`: whether each batch has to be matched with its index batch, because it may be padded.
+    Where the loader's class iterates in its own way, `delivered` is the count of torch's latest
+    iterator, and `bypassed` whether the class has yielded batches without asking torch for any.
     """
 
     def __init__(self, source: IndexSource, outlet: Outlet, original: Any, strict: bool) -> None:
@@ -96,18 +85,15 @@ class IndexBatches:
         self.original = original
         self.strict = strict
         self.opened: SourceIteration | None = None
-        self.delivered: BatchCount | None = None
+        self.delivered: list[int] | None = None
         self.bypassed = False
         self._streams: dict[str, Any] | None = None
         self._undisturbed = random_state.restored_after_first
 
     def begin(self) -> None:
-        """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them.
-
-        What torch and samplers draw to begin an epoch was drawn in the run that is continued,
-        before its streams were saved. Between two epochs that is true of what torch draws to start
-        workers that persist.
-        """
+        """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them."""
+        # What torch and samplers draw to begin an epoch was drawn before the streams were saved; so was, between two epochs,
+        # what torch draws to start workers that persist.
         self.opened = None
         resumes, restarts = getattr(self.source, "resumes", False), getattr(self.source, "restarts_workers", False)
         self._streams = random_state.capture_random_state(self.outlet.device) if resumes or restarts else None
@@ -120,9 +106,11 @@ class IndexBatches:
             opening.reads = self._undisturbed(opening.reads, self._streams, self.outlet.device)
         return opening
 
-    def take(self) -> SourceIteration | None:
+    def take(self, start: bool = True) -> SourceIteration | None:
         """The opening that torch asked for since the last call: it asks when its iterator is made."""
         opened, self.opened = self.opened, None
+        if opened is not None and start:
+            opened.start()
         return opened
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,31 +133,19 @@ class IndexBatches:
         return {**self.__dict__, "opened": None, "delivered": None, "_streams": None}
 
 
-class BatchCount:
-    """A number that is read elsewhere than where it is counted."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
 class CountingIterator:
-    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out.
+    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out."""
 
-    The count is kept elsewhere: whoever reads it does not hold on to the iterator.
-    """
-
-    def __init__(self, inner: Any, count: BatchCount) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.count = count
+        self.count = [0]  # in a list: whoever reads it need not hold on to the iterator
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
         batch = next(self.inner)
-        self.count.value += 1
+        self.count[0] += 1
         return batch
 
     def __len__(self) -> int:
@@ -177,7 +153,7 @@ class CountingIterator:
 
     def _reset(self, *arguments: Any, **options: Any) -> None:
         """torch keeps the iterator with its workers, and begins anew with it."""
-        self.count.value = 0
+        self.count[0] = 0
         self.inner._reset(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -193,11 +169,7 @@ else:
 
 
 class PreparedLoader(_Base):
-    """The overrides of a prepared loader, put before the user's class in a subclass of both.
-
-    A copy or deep copy reports to the same feed; a pickle, at the same epoch, to a feed of its own.
-    Running workers stay behind.
-    """
+    """The overrides of a prepared loader, put before the user's class in a subclass of both."""
 
     _accel_outlet: Outlet
     _accel_indices: IndexBatches
@@ -214,8 +186,8 @@ class PreparedLoader(_Base):
             inner = islice(inner, indices.source.skipped, None)
         rows_known = self.in_order or self.num_workers == 0
         if indices.strict or not (_iterates_by_itself(self) or isinstance(self.dataset, IterableDataset)):
-            return _matched_batches(inner, indices, indices.take(), outlet, rows_known)
-        return _batches_looked_ahead(inner, indices, indices.take(), outlet)
+            return _matched_batches(inner, indices, indices.take(start=False), outlet, rows_known)
+        return _batches_looked_ahead(inner, indices, indices.take(start=False), outlet)
 
     def _get_iterator(self) -> Any:
         if self.num_workers and dist.is_available() and dist.is_initialized():
@@ -223,14 +195,14 @@ class PreparedLoader(_Base):
         inner = super()._get_iterator()
         if not _iterates_by_itself(self):
             return inner
-        self._accel_indices.delivered = count = BatchCount()
-        return CountingIterator(inner, count)
+        counting = CountingIterator(inner)
+        self._accel_indices.delivered = counting.count
+        return counting
 
     def behind(self, batches: int) -> PreparedLoader:
         """A copy of which every iteration leaves out so many more batches of this rank."""
-        source = source_after(self._accel_indices.source, batches)
         twin = copy.copy(self)
-        twin.__dict__.update(self._reading_from(source))
+        twin.__dict__.update(self._reading_from(source_after(self._accel_indices.source, batches)))
         return twin
 
     def _reading_from(self, source: IndexSource) -> dict[str, Any]:
@@ -252,14 +224,11 @@ class PreparedLoader(_Base):
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
     """A copy of `loader` that puts its batches on `device` and reports them to `feed`: all that a world of one needs.
 
-    Any `DataLoader` will do. Where the number of batches is not certain (iterable sets, samplers of
-    the user's own, subclasses that iterate in their own way), `feed.lookahead` batches are looked
-    ahead: in the sampler where there is one, else in the data. Raises `ValueError` for a prepared
-    one.
+    Where the number of batches is not certain (iterable sets, samplers of the user's own, subclasses
+    that iterate in their own way), `feed.lookahead` batches are looked ahead.
     """
-    sampler = index_sampler(loader)
     iterable = isinstance(loader.dataset, IterableDataset)
-    source = LocalSource(sampler, batched=loader.batch_sampler is not None, endless=iterable)
+    source = LocalSource(index_sampler(loader), batched=loader.batch_sampler is not None, endless=iterable)
     return prepare_copy(loader, PreparedLoader, source, Outlet(feed, device))
 
 
@@ -271,11 +240,10 @@ def prepare_copy(
     strict: bool = False,
     **attributes: Any,
 ) -> DataLoader[Any]:
-    """A copy of `loader` that reads index batches from `source`, of a subclass of `overrides` and the loader's own class.
+    """A copy of `loader` that reads index batches from `source`: an `overridden_copy` with these `attributes` too.
 
     With `strict` batches may be padded, so a loader class with an `__iter__` of its own has to
-    yield one batch for each that it takes from `super().__iter__()`. `attributes` are what else the
-    copy is to have. Raises `ValueError` for a prepared loader.
+    yield one batch for each that it takes from `super().__iter__()`.
     """
     return overridden_copy(loader, overrides, **source_attributes(loader, source, outlet, strict), **attributes)
 
@@ -290,14 +258,11 @@ def source_attributes(
 
 
 def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
-    """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes.
-
-    Raises `ValueError` if the loader is a prepared one.
-    """
+    """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes."""
     if isinstance(loader, PreparedLoader):
         raise ValueError(
-            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass the "
-            f"loader that you built, or go on with the one that prepare() returned."
+            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass the loader "
+            f"that you built, or go on with the one that prepare() returned."
         )
     twin = cast("DataLoader[Any]", _blank(overrides, type(loader)))
     # Not through setattr: torch forbids to set its attributes after the construction.
@@ -311,18 +276,14 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _noted(reads: Iterator[IndexRead], notes: deque[BatchNote]) -> Iterator[Any]:
-    for index, remaining, rows, samples in reads:
-        notes.append((remaining, rows, samples, index))
-        yield index
-
-
-def _lonely_outlet(lookahead: int, device: torch.device | None, non_blocking: bool) -> Outlet:
-    return Outlet(Feed(lookahead), device, non_blocking)
+def _noted(reads: Iterator[IndexRead], notes: deque[IndexRead]) -> Iterator[Any]:
+    for read in reads:
+        notes.append(read)
+        yield read[0]
 
 
 def _blank(overrides: type, original: type) -> Any:
-    """A dressed instance without attributes. (A loader cannot be dressed in place: its class has another layout.)"""
+    """An instance of the overridden class without attributes; a loader's class has another layout than can be changed."""
     made: Any = overridden_class(original, overrides)
     return made.__new__(made)
 
@@ -338,36 +299,29 @@ def _matched_batches(
     """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
     remaining: int | None = 0
     with outlet.passage() as passage:
-        opening = _started(opening)
+        if opening is not None:
+            opening.start()
         for batch in inner:
-            # A user's __iter__ that is a generator has only now asked for torch's iterator.
-            opening = opening or _started(indices.take())
+            opening = opening or indices.take()  # a user's __iter__ may have asked for torch's iterator only now
             if opening is None or not opening.notes:
                 raise RuntimeError(unmatched_message("more batches than"))
-            remaining, rows, samples, index = opening.notes.popleft()
+            index, remaining, rows, samples = opening.notes.popleft()
             placed = outlet.placed(batch)
             passage.advance(remaining, rows if rows_known else None, index if rows_known else None)
             opening.progress.samples = samples
             yield placed
-        opening = opening or _started(indices.take())  # there was no batch
+        opening = opening or indices.take()  # there was no batch
         if remaining or (opening is not None and opening.notes):
             raise RuntimeError(unmatched_message("fewer batches than"))
         if opening is not None:
             opening.progress.finished = True
 
 
-def _started(opening: SourceIteration | None) -> SourceIteration | None:
-    if opening is not None:
-        opening.start()
-    return opening
-
-
 def unmatched_message(how: str) -> str:
     """The message for a loader class that yields `how` it takes ("more batches than"), where each may be padded."""
     return (
-        f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded "
-        f"to fill the last global batch cannot be told. Yield one batch for each (to end early, break in your loop), or "
-        f"leave the loader out of prepare()."
+        f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded to fill "
+        f"the last global batch cannot be told. Yield one batch for each, or leave the loader out of prepare()."
     )
 
 
@@ -376,16 +330,17 @@ def _batches_looked_ahead(
 ) -> Iterator[Any]:
     """Batches of which only the data tell how many there are."""
     with outlet.passage() as passage:
-        opening = _started(opening)
+        if opening is not None:
+            opening.start()
         arriving = _with_samples(inner, indices, opening)
         for (batch, found, samples), remaining in looked_ahead(arriving, outlet.feed.lookahead):
-            opening = opening or _started(found)
+            opening = found
             placed = outlet.placed(batch)
             passage.advance(remaining, None)
             if opening is not None:
                 opening.progress.samples = samples
             yield placed
-        opening = opening or _started(indices.take())  # there was no batch
+        opening = opening or indices.take()  # there was no batch
         if opening is not None:
             opening.progress.finished = True
 
@@ -403,7 +358,7 @@ def _with_samples(
         elif delivered is None:
             opening.notes.clear()
         else:
-            while taken < delivered.value and opening.notes:
-                samples = opening.notes.popleft()[2]
+            while taken < delivered[0] and opening.notes:
+                samples = opening.notes.popleft()[3]
                 taken += 1
         yield batch, opening, samples

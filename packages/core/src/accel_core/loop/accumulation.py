@@ -1,18 +1,13 @@
 """Windows of gradient accumulation: which micro-batch opens one, which closes it, and what each weighs.
 
-The gradient of a window is the mean over the micro-batches that are really in it. The last window
-of ten batches with four accumulation steps has two, so each weighs 1/2. That has to be known when
-the window *opens*, hence the feed: loaders report how many batches remain.
-
-A window is open from its first `accumulate` until its closing one. While it is open, optimizers and
-schedulers are held back, wherever their `step` is called.
+The gradient of a window is the mean over the micro-batches that are really in it, so their number
+has to be known when it *opens*, hence the feed: loaders report how many batches remain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -21,21 +16,16 @@ if TYPE_CHECKING:
 
     from accel_core.contract.loader_progress import Feed
 
-NoSync = Any  # the bound hook: (model) -> context manager
+_NUMBERS = ("steps", "position", "size", "backwards", "total_backwards")  # of the state
 
 
 class Accumulation:
-    """The window of one Accelerator.
+    """The window of one Accelerator. While it is open, optimizers and schedulers are held back.
 
-    Args:
-        steps: micro-batches in a full window.
-        feed: where the loaders are.
-        rescale: a bound method, called with a factor when a window turns out shorter than it looked
-            when it opened; it multiplies the gradients that are pending.
-        sync_with_dataloader: whether windows close at the end of a loader.
-        sync_each_batch: whether gradients are synchronised at each micro-batch.
-        synchronises: whether gradients stay local until the backward of the closing micro-batch.
-        mean_over_steps: whether each micro-batch weighs 1/steps, also in another window.
+    `rescale`, a bound method, multiplies the gradients that are pending when a window turns out
+    shorter than it looked when it opened. `sync_with_dataloader`: whether windows close at the end
+    of a loader. `synchronises`: whether gradients stay local until the closing backward.
+    `mean_over_steps`: whether each micro-batch weighs 1/steps, also in a shorter window.
     """
 
     def __init__(
@@ -80,7 +70,14 @@ class Accumulation:
         if closes is None and self.by_caller and self.open:
             closes = self.position + 1 >= self.steps
         if closes is not None:
-            return self._enter_by_caller(closes)
+            if self.position == 0:
+                self._begin_window(None)
+            self.by_caller = True
+            self.position += 1
+            if closes and self.position != self.size:
+                self._settle_size()
+            self.open = not closes
+            return closes
         if self.steps == 1:
             if self.by_caller:
                 self._settle()
@@ -97,16 +94,6 @@ class Accumulation:
             self._settle_size()
         self.open = self.position < self.size
         return not self.open
-
-    def _enter_by_caller(self, closes: bool) -> bool:
-        if self.position == 0:
-            self._begin_window(None)
-        self.by_caller = True
-        self.position += 1
-        if closes and self.position != self.size:
-            self._settle_size()
-        self.open = not closes
-        return closes
 
     def leave(self) -> None:
         """The micro-batch has ended."""
@@ -156,8 +143,7 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the window, between two micro-batches."""
-        names = ("steps", "open", "position", "size", "backwards", "total_backwards")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("open", *_NUMBERS)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next micro-batch goes on where the state was taken: in its window, or with a new one."""
@@ -177,8 +163,8 @@ class Accumulation:
         """Raises `RuntimeError` for what may be assigned between two windows only, if one is open."""
         if self.open or self.inside:
             raise RuntimeError(
-                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open, which has its length and its "
-                f"batches already. Assign it before the first accumulate() of a window, when accelerator.sync_gradients is True."
+                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open. Assign it before the "
+                f"first accumulate() of a window, when accelerator.sync_gradients is True."
             )
 
     def resize(self, steps: int) -> None:
@@ -188,48 +174,34 @@ class Accumulation:
         self.reset()
 
     def lacks_backward(self, settled: int) -> bool:
-        """Whether a step now, at the end of a window, would use gradients that no counted backward gave.
-
-        `settled` is the serial number of the last window in which the optimizer stepped. It holds
-        behind the `accumulate` block too; where `accumulate` is never called there is no window to
-        speak of.
-        """
+        """Whether a step would use gradients that no counted backward gave; `settled`: the last window in which it stepped."""
         return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
     @property
     def lacks_synchronisation(self) -> bool:
         """Whether a step now would use gradients that stayed local, because the closing micro-batch ran no backward."""
-        return (
-            self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
-            and self.backwards > 0 and self.micro_backwards == 0
-        )  # fmt: skip
+        stays_local = self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
+        return stays_local and self.backwards > 0 and self.micro_backwards == 0
 
     def is_pending(self, settled: int) -> bool:
-        """Whether `zero_grad` would destroy gradients of the present window; `settled` is as for `lacks_backward`.
-
-        In a window of one micro-batch nothing is protected: there `zero_grad` means what it means
-        in a plain loop.
-        """
-        if not self._has_windows or self.backwards == 0 or settled == self.serial:
-            return False
-        return self.open or self.inside
+        """Whether `zero_grad` would destroy gradients of the present window, which has several micro-batches."""
+        pending = self._has_windows and self.backwards > 0 and settled != self.serial
+        return pending and (self.open or self.inside)
 
     def defer(self, drop: Callable[[], None]) -> None:
         """`drop` is called before the next window begins, or the next backward behind the block.
 
         On the closing micro-batch a `zero_grad` may stand first in the body, with the step to come,
-        or last, with the step left out (a loss that was not finite, say). With several optimizers
-        that holds after a backward too, which may have been for another one.
+        or last, with the step left out.
         """
         self._deferred.append(drop)
 
 
 def is_state(value: Any) -> bool:
     """Whether `Accumulation.state_dict` can have given it."""
-    numbers = {"steps", "position", "size", "backwards", "total_backwards"}
     if not isinstance(value, dict) or type(value.get("open")) is not bool:
         return False
-    sound = all(type(value.get(name)) is int and value[name] >= 0 for name in numbers)
+    sound = all(type(value.get(name)) is int and value[name] >= 0 for name in _NUMBERS)
     return sound and (not value["open"] or 0 < value["position"] < value["size"])
 
 
@@ -239,7 +211,7 @@ class Accumulate:
     __slots__ = ("_accumulation", "_closes", "_contexts", "_models", "_no_sync")
 
     def __init__(
-        self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: NoSync, closes: bool | None = None
+        self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: Any, closes: bool | None = None
     ) -> None:
         self._accumulation = accumulation
         self._closes = closes
@@ -251,8 +223,8 @@ class Accumulate:
         accumulation = self._accumulation
         if accumulation.inside:
             raise RuntimeError(
-                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch would "
-                "be counted twice. Name all models in one call: accumulate(generator, discriminator)."
+                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch would be "
+                "counted twice. Name all models in one call: accumulate(generator, discriminator)."
             )
         if accumulation.enter(self._closes) or accumulation.sync_each_batch:
             return
@@ -260,10 +232,7 @@ class Accumulate:
         for context in self._contexts:
             context.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._contexts is not None:
-            for context in reversed(self._contexts):
-                context.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        for context in reversed(self._contexts or ()):
+            context.__exit__(*raised)
         self._accumulation.leave()

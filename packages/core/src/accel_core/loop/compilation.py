@@ -5,17 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from accel_core.base.suggestions import nearest
 from accel_core.options.handlers import REGIONAL, TorchDynamoPlugin
 from accel_core.options.option_sources import OPTIONS, given_outside
 from accel_core.options.resolution import Option, as_text, resolve
-
-if TYPE_CHECKING:
-    from torch import nn
 
 VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
@@ -26,9 +24,7 @@ def resolve_compilation(
 ) -> tuple[Option[Any], Mapping[str, Any] | None]:
     """The chosen backend with its source, and the options for `compile_calls`: None to compile nothing.
 
-    `backend` and `plugin` are what was given as `dynamo_backend` and `dynamo_plugin`; `outside`
-    gives what was said outside of the code for the plugin's other fields. Raises `TypeError` for a
-    plugin of another class, `ValueError` if both were given, or the backend does not exist.
+    `outside` gives what was said outside of the code for the plugin's other fields.
     """
     if plugin is None:
         option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
@@ -53,38 +49,28 @@ def refuse_beside(argument: str, plugin: object, option: str, value: object, var
     if value is not None or outside is not None:
         other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
         raise ValueError(
-            f"{other} and {argument}={plugin} were both given. An object that is built in code is complete: give it the option, "
-            f"and leave the other out."
+            f"{other} and {argument}={plugin} were both given. Give the object the option, and leave the other out."
         )
 
 
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Makes calls of `model` run compiled; there is no wrapper, so nothing is named `_orig_mod`.
 
-    `nn.Module.compile` leaves modules of torch's own classes (an `nn.Sequential` as the whole
-    model) uncompiled without a word, because the compiler skips every frame of theirs that it is
-    entered through. A function that is not torch's, around the call, is not skipped.
-
-    With `use_regional_compilation=True` the model itself runs as it is, and its repeated blocks run
-    compiled: the members of each outermost `nn.ModuleList` or `nn.Sequential` that are of one class
-    and have, two of them at least, the same parameters in name, shape and dtype. Those share one
-    compilation. A model without such blocks is compiled as a whole, with a warning.
-
-    Copies and pickles of the model run uncompiled. The other `options` are those of
-    `torch.compile`.
+    With `use_regional_compilation=True` only its repeated blocks run compiled, and share one
+    compilation: the members of each outermost `nn.ModuleList` or `nn.Sequential` of one class and
+    equal parameters. Copies and pickles run uncompiled. Other `options` are those of `torch.compile`.
     """
     given = dict(options)
-    regions = [model]
-    if given.pop(REGIONAL, False):
-        regions = list(dict.fromkeys(_repeated(model))) or regions
-        if regions == [model]:
-            warnings.warn(
-                f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with "
-                f"members of one class and equal parameters. It is compiled as a whole; leave the option out to say so.",
-                stacklevel=2,
-            )
+    regional = given.pop(REGIONAL, False)
+    regions = list(dict.fromkeys(_repeated(model))) if regional else []
+    if regional and not regions:
+        warnings.warn(
+            f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with members of one "
+            f"class and equal parameters. It is compiled as a whole.",
+            stacklevel=2,
+        )
     codes: dict[Hashable, CodeType] = {}
-    for region in regions:
+    for region in regions or [model]:
         kind = _kind(region)
         codes[kind] = _compile(region, given, codes.get(kind))
 
@@ -96,12 +82,10 @@ def forget_compiled(model: nn.Module) -> None:
 
 
 def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None) -> CodeType:
-    """Compiles the calls of `model`; the answer makes those of an equal module share what was compiled.
-
-    The compiler keeps what it compiled with the code object that it was entered through, and stops
-    after the eighth variant of one: with a single one the ninth model of a process would run
-    uncompiled.
-    """
+    """Compiles the calls of `model`; the answer makes those of an equal module share what was compiled."""
+    # `nn.Module.compile` leaves modules of torch's own classes uncompiled without a word: the compiler skips frames of theirs that
+    # it is entered through, and not that of a function around the call. It keeps what it compiled with the code object of that, and
+    # stops after the eighth variant of one: with a single one the ninth model of a process would run uncompiled.
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -121,7 +105,7 @@ def _before(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
         members = list(module)
         if len({type(member) for member in members}) == 1 and len({_kind(member) for member in members}) < len(members):
             return members

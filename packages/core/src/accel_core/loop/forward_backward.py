@@ -1,27 +1,24 @@
 """A whole window of accumulation in one call: the default of the hook `forward_backward`.
 
-Batches hold different numbers of tokens, so the mean of their means is not the mean over their
-tokens. Here every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of
-sums) / (sum of weights), over the micro-batches of the window and the data-parallel ranks.
-
-The total weight is known only after the last forward. Holding all graphs until then would cost the
-memory that accumulation is there to save. So each backward runs at once, divided by a reference
-(the mean weight per rank of the window before), and at the end the gradients are multiplied once by
-reference / total, which is exact up to rounding. The reference only keeps the numbers in range,
-which matters to narrow dtypes.
+Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of
+weights) over the window and the data-parallel ranks. The total weight is known only after the last
+forward, and to hold all graphs until then would cost memory. So each backward runs at once, divided
+by a reference (the mean weight per rank of the window before), which keeps the numbers in range, and
+at the end the gradients are multiplied once by reference / total.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core.collectives.reduce_gather import gather, reduce_tree
+from accel_core.loading.index_source import looked_ahead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,30 +33,18 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
 Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
 
-_END: Any = object()
-_EMPTY = (
-    "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out when the loader is "
-    "exhausted, on all ranks alike."
-)
+_EMPTY = "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out, on all ranks alike."
 
 
 class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other.
 
-    With `together` all ranks run equally many, because their forwards communicate. Those that have
-    fewer run their last micro-batch again, weighing nothing: it adds zero to the gradients, but
-    draws random numbers and moves running statistics once more. Numbers are exchanged before the
-    first forward, so of an iterator the whole window is read then.
+    With `together` all ranks run equally many, because their forwards communicate, so a window is
+    read before its first forward. Ranks that have fewer run their last micro-batch again, weighing
+    nothing: it draws random numbers and moves running statistics once more.
     """
 
-    def __init__(
-        self,
-        relay: Relay,
-        prepared: Prepared,
-        world: World,
-        layout: Layout,
-        together: bool = False,
-    ) -> None:
+    def __init__(self, relay: Relay, prepared: Prepared, world: World, layout: Layout, together: bool = False) -> None:
         self._together = together and world.size > 1
         self._relay = weakref.ref(relay)  # which holds this loop, through the default of its own hook
         self._prepared = weakref.ref(prepared)
@@ -71,26 +56,38 @@ class WindowLoop:
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
         batches = self._evened(micro_batches) if self._together else ((batch, True) for batch in micro_batches)
-        following = next(batches, _END)
-        if following is _END:
-            raise ValueError(_EMPTY)
-        prepared = self._prepared()
+        relay, prepared = self._relay(), self._prepared()
+        assert relay is not None, "the relay calls this"
         assert prepared is not None, "the Accelerator calls this"
         # The loss may go through other models and learn from them: all that is trained counts.
         parameters = prepared.learned(model)
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
-        _check_held(prepared)
+        if prepared.gradients.are_elsewhere and any(map(torch.any, prepared.gradients.waiting())):
+            raise RuntimeError(
+                "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would "
+                "be weighed with it. Synchronise them by a backward outside of no_sync(), or drop them by zero_grad()."
+            )
         earlier = prepared.gradients.set_aside(parameters)
         try:
             parts = []
-            while following is not _END:
-                (batch, counts), following = following, next(batches, _END)
+            for (batch, counts), following in looked_ahead(batches, 1):
                 with ExitStack() as local:
-                    for each in () if following is _END else models:
-                        local.enter_context(self._no_sync(each))
-                    parts.append(self._micro_batch(model, batch, loss_fn, inputs, following is _END, counts))
-            self._bound().synchronise_gradients()
+                    for each in models if following else ():
+                        local.enter_context(relay.no_sync(each))
+                    args, kwargs = inputs(batch)
+                    loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
+                    if not counts:
+                        # Zero also if the loss is not finite, which `loss * 0` is not.
+                        loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
+                    parts.append((loss.detach(), weight))
+                    if self._reference is None:
+                        self._reference = self._total(parts)[1] / self._ranks or 1.0
+                    relay.backward(relay.scale_loss(loss), 1.0 / self._reference, not following, {})
+                    del loss  # its graph is not to last through the next forward
+            if not parts:
+                raise ValueError(_EMPTY)
+            relay.synchronise_gradients()
             mean, correction = self._settle(parts)
             prepared.gradients.scale(parameters, correction)
         except BaseException:
@@ -103,40 +100,12 @@ class WindowLoop:
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Equally many micro-batches on every rank, and whether each counts. A collective."""
-        if isinstance(micro_batches, Sequence):
-            given = micro_batches
-            own: Iterator[Any] = (given[number] for number in range(len(given)))
-        else:
-            given = list(micro_batches)
-            own = _let_go(given)
-        counts = gather(torch.tensor([len(given)]), self._world).tolist()
-        if not all(counts):
-            lacking = [rank for rank, count in enumerate(counts) if not count]
-            raise ValueError(f"{_EMPTY} Ranks without: {', '.join(map(str, lacking))}.")
-        return _filled(own, max(counts) - len(given))
-
-    def _micro_batch(
-        self, model: nn.Module, batch: Any, loss_fn: LossFn, inputs: Inputs, closes: bool, counts: bool
-    ) -> Part:
-        relay = self._bound()
-        args, kwargs = inputs(batch)
-        loss, weight = _checked(loss_fn(model(*args, **kwargs), batch))
-        if not counts:
-            # Zero also if the loss is not finite, which `loss * 0` is not.
-            loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
-        part = (loss.detach(), weight)
-        if self._reference is None:
-            self._reference = self._total([part])[1] / self._ranks or 1.0
-        relay.backward(relay.scale_loss(loss), 1.0 / self._reference, closes, {})
-        return part
-
-    def _no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._bound().no_sync(model)
-
-    def _bound(self) -> Relay:
-        relay = self._relay()
-        assert relay is not None, "the relay calls this"
-        return relay
+        given = list(micro_batches)
+        lengths = gather(torch.tensor([len(given)]), self._world).tolist()
+        if not all(lengths):
+            lacking = [str(rank) for rank, length in enumerate(lengths) if not length]
+            raise ValueError(f"{_EMPTY} Ranks without: {', '.join(lacking)}.")
+        return _filled(given, max(lengths) - len(given))
 
     def _settle(self, parts: list[Part]) -> tuple[float, float]:
         """The mean loss over the window and the ranks, and the factor that its gradient still lacks."""
@@ -156,28 +125,15 @@ class WindowLoop:
         return loss, weight
 
 
-def _filled(batches: Iterable[Any], missing: int) -> Iterator[tuple[Any, bool]]:
-    """Micro-batches, the last of which comes again so many times; and whether each counts."""
+def _filled(batches: list[Any], missing: int) -> Iterator[tuple[Any, bool]]:
+    """Micro-batches, each forgotten when it is due, the last of which comes again so many times; and whether each counts."""
+    batches.reverse()
     batch = None
-    for batch in batches:
+    while batches:
+        batch = batches.pop()
         yield batch, True
     for _ in range(missing):
         yield batch, False
-
-
-def _let_go(batches: list[Any]) -> Iterator[Any]:
-    """The elements of a list, each of which is forgotten when it is due."""
-    batches.reverse()
-    while batches:
-        yield batches.pop()
-
-
-def _check_held(prepared: Prepared) -> None:
-    if any(bool(held.any()) for held in prepared.gradients.waiting()):
-        raise RuntimeError(
-            "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would be weighed "
-            "with it. Let a backward outside of no_sync() synchronise them first, or drop them by optimizer.zero_grad()."
-        )
 
 
 def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -192,15 +148,13 @@ def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _checked(result: object) -> Part:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): the loss summed "
-            f"over the micro-batch, and over how many tokens or samples. For example "
-            f"(cross_entropy(output, y, reduction='sum'), y.numel())."
+            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): the loss summed over the "
+            f"micro-batch, and over how many tokens or samples: (cross_entropy(output, y, reduction='sum'), y.numel())."
         )
     loss, weight = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(
-            f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: "
-            f"reduction='sum', or loss.sum()."
+            f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: loss.sum()."
         )
     return loss.reshape(()), weight.detach() if isinstance(weight, torch.Tensor) else float(weight)

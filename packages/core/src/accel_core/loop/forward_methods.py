@@ -1,27 +1,22 @@
 """Methods of a model that compute under another name than `forward`: `agent.act(x)`, `model.training_step(batch)`.
 
-A strategy and a precision act in calls of the prepared model. A marked method is run as the model's
-forward for the time of a call, so gradients travel, parameters are gathered, and dtypes hold as in
-`model(x)`.
+A strategy and a precision act in calls of the prepared model, so a marked method is run as the
+model's forward for the time of a call.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
-
-_ABSENT: Any = object()
+from torch import nn
 
 
 class ForwardMethod:
     """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own.
 
-    `path` is where the user's model is in `prepared`, which the loop calls; `function` is not
-    bound.
+    `path` is where the user's model is in `prepared`; `function` is not bound.
     """
 
     def __init__(self, prepared: nn.Module, path: str, function: Callable[..., Any]) -> None:
@@ -33,12 +28,11 @@ class ForwardMethod:
         """The result of the method, computed in a call of the prepared model."""
         model = self._prepared.get_submodule(self._path)
         own: dict[str, Any] = vars(model)
-        before = own.get("forward", _ABSENT)
+        before = {"forward": own["forward"]} if "forward" in own else {}
 
         def restore() -> None:
             own.pop("forward", None)
-            if before is not _ABSENT:
-                own["forward"] = before
+            own.update(before)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             restore()  # the method may call the model
@@ -57,9 +51,7 @@ def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> 
         return
     method = getattr(original, name, None)
     if not inspect.ismethod(method):
-        raise ValueError(
-            f"mark_forward_method(model, {name!r}) was asked for, but {type(original).__name__} has no method of that name."
-        )
+        raise ValueError(f"mark_forward_method(model, {name!r}): {type(original).__name__} has no method of that name.")
     path = next(path for path, module in prepared.named_modules() if module is original)
     vars(prepared)[name] = ForwardMethod(prepared, path, method.__func__)
 

@@ -1,11 +1,7 @@
-"""Optimizers that update each parameter during the backward, as soon as its gradient is there.
+"""Optimizers that update each parameter during the backward, so that gradients never exist all at once, as LOMO does.
 
-The gradients of a model never exist all at once, which saves as much memory as the parameters take.
-LOMO (Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
-2023) and AdaLomo are such optimizers. They are known by one method, `fused_backward(loss, lr)`: it
-runs the backward, and the parameters are new when it returns.
-
-Accumulation, unscaling, clipping and averages over ranks have no place there: each raises.
+They are known by one method, `fused_backward(loss, lr)`: it runs the backward, and the parameters
+are new when it returns. Accumulation, unscaling, clipping and averages over ranks each raise.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ def no_step(closure: object = None) -> None:
     """The `step` of such an optimizer, which has nothing left to do."""
     if closure is not None:
         raise TypeError(
-            "optimizer.step(closure) was called, but this optimizer steps during the backward, so nothing would call the "
-            "closure. Call accelerator.backward(loss, learning_rate=...) instead."
+            "optimizer.step(closure) was called, but this optimizer steps during the backward and calls no closure. "
+            "Call accelerator.backward(loss, learning_rate=...) instead."
         )
 
 
@@ -45,45 +41,50 @@ def fused_backward(
     owners: Mapping[str, Selected | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Runs the backward of a loss, and the one optimizer that is prepared updates the parameters meanwhile.
-
-    Raises `TypeError` if a learning rate and such an optimizer do not come together, and for
-    `options`, further arguments of a backward; `RuntimeError` where the update could not be right.
-    """
+    """Runs the backward of a loss, and the one optimizer that is prepared updates the parameters meanwhile."""
     fused: Any = next(filter(is_fused, optimizers), None)
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if fused is None:
         raise TypeError(
             f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters during the "
-            f"backward; prepared: {_named(optimizers) or 'none'}. Leave learning_rate out, or prepare an optimizer that has a method "
-            f"`fused_backward`."
+            f"backward; prepared: {names or 'none'}. Leave learning_rate out."
         )
     asked = f"backward() was called, and {type(fused).__name__} updates parameters during the backward."
-    reason = _obstacle(optimizers, accumulation, world, owners)
-    if reason is not None:
-        raise RuntimeError(f"{asked} {reason}")
-    if learning_rate is None:
-        raise TypeError(
-            f"{asked} That needs a learning rate. Call accelerator.backward(loss, learning_rate=1e-3), or with "
-            f"scheduler.get_last_lr()[0]."
+    if len(optimizers) > 1:
+        raise RuntimeError(
+            f"{asked} It is one of several prepared optimizers ({names}), and which of them a loss is for cannot be known. Give "
+            f"each an Accelerator of its own."
         )
+    if world.size > 1:
+        raise RuntimeError(
+            f"{asked} In a world of {world.size} ranks gradients are averaged at the end of the backward, after the update, so the "
+            f"ranks would drift apart. Train in one process, or use another optimizer."
+        )
+    if accumulation.steps > 1:
+        raise RuntimeError(
+            f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated. Use larger batches."
+        )
+    for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
+        if (owner := owners[hook]) is not None:
+            raise RuntimeError(
+                f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and what it does to the loss or at the step would "
+                f"be missed. Use mixed_precision='bf16' or 'no', and strategy='single'."
+            )
+    if learning_rate is None:
+        raise TypeError(f"{asked} That needs a learning rate. Pass learning_rate=, such as scheduler.get_last_lr()[0].")
     if options:
         raise TypeError(f"{asked} That takes a loss and a learning rate. Leave {', '.join(options)} out.")
     accumulation.count_backward()
     fused.fused_backward(loss, learning_rate)
 
 
-def _named(optimizers: Sequence[Optimizer]) -> str:
-    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-
-
 def refuse(call: str, optimizers: Sequence[Optimizer]) -> None:
     """Raises where a call needs gradients, and a fused optimizer has used them up."""
-    fused = next((optimizer for optimizer in optimizers if is_fused(optimizer)), None)
+    fused = next(filter(is_fused, optimizers), None)
     if fused is not None:
         raise RuntimeError(
             f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its gradient is "
-            f"gone when that returns. Leave the call out, and use accelerator.backward(loss, learning_rate=...); what the "
-            f"optimizer offers instead, such as clipping, are arguments of its own."
+            f"gone when that returns. Leave the call out, and use accelerator.backward(loss, learning_rate=...)."
         )
 
 
@@ -92,35 +93,5 @@ def refuse_detection(optimizer: Optimizer) -> None:
     if is_fused(optimizer):
         raise ValueError(
             f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters during the "
-            f"backward, so a window that went wrong cannot be repeated. Leave detect_nonfinite out, or search with another "
-            f"optimizer."
+            f"backward, so a window that went wrong cannot be repeated. Leave it out, or use another optimizer."
         )
-
-
-def _obstacle(
-    optimizers: Sequence[Optimizer], accumulation: Accumulation, world: World, owners: Mapping[str, Selected | None]
-) -> str | None:
-    """The reason why the update would be wrong, and what to do; None if it is right."""
-    if len(optimizers) > 1:
-        return (
-            f"It is one of several prepared optimizers ({_named(optimizers)}), and which of them a loss is for cannot be known. Give "
-            f"each an Accelerator of its own."
-        )
-    if world.size > 1:
-        return (
-            f"In a world of {world.size} ranks gradients are averaged at the end of the backward, after the update, so the "
-            f"ranks would drift apart. Train in one process, or choose an optimizer that steps after the backward."
-        )
-    if accumulation.steps > 1:
-        return (
-            f"With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated: each micro-batch makes an "
-            f"update of its own. Use gradient_accumulation_steps=1 and larger batches."
-        )
-    for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
-        owner = owners[hook]
-        if owner is not None:
-            return (
-                f"The hook {hook!r} is taken over by {owner.describe()}, and what it does to the loss or at the step "
-                f"would be missed. Use mixed_precision='bf16' or 'no', and strategy='single'."
-            )
-    return None

@@ -1,18 +1,23 @@
-"""The gradients of prepared models, in `.grad`. `kept_gradients` has those of strategies that keep them elsewhere."""
+"""The gradients of prepared models: in `.grad`, or where the hook `gradient_state` of a strategy says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from accel_core.contract.boxes import Box
-    from accel_core.contract.tensor_layouts import Elementwise, Partial
+    from accel_core.contract.tensor_layouts import Elementwise, GradientState, Partial
+    from accel_core.loop.preparation import PreparedModel
 
+    GradientHook = Callable[[nn.Module, nn.Module], GradientState]
     Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
+    Earlier = tuple[
+        Mapping[Place, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]
+    ]  # of the strategy, and of `.grad`
 
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
@@ -26,38 +31,52 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-class Earlier(NamedTuple):
-    """Gradients that were set aside: of the strategy, by their place, and of `.grad`."""
-
-    kept: Mapping[Place, torch.Tensor]
-    taken: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 class Gradients:
-    """Reads and changes gradients where nobody owns the hook `gradient_state`: all of them are in `.grad`.
+    """Reads and changes the gradients of the trained ones of `models`, a list that grows.
 
-    `are_elsewhere` says whether the strategy keeps them.
+    `are_elsewhere`: whether the strategy keeps them, and `state` gives them; of other parameters,
+    and without it, they are in `.grad`.
     """
 
-    are_elsewhere = False
+    def __init__(self, models: Sequence[PreparedModel] = (), state: GradientHook | None = None) -> None:
+        self.are_elsewhere = state is not None
+        self._models = models
+        self._state = state
 
-    def kept(self, parameters: Iterable[torch.Tensor]) -> Mapping[int, Sequence[Elementwise | Partial]]:  # noqa: ARG002
+    def kept(self, parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Elementwise | Partial]]:
         """The terms of the gradients that the strategy keeps, by the `id` of the parameter."""
-        return {}
+        wanted = set(map(id, parameters)) if self.are_elsewhere else set()
+        found: dict[int, Sequence[Elementwise | Partial]] = {}
+        for record, state in self._states():
+            found.update(dict.fromkeys(record.ids & wanted, ()))
+            now = dict(record.original.named_parameters(remove_duplicate=False)) if state else {}
+            for name, terms in state.items():
+                # A strategy may show another tensor for a while: a gathered one, in the forward.
+                known = [each for each in (id(record.named.get(name)), id(now.get(name))) if each in wanted]
+                found.update(dict.fromkeys(known, ()))
+                found.update(dict.fromkeys(known[:1], terms))
+        return found
 
     def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each part that this rank has of the gradients, live, with its parameter."""
-        for parameter in {id(parameter): parameter for parameter in parameters}.values():
-            if parameter.grad is not None:
+        given = {id(parameter): parameter for parameter in parameters}
+        kept = self.kept(given.values())
+        for key, parameter in given.items():
+            if key in kept:
+                yield from ((parameter, part) for part in _memory(kept[key]))
+            elif parameter.grad is not None:
                 yield parameter, parameter.grad
 
     def tensors(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of `parameters` that this rank has, live."""
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [part for _, part in self.of(parameters)]
 
     def waiting(self) -> Iterator[torch.Tensor]:
-        """The terms that no backward has sent to the other ranks: none, as all gradients are in `.grad`."""
-        return iter(())
+        """The terms that the strategy keeps and no backward has sent to the other ranks."""
+        from accel_core.contract.tensor_layouts import Partial
+
+        for _, state in self._states():
+            yield from (term.data for terms in state.values() for term in terms if isinstance(term, Partial))
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """Multiplies them in place."""
@@ -71,23 +90,47 @@ class Gradients:
 
     def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes zero what the strategy keeps of the gradients of `parameters`, in its memory."""
+        if any(state for _, state in self._states()):  # nothing as a rule, where it keeps some beside `.grad`
+            for terms in self.kept(parameters).values():
+                _zero(terms)
 
-    def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:  # noqa: ARG002
+    def drop(self, parameters: Iterable[torch.Tensor], earlier: Earlier | None = None) -> None:
         """Clears those of `parameters`, and all that is kept; `earlier` ones stay, as zeros."""
+        names = set() if earlier is None else {place[:2] for place in earlier[0]}
+        stays = set()
+        for record, state in self._states():
+            for terms in state.values():
+                _zero(terms)
+            stays |= {id(record.named.get(name)) for name in state if (id(record), name) in names}
         for parameter in parameters:
-            parameter.grad = None
+            if id(parameter) not in stays:
+                parameter.grad = None
 
     def set_aside(self, parameters: Iterable[torch.Tensor]) -> Earlier:
         """Takes the gradients that are there away, so that those to come can be scaled alone."""
+        kept = {}
+        for record, state in self._states():
+            parameters = [each for each in parameters if id(each) not in record.ids]
+            for place, part in _arrived(record, state):
+                kept[place] = part.clone()
+                part.zero_()
         # A copy: the wrapper of a strategy may own the memory and write the next gradient to it.
         taken = [(each, each.grad.detach().clone()) for each in parameters if each.grad is not None]
         for parameter, _ in taken:
             parameter.grad = None
-        return Earlier({}, taken)
+        return kept, taken
 
     def bring_back(self, earlier: Earlier) -> None:
         """Adds what `set_aside` took to what has come since."""
-        for parameter, gradient in earlier.taken:
+        now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
+        for place, gradient in earlier[0].items():
+            if place not in now:
+                raise RuntimeError(
+                    f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards gradient_state() "
+                    f"of the strategy names no gradient of {place[2]} of it, to which the former could be added."
+                )
+            now[place].add_(gradient)
+        for parameter, gradient in earlier[1]:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -97,8 +140,39 @@ class Gradients:
         """For each part of the gradients of `parameters`, a tensor whose `.grad` it is, live."""
         return [_with_gradient(part) for _, part in self.of(parameters)]
 
+    def _states(self) -> Iterator[tuple[PreparedModel, GradientState]]:
+        if self._state is not None:
+            for record in self._models:
+                if not record.evaluation:
+                    yield record, self._state(record.original, record.prepared)
+
 
 def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
     stand_in = gradient.detach()
     stand_in.grad = gradient
     return stand_in  # type: ignore[return-value]
+
+
+# The layouts take milliseconds to import, which only strategies that own the hook need spend.
+
+
+def _arrived(record: PreparedModel, state: GradientState) -> Iterator[tuple[Place, torch.Tensor]]:
+    """The parts of gradients that have travelled, each with its place."""
+    from accel_core.contract.tensor_layouts import Elementwise
+
+    for name, terms in state.items():
+        for term in terms:
+            if isinstance(term, Elementwise):
+                yield from (((id(record), name, piece.box), piece.data) for piece in term.pieces)
+
+
+def _memory(terms: Iterable[Elementwise | Partial]) -> Iterator[torch.Tensor]:
+    from accel_core.contract.tensor_layouts import memory_of
+
+    for term in terms:
+        yield from memory_of(term)
+
+
+def _zero(terms: Iterable[Elementwise | Partial]) -> None:
+    for part in _memory(terms):
+        part.zero_()

@@ -1,45 +1,38 @@
 """Memory: giving it back, and finding the largest batch size that fits.
 
-    @find_executable_batch_size(starting_batch_size=128)
-    def train(batch_size, accelerator):
-        accelerator.free_memory()
-        loader = accelerator.prepare(DataLoader(data, batch_size=batch_size))
-        ...
-
-    train(accelerator)
-
-In a larger world all ranks train with one batch size: see `accel_core.loop.oom_vote`.
+In a larger world the ranks vote on each attempt: all had room, or all try a smaller batch. They vote
+through the store, as some may wait in a collective of the attempt. A rank that runs out of memory
+alone leaves the others inside a collective that nobody can take back, so votes tell how many each
+rank has begun, and a rank without room waits for the others for its patience only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
+import json
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from accel_core.base.errors import CollectiveMismatchError
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
-from accel_core.loop.oom_vote import all_done, cast_error
-from accel_core.processes.watch.collective_scope import explain
+from accel_core.processes.watch.collective_scope import collective, explain
 from accel_core.processes.watch.failure_notices import is_broken_connection
+from accel_core.processes.world import groups_beside
 
-REDUCTION = 0.9
-"""By what a batch size that did not fit is multiplied."""
-
-PATIENCE = 60.0
-"""For how many seconds a rank that ran out of memory waits for the others."""
+_DONE, _NO_ROOM = "done", "ran out of memory"
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that torch keeps for reuse back to the accelerator; on a CPU there is none. No collective.
-
-    `garbage_collection`: whether Python's unreachable objects are collected first.
-    """
+    """Gives memory that torch keeps for reuse back to the accelerator, after a `garbage_collection`. No collective."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -49,8 +42,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Drops references, and gives back the memory of what nobody else holds: `model, loss = release_memory(model, loss)`.
 
-    Returns as many times None as objects were given. No collective. For what an Accelerator has
-    prepared there is `Accelerator.free_memory`, which forgets it first.
+    Returns a None for each object. No collective. What an Accelerator has prepared is forgotten by
+    `Accelerator.free_memory`.
     """
     count = len(objects)
     del objects
@@ -73,26 +66,18 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
     *,
-    patience: float = PATIENCE,
+    patience: float = 60.0,
 ) -> Callable[..., Any]:
     """A decorator that calls a function with smaller and smaller batch sizes, until its memory suffices.
 
-    `function(batch_size, ...)` is called as `function(...)`. When it runs out of memory, what its
-    frames held is freed, and it is called again from its beginning; any other error passes. Later
-    calls start with the size that was found. In a larger world each call is a collective, and all
-    ranks use one size; see `accel_core.loop.oom_vote` for a rank that runs out of memory alone.
+    `function(batch_size, ...)` is called as `function(...)`, from its beginning for each size; any
+    other error passes. Later calls start with the size that was found. In a larger world each call
+    is a collective, and all ranks use one size. `reduce_batch_size_fn` takes the size that did not
+    fit, or nothing, and returns a smaller int, 0 to end the search; None: nine tenths. `patience`:
+    for how many seconds a rank without room waits for the others to end the attempt.
 
-    Args:
-        function: takes the batch size as its first argument.
-        starting_batch_size: the first size that is tried, at least 1.
-        reduce_batch_size_fn: takes the size that did not fit, or nothing, and returns the next one,
-            a smaller int; 0 ends the search. None: nine tenths, rounded down.
-        patience: in a larger world, for how many seconds a rank that ran out of memory waits for
-            the others to end the attempt.
-
-    Raises:
-        ValueError: if a size is below 1 at the start, or not smaller than the one before.
-        RuntimeError: if no size fits, or the ranks cannot go on together.
+    Raises `ValueError` for a first size below 1 or a next one that is not smaller, `RuntimeError` if
+    no size fits or the ranks cannot go on together.
     """
     if function is None:
         return functools.partial(
@@ -101,76 +86,59 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
             patience=patience,
         )
-    search = _Search(function, starting_batch_size, reduce_batch_size_fn, timedelta(seconds=patience))
+    if type(starting_batch_size) is not int or starting_batch_size < 1:
+        raise ValueError(
+            f"find_executable_batch_size(starting_batch_size={starting_batch_size!r}): expected an int of at least 1."
+        )
+    name, found = getattr(function, "__name__", repr(function)), starting_batch_size
 
     @functools.wraps(function)
-    def found(*args: Any, **kwargs: Any) -> Any:
-        return search.run(args, kwargs)
-
-    return found
-
-
-class _Search:
-    """One decorated function, and the batch size that it has come down to."""
-
-    def __init__(
-        self, function: Callable[..., Any], size: int, reduce: Callable[..., int] | None, patience: timedelta
-    ) -> None:
-        if not _is_int(size) or size < 1:
-            raise ValueError(
-                f"find_executable_batch_size(starting_batch_size={size!r}): expected an int of at least 1. Give the largest batch "
-                f"size that is worth a try, such as 128."
-            )
-        self._name = getattr(function, "__name__", repr(function))
-        self._function, self._reduce, self._patience = function, reduce, patience
-        self._start = self._size = size
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tries until an attempt has ended on all ranks."""
-        tried = []
+    def search(*args: Any, **kwargs: Any) -> Any:
+        nonlocal found
+        size, tried = found, []
         problem: str | None = None
-        while self._size >= 1:
-            size = self._size
-            result, problem = self._attempt(size, args, kwargs)
-            if all_done(self._name, size, problem, self._patience):
+        while size >= 1:
+            result, problem = _attempt(function, name, size, args, kwargs)
+            if _all_had_room(name, size, problem, timedelta(seconds=patience)):
+                found = size
                 return result
             result = None  # of a rank that had room, where another had none
             clear_device_cache(garbage_collection=True)
             tried.append(size)
-            self._size = self._reduced(size)
-        self._size = self._start
+            size = _reduced(size, reduce_batch_size_fn)
         raise RuntimeError(
-            f"`{self._name}` was called with {len(tried)} batch sizes, from {tried[0]} to {tried[-1]}, and memory sufficed "
-            f"for none. The last attempt: {problem or 'there was room on this rank, but not on another one'}. Free what else "
-            f"is in memory (accelerator.free_memory() at the beginning of the function), or make model or inputs smaller."
+            f"`{name}` was called with {len(tried)} batch sizes, from {tried[0]} to {tried[-1]}, and memory sufficed for none. "
+            f"The last attempt: {problem or 'there was room on this rank, but not on another one'}. Free what else is in "
+            f"memory (accelerator.free_memory() at the beginning of the function), or make model or inputs smaller."
         )
 
-    def _attempt(self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
-        """The result; or the first line of an error that says that memory ran out."""
-        try:
-            return self._function(size, *args, **kwargs), None
-        except BaseException as error:
-            if not is_out_of_memory(error):
-                explain(error)
-                cast_error(self._name, size, f"raised {type(error).__name__}: {error}")
-                raise
-            _clear_frames(error)
-            return None, str(error).partition("\n")[0] or type(error).__name__
-
-    def _reduced(self, size: int) -> int:
-        if self._reduce is None:
-            return int(size * REDUCTION)
-        smaller = self._reduce(size) if inspect.signature(self._reduce).parameters else self._reduce()
-        if not _is_int(smaller) or smaller >= size:
-            raise ValueError(
-                f"reduce_batch_size_fn returned {smaller!r} after a batch size of {size}, which did not fit. Return a smaller "
-                f"int, or 0 to end the search."
-            )
-        return smaller
+    return search
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwargs: Any) -> tuple[Any, str | None]:
+    """The result; or the first line of an error that says that memory ran out."""
+    try:
+        return function(size, *args, **kwargs), None
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            explain(error)
+            with contextlib.suppress(dist.DistError):  # the error matters more than the store
+                _vote(name, size, f"raised {type(error).__name__}: {error}")
+            raise
+        _clear_frames(error)
+        return None, str(error).partition("\n")[0] or type(error).__name__
+
+
+def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
+    if reduce is None:
+        return int(size * 0.9)
+    smaller = reduce(size) if inspect.signature(reduce).parameters else reduce()
+    if type(smaller) is not int or smaller >= size:
+        raise ValueError(
+            f"reduce_batch_size_fn returned {smaller!r} after a batch size of {size}, which did not fit. Return a smaller int, "
+            f"or 0 to end the search."
+        )
+    return smaller
 
 
 def _clear_frames(error: BaseException) -> None:
@@ -183,3 +151,55 @@ def _clear_frames(error: BaseException) -> None:
             cleared.add(id(each))
             traceback.clear_frames(each.__traceback__)
             waiting += (each.__cause__, each.__context__)
+
+
+def _vote(function: str, size: int, outcome: str) -> tuple[dist.Store, list[str]] | None:
+    """Says what became of an attempt on this rank. Returns where the votes of all stand; None if there is nobody else."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or group.size() == 1:
+        return None
+    store = dist.PrefixStore("accel/attempts", distributed_c10d._get_default_store())
+    number = store.add(f"votes/{group.rank()}", 1)
+    keys = [f"vote/{number}/{rank}" for rank in range(group.size())]
+    groups = [group, *groups_beside(group)]
+    backends: list[Any] = [each._get_backend(device) for each in groups for device in each._device_types]
+    begun = sum(backend._get_sequence_number_for_group() for backend in dict.fromkeys(backends))
+    store.set(keys[group.rank()], json.dumps((function, size, outcome, begun)))
+    return store, keys
+
+
+def _all_had_room(function: str, size: int, problem: str | None, patience: timedelta) -> bool:
+    """Whether an attempt has ended well on all ranks, or else can be repeated by all. Raises where neither holds."""
+    ballot = _vote(function, size, _DONE if problem is None else _NO_ROOM)
+    if ballot is None:
+        return problem is None
+    store, keys = ballot
+    votes: list[list[Any]] | None = None
+    with contextlib.suppress(dist.DistStoreError), collective("find_executable_batch_size()"):
+        store.wait(keys, *([] if problem is None else [patience]))
+        votes = [json.loads(store.get(key)) for key in keys]
+    if votes is None:  # outside of the handler: behind an error of a store, this one would pass for another rank's
+        raise RuntimeError(
+            f"`{function}` was tried with a batch size of {size}, and {problem or 'there was room on this rank'}; but ranks "
+            f"{[rank for rank, key in enumerate(keys) if not store.check([key])]} have not ended the attempt. A rank that runs "
+            f"out of memory alone leaves the others in a collective, which cannot be taken back. Start again with a smaller "
+            f"starting_batch_size; if the attempt just takes long on the others, give a larger patience."
+        )
+    table = "".join(
+        f"\n  rank {rank}: `{called}` with a batch size of {tried} {outcome}, after {begun} collectives"
+        for rank, (called, tried, outcome, begun) in enumerate(votes)
+    )
+    outcomes = {outcome for _, _, outcome, _ in votes}
+    if not outcomes <= {_DONE, _NO_ROOM}:
+        raise RuntimeError(f"An attempt of find_executable_batch_size failed, and not for lack of memory:{table}")
+    if len({(called, tried) for called, tried, _, _ in votes}) > 1:
+        raise CollectiveMismatchError(
+            f"The ranks are in different attempts of find_executable_batch_size:{table}\nCall the decorated function on all "
+            f"ranks, with the same starting_batch_size and reduce_batch_size_fn, and make the Accelerator before."
+        )
+    if _NO_ROOM in outcomes and len({begun for *_, begun in votes}) > 1:
+        raise RuntimeError(
+            f"Memory ran out between two collectives, so the next one of a rank would be taken for another one:{table}\n"
+            f"Start again with a smaller starting_batch_size."
+        )
+    return outcomes == {_DONE}

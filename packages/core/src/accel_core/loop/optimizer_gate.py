@@ -1,10 +1,9 @@
 """Gating optimizers: `step` and `zero_grad` do nothing while a window of accumulation is open.
 
-Both are shadowed on the *instance*, by functions bound to the optimizer. The alternatives fail in
-ways that were tried: a swapped class is bypassed as soon as an LR scheduler exists (it captures
-`step`), recurses through loss scalers and cannot be pickled; a proxy object makes fused optimizers
-compute wrong moments. The functions are bound to the optimizer, and not to the gate, because LR
-schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
+Both are shadowed on the *instance*. A swapped class is bypassed as soon as an LR scheduler exists
+(it captures `step`), recurses through loss scalers and cannot be pickled; a proxy object makes fused
+optimizers compute wrong moments. The functions are bound to the optimizer and not to the gate,
+because LR schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -43,39 +42,20 @@ SKIPPED: Final = _Skipped()
 """What the hook `optimizer_step` returns when the parameters were not changed (an overflow under loss scaling, say)."""
 
 
-class Steps(Protocol):
-    """The hooks that a gate calls, as `Relay` has them."""
-
-    @property
-    def optimizer_step(self) -> Callable[[Optimizer, Callable[[], Any]], Any]:
-        """Steps, by calling the optimizer's own step in whichever way; returns `SKIPPED` if nothing was changed."""
-
-    @property
-    def unscale_gradients(self) -> Callable[[Optimizer], None]:
-        """Undoes the loss scaling of the gradients."""
-
-
 class OptimizerGate:
-    """The Accelerator's record of one prepared optimizer, whose steps it controls.
+    """The Accelerator's record of one prepared optimizer, whose steps it controls, in place, until `remove`.
 
-    The optimizer gets an attribute `step_was_skipped`: whether its last step left the parameters as
-    they were.
-
-    Args:
-        optimizer: is gated in place, until `remove`.
-        accumulation: the window that holds it back.
-        relay: the bound hooks.
-        prepared: what the Accelerator has prepared; None: there is no Accelerator.
-        needs_backward: whether gradients that did not come from `Accelerator.backward` would be
-            wrong, because a scaler or an engine takes part.
-        engine: the hook `apply_step`; None: the optimizer's own step is taken.
+    `relay` has the hooks `optimizer_step` and `unscale_gradients`; `prepared` is what the
+    Accelerator has, None without one. `needs_backward`: whether gradients that did not come from
+    `Accelerator.backward` would be wrong, because a scaler or an engine takes part. `engine` is the
+    hook `apply_step`; None: the optimizer's own step is taken.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         accumulation: Accumulation,
-        relay: Steps,
+        relay: Any,
         prepared: Prepared | None,
         needs_backward: bool,
         engine: Callable[[Optimizer, Callable[[], Any]], Any] | None = None,
@@ -84,41 +64,38 @@ class OptimizerGate:
         accumulation.optimizers += 1
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
-        self.owner: Callable[[], Prepared | None] = _nobody if prepared is None else weakref.ref(prepared)
-        self._checks_gradients = prepared is not None and prepared.check_gradients is not None
+        self.owner: Callable[[], Prepared | None] = (lambda: None) if prepared is None else weakref.ref(prepared)
+        self._check_hook = None if prepared is None else prepared.check_gradients
         self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self._engine = engine
-        self._checked = False
+        self.checked = False  # whether what is done before the first step has been done
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
-        self._inside = False
-        self._unscaled = False
-        self.was_skipped = False
+        self._inside = self._unscaled = self.was_skipped = False
         self.settled = -1  # the window in which it stepped last
         self.seen_backwards = accumulation.total_backwards
         self._own_step = no_step if is_fused(optimizer) else optimizer.step
         self._own_zero_grad = optimizer.zero_grad
         self._own_add_param_group = optimizer.add_param_group
+        known = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         attributes: Any = vars(optimizer)
         self._shadowed = {name: attributes[name] for name in _SHADOWED if name in attributes}
-        attributes.update(
-            {
-                _GATE: self,
-                "step": MethodType(_known_to_schedulers if _is_known(optimizer.step) else _gated_step, optimizer),
-                "zero_grad": MethodType(_gated_zero_grad, optimizer),
-                "add_param_group": MethodType(_watched_add_param_group, optimizer),
-                "__reduce_ex__": MethodType(_reduced_bare, optimizer),
-                _SKIPPED: False,
-            }
-        )
+        attributes |= {
+            _GATE: self,
+            "step": MethodType(_known_to_schedulers if known else _gated_step, optimizer),
+            "zero_grad": MethodType(_gated_zero_grad, optimizer),
+            "add_param_group": MethodType(_watched_add_param_group, optimizer),
+            "__reduce_ex__": MethodType(_reduced_bare, optimizer),
+            _SKIPPED: False,
+        }
 
     def remove(self, optimizer: Optimizer) -> None:
         """Gives the optimizer its own methods back. Raises `ValueError` if something was configured for it alone."""
         if self.keeps:
             raise ValueError(
-                f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator has its "
-                f"own for all optimizers. Prepare the optimizer without it, and choose Accelerator(mixed_precision=...)."
+                f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator has its own "
+                f"for all optimizers. Prepare it without, and choose Accelerator(mixed_precision=...)."
             )
         self.accumulation.optimizers -= 1
         attributes = vars(optimizer)
@@ -133,22 +110,27 @@ class OptimizerGate:
         accumulation = self.accumulation
         if accumulation.open:
             return None
-        if not self._checked:
+        if not self.checked:
             self._check_first(optimizer)
         if self._frozen:
             self._check_frozen(optimizer)
         step: Callable[[], Any] = self._own_step
         if args or kwargs:
-            self._check_closure()
-            if self._checks_gradients and args and callable(args[0]):
+            if accumulation.steps > 1 and accumulation.serial > 0:
+                raise RuntimeError(
+                    f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches, of which a closure would "
+                    f"use one. Use gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
+                )
+            if self._check_hook is not None and args and callable(args[0]):
                 args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
             step = partial(step, *args, **kwargs)
         else:
             self._check_backward()
-            if self._checks_gradients:
+            if self._check_hook is not None:
                 self._check_gradients(optimizer)
-        if self._engine is not None:
-            step = self._applied(optimizer, step)
+        engine, own = self._engine, step
+        if engine is not None:  # a partial says that the step was given arguments
+            step = partial(engine, optimizer, own) if isinstance(own, partial) else lambda: engine(optimizer, own)
         self._inside = True
         try:
             result = self._relay.optimizer_step(optimizer, step)
@@ -168,19 +150,18 @@ class OptimizerGate:
         if self._inside or not accumulation.is_pending(self.settled):
             self._clear(optimizer, *args, **kwargs)
         elif not accumulation.open:
-            self._clear_on_closing(partial(self._clear, optimizer, *args, **kwargs))
+            if accumulation.optimizers == 1 and accumulation.micro_backwards:
+                self._clear(optimizer, *args, **kwargs)  # behind its backward, which was for no other optimizer
+                return
+            window = accumulation.serial
+            accumulation.defer(lambda: None if self.settled == window else self._clear(optimizer, *args, **kwargs))
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds the group; its parameters are checked before the next step."""
         self._own_add_param_group(group)
-        self._checked = False
-        prepared = self.owner()
-        if prepared is not None:
+        self.checked = False
+        if (prepared := self.owner()) is not None:
             prepared.unchecked = True
-
-    def recheck(self) -> None:
-        """Before the next step, what has to be done before the first one is done again."""
-        self._checked = False
 
     def resume(self) -> None:
         """The state of the optimizer was loaded: what happened here before is over."""
@@ -194,87 +175,48 @@ class OptimizerGate:
             self._relay.unscale_gradients(optimizer)
             self._unscaled = True
 
-    def bare(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the optimizer for a copy or a pickle, as it would be without the gate."""
-        kept = {
-            name: value for name, value in state.items() if not name.startswith("_accel_") and name not in _SHADOWED
-        }
-        return kept | {name: value for name, value in self._shadowed.items() if name in state}
-
-    def _applied(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
-        engine = self._engine
-        assert engine is not None, "the caller looks"
-        return partial(engine, optimizer, step) if isinstance(step, partial) else lambda: engine(optimizer, step)
-
     def _clear(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
-        if self._keeps_elsewhere:
-            prepared = self.owner()
-            if prepared is not None:
-                prepared.gradients.clear_kept(held_by(optimizer))
+        if self._keeps_elsewhere and (prepared := self.owner()) is not None:
+            prepared.gradients.clear_kept(held_by(optimizer))
         self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
-    def _clear_on_closing(self, clear: Callable[[], None]) -> None:
-        accumulation = self.accumulation
-        if accumulation.optimizers == 1 and accumulation.micro_backwards:
-            clear()  # after its backward, and there is no other optimizer that this backward could have been for
-            return
-        window = accumulation.serial
-        accumulation.defer(lambda: None if self.settled == window else clear())
-
     def _check_first(self, optimizer: Optimizer) -> None:
-        prepared = self.owner()
+        prepared, accumulation = self.owner(), self.accumulation
         if prepared is not None:
             prepared.check_orphans()
             self._frozen = prepared.frozen_of(optimizer)
             prepared.await_copies()
-        if self.settled == -1:
-            self._warn_without_windows()
-        self._checked = True
-
-    def _warn_without_windows(self) -> None:
         # Who accumulates without `accumulate` runs several backwards before the first step.
-        accumulation = self.accumulation
-        if (
-            accumulation.steps > 1
-            and not accumulation.serial
-            and accumulation.total_backwards - self.seen_backwards == 1
-        ):
+        outside = self.settled == -1 and accumulation.steps > 1 and not accumulation.serial
+        if outside and accumulation.total_backwards - self.seen_backwards == 1:
             warnings.warn(
-                f"gradient_accumulation_steps={accumulation.steps} was asked for, but optimizer.step() was called after one backward, outside "
-                f"of accumulate(): every batch is a step, with 1/{accumulation.steps} of its gradient. Write `with accelerator.accumulate(model):` "
-                f"around the body of the loop.",
+                f"gradient_accumulation_steps={accumulation.steps} was asked for, but optimizer.step() was called after one backward, "
+                f"outside of accumulate(): every batch is a step, with 1/{accumulation.steps} of its gradient. Write `with "
+                f"accelerator.accumulate(model):` around the body of the loop.",
                 stacklevel=level_of_the_user(),
             )
+        self.checked = True
 
     def _check_frozen(self, optimizer: Optimizer) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {listed(thawed)}. Their model was frozen as "
-                f"a whole when it was prepared, so nobody averages their gradients, and the ranks would drift apart. Unfreeze before "
-                f"prepare(); or call accelerator.free_memory(), and prepare the model and its optimizer again."
+                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {listed(thawed)}. Their model was "
+                f"frozen as a whole when it was prepared, so nobody averages their gradients. Unfreeze before prepare(); or call "
+                f"accelerator.free_memory(), and prepare the model and its optimizer again."
             )
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         prepared = self.owner()
         # Inside `LocalSGD` each rank is meant to step by itself.
-        if prepared is not None and prepared.apart is None and prepared.check_gradients is not None:
-            prepared.check_gradients(optimizer)
+        if self._check_hook is not None and prepared is not None and prepared.apart is None:
+            self._check_hook(optimizer)
 
     def _checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self._check_gradients(optimizer)
         return loss
-
-    def _check_closure(self) -> None:
-        # A closure runs forward and backward itself, so only that of the closing micro-batch would ever be called.
-        if self.accumulation.steps > 1 and self.accumulation.serial > 0:
-            raise RuntimeError(
-                f"optimizer.step(closure) was called in a window of {self.accumulation.size} micro-batches, but a closure "
-                f"computes one gradient by itself: the other micro-batches would never be used. Use "
-                f"gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
-            )
 
     def _check_backward(self) -> None:
         accumulation = self.accumulation
@@ -282,9 +224,9 @@ class OptimizerGate:
             found = f"no accelerator.backward(loss) ran in this window of {accumulation.size} micro-batches"
         elif accumulation.lacks_synchronisation:
             raise RuntimeError(
-                f"optimizer.step() was called, but the micro-batch that closes this window of {accumulation.size} ran no "
-                f"backward, and its backward is what averages the gradients over the ranks: parameters would drift apart. "
-                f"Leave the step out together with the backward, on all ranks, and call optimizer.zero_grad()."
+                f"optimizer.step() was called, but the micro-batch that closes this window of {accumulation.size} ran no backward, "
+                f"which is what averages the gradients over the ranks. Leave the step out together with the backward, on all "
+                f"ranks, and call optimizer.zero_grad()."
             )
         elif self._needs_backward and self.seen_backwards == accumulation.total_backwards:
             found = "no accelerator.backward(loss) ran since its last step"
@@ -321,10 +263,6 @@ def _known_to_schedulers(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any
 _known_to_schedulers._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def _is_known(step: Any) -> bool:
-    return hasattr(step, "_wrapped_by_lr_sched")
-
-
 def _gated_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     vars(optimizer)[_GATE].zero_grad(optimizer, *args, **kwargs)
 
@@ -336,15 +274,14 @@ def _watched_add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) 
 def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
     # A copy belongs to no Accelerator. torch's own optimizers leave instance attributes out, but a `__getstate__` of somebody
     # else's may give all of them, and then the copy would step through the gate of the original.
-    gate = vars(optimizer)[_GATE]
     parts = list(type(optimizer).__reduce_ex__(optimizer, protocol))
     if len(parts) > 2 and isinstance(parts[2], dict):
-        parts[2] = gate.bare(parts[2])
+        before = vars(optimizer)[_GATE]._shadowed
+        state = {name: value for name, value in parts[2].items() if not name.startswith("_accel_")}
+        parts[2] = {
+            name: before.get(name, value) for name, value in state.items() if name not in _SHADOWED or name in before
+        }
     return tuple(parts)
-
-
-def _nobody() -> None:
-    return None
 
 
 def place_state(optimizer: Optimizer) -> None:

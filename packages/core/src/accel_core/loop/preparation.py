@@ -16,11 +16,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.contract.precision_policy import remove_policy
-from accel_core.loading.batch_stream import is_batch_stream
+from accel_core.loading.index_source import is_batch_stream, length_of
 from accel_core.loop.compilation import forget_compiled
 from accel_core.loop.forward_methods import unmark
 from accel_core.loop.gradients import Gradients, listed
-from accel_core.loop.optimizer_gate import gate_of, held_by
+from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, held_by
 from accel_core.loop.scheduler_gate import is_scheduler, ungate_scheduler
 from accel_core.options.handlers import AutocastKwargs
 from accel_core.options.resolution import as_sequence
@@ -28,8 +28,7 @@ from accel_core.options.resolution import as_sequence
 if TYPE_CHECKING:
     from accel_core.contract.loader_progress import Feed
     from accel_core.contract.precision_policy import PrecisionPolicy
-    from accel_core.loop.kept_gradients import GradientHook
-    from accel_core.loop.optimizer_gate import OptimizerGate
+    from accel_core.loop.gradients import GradientHook
     from accel_core.processes.world import World
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
@@ -37,19 +36,21 @@ Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 ORDER: tuple[Kind, ...] = ("model", "loader", "optimizer", "scheduler", "other")
 """Models first, for a strategy may replace the parameters that optimizers hold."""
 
+_KINDS: dict[type, Kind] = {nn.Module: "model", Optimizer: "optimizer", DataLoader: "loader"}
+
+
+MoveState = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], dict[str, Any]]
+"""`move(old, new, state)` gives the state of a parameter for its successor."""
+
 
 @dataclass(frozen=True)
 class PrepareRequest:
     """The settings that `prepare_model` is to apply to a model.
 
-    Args:
-        policy: the dtypes that are to hold.
-        device: where the model goes; None leaves it where it is.
-        device_type: the kind of device on which it will run.
-        evaluation: whether it is only evaluated: precision and compilation apply, gradients are not
-            synchronised.
-        compile_options: arguments of `torch.nn.Module.compile`, None to leave compilation out.
-        autocast: options of the context in which calls compute, where the policy has a `compute`.
+    `device` is where the model goes (None: it stays), `device_type` the kind on which it will run.
+    With `evaluation` precision and compilation apply, and no gradients are synchronised.
+    `compile_options` are arguments of `torch.nn.Module.compile`, None to leave compilation out;
+    `autocast` are options of the context in which calls compute, where the policy has a `compute`.
     """
 
     policy: PrecisionPolicy
@@ -64,14 +65,8 @@ class PrepareRequest:
 class PreparedModel:
     """A user's model, and what the loop calls.
 
-    Args:
-        parameters: those that it had when it was prepared. A strategy may show others for a while:
-            gathered ones, in the forward.
-        named: those of the user's model by name, at that time.
-
-    Attributes:
-        frozen: whether none of them was trained then, so that nobody averages its gradients.
-        ids: of all these parameters.
+    Its parameters, and those of the user's model by name, are those of then: a strategy may show
+    others for a while. `frozen`: whether none was trained, so that nobody averages their gradients.
     """
 
     original: nn.Module
@@ -88,11 +83,7 @@ class PreparedModel:
 
 
 class Prepared:
-    """The objects that one Accelerator has prepared, in order; `gradients` are those of the models.
-
-    `gradient_state` and `check_gradients` are the hooks of these names, None where nobody owns
-    them.
-    """
+    """The objects that one Accelerator has prepared, in order; of the hooks it takes, None are owned by nobody."""
 
     def __init__(
         self,
@@ -103,7 +94,7 @@ class Prepared:
         self._world = world
         self.check_gradients = check_gradients
         self.models: list[PreparedModel] = []
-        self.gradients = Gradients() if gradient_state is None else _kept_gradients(self.models, gradient_state)
+        self.gradients = Gradients(self.models, gradient_state)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[DataLoader[Any]] = []
@@ -117,17 +108,12 @@ class Prepared:
 
     def find_model(self, model: nn.Module) -> PreparedModel | None:
         """The record in which `model` stands, as the user's or as the prepared one."""
-        for record in self.models:
-            if record.original is model or record.prepared is model:
-                return record
-        return None
+        return next((record for record in self.models if model in (record.original, record.prepared)), None)
 
     def find_part(self, model: nn.Module) -> tuple[PreparedModel, str] | None:
         """The record of a trained model of which `model` is all or a part, and what names of its parameters begin with."""
         inner = getattr(model, "_orig_mod", model)
-        for record in self.models:
-            if record.evaluation:
-                continue
+        for record in self._training():
             if inner is record.prepared:
                 return record, ""
             for name, module in record.original.named_modules():
@@ -135,40 +121,36 @@ class Prepared:
                     return record, f"{name}." if name else ""
         return None
 
+    def _training(self) -> list[PreparedModel]:
+        return [record for record in self.models if not record.evaluation]
+
     def trained(self) -> list[nn.Module]:
         """The prepared models that are trained."""
-        return [record.prepared for record in self.models if not record.evaluation]
+        return [record.prepared for record in self._training()]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the models that are trained; some of them twice."""
-        for record in self.models:
-            if not record.evaluation:
-                yield from record.parameters
-                yield from record.prepared.parameters()
+        for record in self._training():
+            yield from record.parameters
+            yield from record.prepared.parameters()
 
     def learned(self, *models: nn.Module) -> list[nn.Parameter]:
         """Every parameter that a backward may give a gradient, once: of trained models, of optimizers, and of `models`."""
         found = {id(parameter): parameter for parameter in self.parameters()}
-        for holder in (
-            *(held_by(optimizer) for optimizer in self.optimizers),
-            *(model.parameters() for model in models),
-        ):
+        for holder in (*map(held_by, self.optimizers), *(model.parameters() for model in models)):
             found.update((id(parameter), parameter) for parameter in holder)
         return list(found.values())
 
     def gates(self) -> Iterator[OptimizerGate]:
         """The gate of each optimizer that has one."""
-        for optimizer in self.optimizers:
-            gate = gate_of(optimizer)
-            if gate is not None:
-                yield gate
+        return (gate for optimizer in self.optimizers if (gate := gate_of(optimizer)) is not None)
 
     def copy_behind(self, wait: Callable[[], None] | None) -> None:
         """Optimizers call `wait` before they step again: until it returns, somebody copies what they change."""
         self._copying = wait
         if wait is not None:
             for gate in self.gates():
-                gate.recheck()
+                gate.checked = False
 
     def await_copies(self) -> None:
         """Returns when nobody copies what an optimizer is about to change."""
@@ -182,29 +164,27 @@ class Prepared:
 
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
         """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
-        own = {id(parameter) for parameter in model.parameters()}
-        known = list(self.optimizers)
-        known += [optimizer for optimizer in candidates if not any(optimizer is other for other in known)]
-        return [optimizer for optimizer in known if any(id(parameter) in own for parameter in held_by(optimizer))]
+        own = set(map(id, model.parameters()))
+        known = {id(optimizer): optimizer for optimizer in (*self.optimizers, *candidates)}
+        return [each for each in known.values() if any(id(parameter) in own for parameter in held_by(each))]
 
     def check_orphans(self) -> None:
         """Raises when an optimizer trains parameters whose gradients no strategy averages. Cheap after the first time."""
         if self._world.size > 1 and self.unchecked:
-            known = {id(each) for record in self.models if not record.evaluation for each in record.parameters}
+            known = {id(each) for record in self._training() for each in record.parameters}
             for optimizer in self.optimizers:
                 orphans = [name for name, parameter in _named(optimizer) if id(parameter) not in known]
                 if orphans:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {listed(orphans)}. In a world "
-                        f"of {self._world.size} their gradients would differ from rank to rank. Pass their model to prepare(), or "
-                        f"build the optimizer from the parameters of the model that you prepare; what a model got after it was prepared is "
-                        f"averaged by nobody: change the model first, then prepare it."
+                        f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {listed(orphans)}. In a world of "
+                        f"{self._world.size} nobody averages their gradients. Pass their model to prepare(), or build the optimizer from "
+                        f"the parameters of the model that you prepare; what a model got after it was prepared is averaged by nobody."
                     )
         self.unchecked = False
 
     def frozen_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         """By name, the parameters of an optimizer that are from models wholly frozen when prepared."""
-        trained = [record for record in self.models if not record.evaluation]
+        trained = self._training()
         frozen = [record for record in trained if record.frozen]
         if self._world.size == 1 or not frozen:
             return {}
@@ -229,8 +209,7 @@ class Prepared:
         for scheduler in self.schedulers:
             ungate_scheduler(scheduler)
         for optimizer in self.optimizers:
-            gate = gate_of(optimizer)
-            if gate is not None:
+            if (gate := gate_of(optimizer)) is not None:
                 gate.remove(optimizer)
         for record in self.models:
             unmark(record.prepared)
@@ -241,22 +220,44 @@ class Prepared:
         self.unchecked = self.fused = self.drifted = False
 
 
-def kind_of(obj: object) -> Kind:
-    """The kind of `obj` for `prepare`.
+class ParameterReplacement:
+    """Remembers the parameters of a model, which keep their names, before they are replaced.
 
-    Raises `TypeError` for what would be trained on half prepared: a container of models, optimizers
-    or loaders, or a tensor that requires a gradient.
+    An optimizer that was built before would go on with dead tensors, and train nothing without a word.
     """
-    if isinstance(obj, nn.Module):
-        return "model"
-    if isinstance(obj, Optimizer):
-        return "optimizer"
-    if isinstance(obj, DataLoader):
-        return "loader"
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._before = dict(model.named_parameters(remove_duplicate=False))
+
+    def apply(self, move: MoveState | None = None) -> None:
+        """Puts the present parameters into `group["params"]`; `move` makes the state of a former one fit its successor."""
+        after = dict(self._model.named_parameters(remove_duplicate=False))
+        successor = {
+            id(old): (old, after[name])
+            for name, old in self._before.items()
+            if name in after and after[name] is not old
+        }
+        for optimizer in self._optimizers if successor else ():
+            for group in optimizer.param_groups:
+                group["params"][:] = [successor.get(id(each), (each, each))[1] for each in group["params"]]
+            state: Any = optimizer.state
+            for old, new in successor.values():
+                if move is not None and state.get(old):
+                    state[new] = move(old, new, state[old])
+                    del state[old]
+
+
+def kind_of(obj: object) -> Kind:
+    """The kind of `obj` for `prepare`. Raises `TypeError` for what would be trained on half prepared."""
+    for kind, name in _KINDS.items():
+        if isinstance(obj, kind):
+            return name
     if hasattr(obj, "optimizer") and callable(getattr(obj, "zero_grad", None)):
         raise TypeError(
-            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: neither its steps nor its zero_grad "
-            f"could be held back. Prepare the optimizer inside it (its attribute `optimizer`), and go on using the wrapper."
+            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be held back. "
+            f"Prepare the optimizer inside it (its attribute `optimizer`), and go on using the wrapper."
         )
     if is_scheduler(obj):
         return "scheduler"
@@ -264,11 +265,16 @@ def kind_of(obj: object) -> Kind:
         return "loader"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:
         raise TypeError(
-            "prepare() was given a tensor that requires a gradient, which no strategy can synchronise by itself. Make it "
-            "a parameter of a torch.nn.Module, and prepare that."
+            "prepare() was given a tensor that requires a gradient, which no strategy can synchronise by itself. Make it a "
+            "parameter of a torch.nn.Module, and prepare that."
         )
-    if isinstance(obj, (list, tuple, dict, set)):
-        _refuse_container(obj)
+    members = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
+    for member in members:
+        if isinstance(member, (*_KINDS, nn.Parameter)) or is_scheduler(member):
+            raise TypeError(
+                f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the objects "
+                f"themselves: prepare(*objects), which returns them in the same order."
+            )
     return "other"
 
 
@@ -287,13 +293,13 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
     as_sequence("device_placement", given)
     if places_models:
         raise ValueError(
-            f"prepare(device_placement={list(given)}) was given, but the chosen strategy places models by itself. Leave "
-            f"device_placement out."
+            f"prepare(device_placement={list(given)}) was given, but the chosen strategy places models by itself. "
+            f"Leave device_placement out."
         )
     if len(given) != len(objects):
         raise ValueError(
-            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. Give one True "
-            f"or False per object, in the same order."
+            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. "
+            f"Give one True or False per object."
         )
 
 
@@ -302,34 +308,30 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         held = {id(parameter) for parameter in held_by(optimizer)}
         states: Iterable[tuple[Any, Any]] = optimizer.state.items()  # some optimizers keep state under names, or empty
-        left = [
-            tuple(key.shape) for key, kept in states if isinstance(key, torch.Tensor) and id(key) not in held and kept
-        ]
+        left = [key for key, kept in states if isinstance(key, torch.Tensor) and id(key) not in held and kept]
         if left:
             raise ValueError(
                 f"{type(optimizer).__name__} has stepped before prepare(), and the strategy has replaced its parameters: its state "
-                f"of {len(left)} of them (shapes {left[:4]}) would be lost. Prepare the optimizer before its first step; state "
-                f"from a checkpoint comes back by load_state()."
+                f"of {len(left)} of them (shapes {[tuple(key.shape) for key in left[:4]]}) would be lost. Prepare it before its "
+                f"first step; state from a checkpoint comes back by load_state()."
             )
 
 
 def check_reading(feed: Feed, ranks: int) -> None:
-    """Warns where every data-parallel rank trains on all samples of a loader that nobody prepared. Called once, before the first backward.
-
-    Looks for iterators of torch's loaders that take the samples of a data set in torch's own
-    orders: other samplers, and iterable data sets, may share samples out by themselves.
-    """
+    """Warns, before the first backward, where every rank trains on all samples of a loader that nobody prepared."""
     if ranks == 1 or feed.newest() is not None:
         return
     for each in gc.get_objects():
         if not issubclass(type(each), _BaseDataLoaderIter):  # proxies and lazy objects are not to be asked
             continue
-        sampler = each._index_sampler
+        sampler = (
+            each._index_sampler
+        )  # others than torch's, and iterable data sets, may share samples out by themselves
         if type(getattr(sampler, "sampler", sampler)) in (SequentialSampler, RandomSampler):
             warnings.warn(
-                f"{ranks} data-parallel ranks train on a loader over a {type(each._dataset).__name__} that was not prepared: unless its "
-                f"data set differs by rank, each of them reads all of it. Loop over what accelerator.prepare(loader) returns, or give it "
-                f"a torch.utils.data.DistributedSampler.",
+                f"{ranks} data-parallel ranks train on a loader over a {type(each._dataset).__name__} that was not prepared: unless "
+                f"its data set differs by rank, each reads all of it. Loop over what accelerator.prepare(loader) returns, or give "
+                f"it a torch.utils.data.DistributedSampler.",
                 stacklevel=level_of_the_user(),
             )
             return
@@ -337,14 +339,10 @@ def check_reading(feed: Feed, ranks: int) -> None:
 
 def warn_of_empty(loader: DataLoader[Any]) -> None:
     """Warns if a prepared loader has no batch, so that a loop over it does nothing. Of those without a length nobody knows."""
-    try:
-        length = len(loader)
-    except TypeError:
-        return
-    if length == 0:
+    if length_of(loader) == 0:
         warnings.warn(
-            f"The prepared {type(loader).__name__} has no batch on this rank, so loops over it do nothing: its data set is empty, or drop_last "
-            f"leaves nothing of it for the batches of all ranks. Look at len(loader.dataset), and take a smaller batch size.",
+            f"The prepared {type(loader).__name__} has no batch on this rank, so loops over it do nothing: its data set is empty, or "
+            f"drop_last leaves nothing of it. Look at len(loader.dataset), and take a smaller batch size.",
             stacklevel=level_of_the_user(),
         )
 
@@ -354,16 +352,15 @@ def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) 
     if world.size > 1 and has_device_map(model):
         raise ValueError(
             f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "
-            f"started, which would each spread it over the same devices. Load it without a device map, or start one "
-            f"process."
+            f"started, which would each spread it over the same ones. Load it without a device map, or start one process."
         )
     if param is not None and stays_in_place(model):
         offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
         if offloaded:
             raise ValueError(
-                f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, are "
-                f"offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision that leaves "
-                f"parameters alone, such as mixed_precision='bf16'."
+                f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, "
+                f"are offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision "
+                f"that leaves parameters alone, such as mixed_precision='bf16'."
             )
 
 
@@ -384,18 +381,3 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"param_groups[{index}]['params'][{position}]"
             yield f"{name} {tuple(parameter.shape)}", parameter
-
-
-def _refuse_container(container: Any) -> None:
-    for member in container.values() if isinstance(container, dict) else container:
-        if isinstance(member, (nn.Module, Optimizer, DataLoader, nn.Parameter)) or is_scheduler(member):
-            raise TypeError(
-                f"prepare() was given a {type(container).__name__} that holds a {type(member).__name__}. It takes the "
-                f"objects themselves: prepare(*objects), which returns them in the same order."
-            )
-
-
-def _kept_gradients(models: Sequence[PreparedModel], state: GradientHook) -> Gradients:
-    from accel_core.loop.kept_gradients import KeptGradients  # milliseconds, which only owners of the hook need spend
-
-    return KeptGradients(models, state)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch.profiler import ProfilerActivity
 
 from accel_core.options.handlers import KwargsHandler
 
@@ -22,22 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of `Accelerator.profile`. All but `output_trace_dir` are those of `torch.profiler.profile`.
+    """Options of `Accelerator.profile`; all but `output_trace_dir` are those of `torch.profiler.profile`.
 
-    Args:
-        activities: names of `torch.profiler.ProfilerActivity`, such as "cpu", or its members. None: the
-            CPU, and the accelerator if there is one.
-        schedule_option: arguments of `torch.profiler.schedule`, in steps; a step ends where the block
-            calls `step()` of the profiler. None: everything is recorded.
-        on_trace_ready: called with the profiler at the end of each recorded cycle; without a
-            schedule at the end of the block.
-        record_shapes: whether the shapes of the inputs of operators are recorded.
-        profile_memory: whether allocations are recorded.
-        with_stack: whether source lines are recorded.
-        with_flops: whether floating-point operations are estimated.
-        with_modules: whether the hierarchy of modules is recorded (of TorchScript only).
-        output_trace_dir: the folder for a Chrome trace of each recorded cycle, see `profile`. None:
-            no files.
+    `activities`: members of `torch.profiler.ProfilerActivity` or their names, such as "cpu"; None:
+    the CPU, and the accelerator if there is one. `schedule_option`: arguments of
+    `torch.profiler.schedule`, in steps, which end where the block calls `step()` of the profiler;
+    None: everything is recorded. `on_trace_ready` is called with the profiler behind each recorded
+    cycle, `output_trace_dir` gets a Chrome trace of each.
     """
 
     on_request: ClassVar[bool] = True
@@ -53,28 +44,22 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def build(self) -> torch.profiler.profile:
-        """A new profiler with these options, which writes no files by itself. Raises what torch raises for them.
-
-        Raises `ValueError` for an activity that torch cannot record here: it leaves some out in
-        silence.
-        """
+        """A new profiler with these options, which writes no files by itself. `ValueError` if it cannot record one."""
         given = self.to_kwargs()
         given.pop("output_trace_dir", None)
         if self.activities is not None:
             given["activities"] = list(dict.fromkeys(map(_activity, self.activities)))
         if (schedule := given.pop("schedule_option", None)) is not None:
             given["schedule"] = torch.profiler.schedule(**schedule)
-        return _Profiler(**given)
+        return torch.profiler.profile(**given)
 
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
     """Profiles the block on this rank: `with profile(handler, world) as profiler:`. No collective.
 
-    With `output_trace_dir`, each recorded cycle becomes a file there: `profile_<rank>.json`, or,
-    where that exists, `profile_<rank>_1.json` and so on. Nothing is overwritten. What was recorded
-    until an error is written too. Files of other ranks may not be complete yet when the block is
-    left (`wait_for_everyone()` sees to that).
+    With `output_trace_dir`, each recorded cycle becomes a new file there, `profile_<rank>.json` or
+    `profile_<rank>_1.json` and so on. Those of other ranks may not be complete behind the block.
     """
     folder = None if handler.output_trace_dir is None else Path(handler.output_trace_dir)
     if folder is not None:
@@ -101,20 +86,6 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
         )
 
 
-class _Profiler(torch.profiler.profile):
-    def step(self) -> None:
-        """Ends a step. After an error in `on_trace_ready` nothing is recorded until the next cycle.
-
-        torch takes the recording that its schedule wants next for granted then, and stopping it
-        crashes the process.
-        """
-        try:
-            super().step()
-        except BaseException:
-            self.current_action = ProfilerAction.NONE
-            raise
-
-
 def _new_file(folder: Path, stem: str) -> Path:
     """A name in the folder that is free; ranks have stems of their own."""
     names = (f"{stem}_{number}.json" if number else f"{stem}.json" for number in count())
@@ -124,10 +95,10 @@ def _new_file(folder: Path, stem: str) -> Path:
 def _activity(given: str | ProfilerActivity) -> ProfilerActivity:
     known = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
     activity = known.get(given.lower()) if isinstance(given, str) else given
-    if activity not in torch.profiler.supported_activities():  # torch would leave some of them out in silence
-        here = ", ".join(sorted(each.name.lower() for each in torch.profiler.supported_activities()))
+    possible = torch.profiler.supported_activities()
+    if activity not in possible:  # torch would leave some of them out in silence
         raise ValueError(
-            f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only {here}. Leave activities out to "
-            f"record what there is."
+            f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only "
+            f"{', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out to record what there is."
         )
     return cast("ProfilerActivity", activity)

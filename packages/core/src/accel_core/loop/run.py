@@ -36,16 +36,9 @@ Asynchronous = bool | Literal["eager", "lazy"]
 class Run:
     """The parts of an Accelerator whose state is saved.
 
-    Args:
-        components: the precision, the strategy and the plugins, by the name under which their state
-            is saved; those without `state_dict` and `load_state_dict` have none.
-        project: where checkpoints go that are named automatically; its `iteration` is counted on.
-        recorder: what records the run; None: nothing does.
-        declares_layout: whether the strategy has all of `LAYOUT_HOOKS`.
-        seed: of the run, as far as it is known by now; None: no loader was prepared.
-        explain: as `Accelerator.explain`.
-        registered: what the user registered, in order.
-        save_hooks, load_hooks: what is called before anything is written or restored, in this order.
+    `components` are the precision, the strategy and the plugins, by the name under which their state
+    is saved. `declares_layout`: whether the strategy has all of `LAYOUT_HOOKS`. `seed` gives None
+    before a loader was prepared. `registered` and the hooks are the user's, in order.
     """
 
     world: World
@@ -89,14 +82,13 @@ class Run:
         if bad:
             raise ValueError(
                 f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(), which these have not "
-                f"(by position in the call): {', '.join(bad)}. Give them these two methods, or leave them out."
+                f"(by position in the call): {', '.join(bad)}."
             )
-        known = [each for each in objects if any(each is other for other in self.registered)]
-        if known:
-            raise ValueError(
-                f"register_for_checkpointing() was given a {type(known[0]).__name__} that is registered already, and would be "
-                f"saved twice. Leave it out."
-            )
+        for each in objects:
+            if any(each is other for other in self.registered):
+                raise ValueError(
+                    f"register_for_checkpointing() was given a {type(each).__name__} that is registered already, and would be saved twice."
+                )
         self.registered.extend(objects)
 
     def on_save(self, hook: SaveHook) -> RemovableHandle:
@@ -110,8 +102,8 @@ class Run:
     def _check_layout(self) -> None:
         if not (self.declares_layout or self.strategy.replicates_parameters):
             raise CheckpointError(
-                f"The strategy {type(self.strategy).__name__} does not say how it lays out models and optimizers, so their "
-                f"state cannot be saved or loaded. It has to implement the hooks {', '.join(LAYOUT_HOOKS)}; or to declare "
+                f"The strategy {type(self.strategy).__name__} does not say how it lays out models and optimizers, so their state "
+                f"cannot be saved or loaded. It has to implement the hooks {', '.join(LAYOUT_HOOKS)}; or to declare "
                 f"replicates_parameters = True, if every rank holds all of it."
             )
 

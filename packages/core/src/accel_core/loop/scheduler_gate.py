@@ -1,46 +1,33 @@
 """Gating LR schedulers: one `scheduler.step()` is one step per real optimizer step.
 
-The gate is a class override (see `accel_core.base.class_override`), because instance attributes
-would appear in the scheduler's `state_dict`. For the same reason the rule lives on the optimizer
-that the scheduler drives.
+The gate is a class override, because instance attributes would appear in the scheduler's
+`state_dict`. For the same reason the rule lives on the optimizer that the scheduler drives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.optim import Optimizer
 
 from accel_core.base.class_override import ClassOverride, override_class, restore_class
-from accel_core.loop.optimizer_gate import gate_of
+from accel_core.loop.optimizer_gate import OptimizerGate, gate_of
 from accel_core.options.resolution import flag
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from accel_core.loop.optimizer_gate import OptimizerGate
 
 _RULE = "_accel_scheduler_rule"
 
 
 @dataclass(frozen=True)
 class SchedulerRule:
-    """The rule for how many steps a call of `scheduler.step()` really makes.
+    """The rule for how many steps a call of `scheduler.step()` really makes."""
 
-    Args:
-        with_optimizer: False: always once, whatever the optimizer does.
-        repeat: steps per real optimizer step (the peer's rule is one per process).
-        per_micro_batch: whether it advances by the micro-batches of the window.
-        others: further optimizers that have to have stepped too.
-        stops: whether a schedule of a fixed length stays at its end instead of raising there.
-        by_hand: whether it was made for this scheduler alone.
-    """
-
-    with_optimizer: bool = True
-    repeat: int = 1
-    per_micro_batch: bool = False
-    others: tuple[Optimizer, ...] = ()
-    stops: bool = False
-    by_hand: bool = False
+    with_optimizer: bool = True  # False: always once, whatever the optimizer does
+    repeat: int = 1  # steps per real optimizer step
+    per_micro_batch: bool = False  # whether it advances by the micro-batches of the window
+    others: tuple[Optimizer, ...] = ()  # further optimizers that have to have stepped too
+    stops: bool = False  # whether a schedule of a fixed length stays at its end instead of raising there
+    by_hand: bool = False  # whether it was made for this scheduler alone
 
     def steps(self, gate: OptimizerGate) -> int:
         """The number of steps that a call makes now."""
@@ -49,7 +36,7 @@ class SchedulerRule:
         accumulation = gate.accumulation
         if accumulation.open or gate.was_skipped:
             return 0
-        if self.others and any(getattr(other, "step_was_skipped", False) for other in self.others):
+        if any(getattr(other, "step_was_skipped", False) for other in self.others):
             return 0
         micro_batches = accumulation.size if accumulation.serial else 1  # 0: `accumulate` was never called
         return self.repeat * (micro_batches if self.per_micro_batch else 1)
@@ -61,8 +48,7 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(
-            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them "
-            f"out."
+            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them out."
         )
     return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
 
@@ -87,12 +73,12 @@ def is_scheduler(obj: object) -> bool:
 def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
     """Holds `scheduler.step()` back as long as its optimizer is, unless another rule was made by hand."""
     old = rule_on(scheduler)
-    undone = old is not None and (old.with_optimizer, old.others) != (rule.with_optimizer, rule.others)
-    if old is not None and undone and old.by_hand and not rule.by_hand:
+    asked = rule.with_optimizer, rule.others
+    if old is not None and old.by_hand and not rule.by_hand and (old.with_optimizer, old.others) != asked:
         raise ValueError(
-            f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with step_with_optimizer="
-            f"{old.with_optimizer} and {1 + len(old.others)} optimizer(s), which preparing it would undo. Leave one "
-            f"of the two out; Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
+            f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with step_with_optimizer={old.with_optimizer} "
+            f"and {1 + len(old.others)} optimizer(s), which preparing it would undo. Leave one of the two out; "
+            f"Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
         )
     vars(scheduler.optimizer)[_RULE] = rule
     override_class(scheduler, _Gated)

@@ -1,13 +1,9 @@
 """Training loops that end at different batches on different ranks, under a strategy whose models can join.
 
-torch's `Join` does the work: a rank that has ended takes part in the others' collectives with zeros
-until all have ended, and then every rank takes the parameters and buffers of the one that went on
-longest. What torch leaves out is added here: optimizers and schedulers come from that rank too,
-else the ranks would drift apart from the next step on; and the joining mode, in which a forward on
-one rank alone hangs, and the filters of `warnings` are put back.
-
-Meanwhile windows of accumulation close by count alone (see `Feed.begin_step`): one that closed at
-the end of a loader would synchronise gradients on some ranks only.
+torch's `Join` does the work: a rank that has ended takes part in the others' collectives until all
+have ended, and then every rank takes parameters and buffers of the one that went on longest. Here
+optimizers and schedulers come from that rank too, else the ranks would drift apart, and the joining
+mode is put back. Meanwhile windows of accumulation close by count alone (see `Feed.begin_step`).
 """
 
 from __future__ import annotations
@@ -50,9 +46,8 @@ def as_joinables(given: Sequence[Any]) -> list[Joinable]:
         if not isinstance(each, Joinable):
             raise TypeError(
                 f"join_uneven_inputs() was given a {type(each).__name__}, which cannot join: it is no "
-                f"torch.distributed.algorithms.join.Joinable, as models are that prepare() returns under the strategy 'ddp'. "
-                f"Pass the prepared model that is trained; or give all ranks equally many batches, with even_batches=True "
-                f"and without this block."
+                f"torch.distributed.algorithms.join.Joinable, as models are that prepare() returns under the strategy 'ddp'. Pass "
+                f"the prepared model that is trained; or give all ranks equally many batches, with even_batches=True."
             )
     return found
 
@@ -67,9 +62,7 @@ def joined(
 ) -> Iterator[None]:
     """A block in which ranks may make different numbers of steps. A collective at its end, unless an exception ends it.
 
-    `joinables` are of one process group, at least one. `prepared`'s optimizers and schedulers, and
-    `others`, such as a loss scale, agree afterwards; a window of `accumulation` that is open is
-    dropped.
+    What was prepared, and `others`, such as a loss scale, agree afterwards; an open window is dropped.
     """
     before = [each._join_config for each in joinables]
     try:
@@ -79,7 +72,16 @@ def joined(
             yield
             with warnings.catch_warnings():  # torch sets a filter, and leaves it
                 join.__exit__(None, None, None)
-        _drop_open_window(accumulation, prepared)
+        if accumulation.open:
+            warnings.warn(
+                f"join_uneven_inputs() ended inside a window of accumulation on this rank: {accumulation.position} of "
+                f"{accumulation.size} micro-batches had run, and their gradients are dropped, as the ranks are at different places "
+                f"of their windows. Use gradient_accumulation_steps=1 with uneven inputs, or even_batches=True.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            prepared.gradients.drop(prepared.learned())
+            accumulation.reset()
     finally:
         for each, config in zip(joinables, before, strict=True):
             each._join_config = config
@@ -90,13 +92,12 @@ class _Followers(Joinable):
 
     def __init__(self, leader: Joinable, world: World, prepared: Prepared, others: Sequence[Any]) -> None:
         super().__init__()
-        self.others = others
-        self._leader = leader
-        self.world = world
-        self.prepared = prepared
+        self._leader, self._world, self._prepared, self._others = leader, world, prepared, others
 
     def join_hook(self, **_: Any) -> JoinHook:
-        return _Follow(self)
+        hook = JoinHook()
+        hook.post_hook = self._follow  # type: ignore[method-assign]
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -106,35 +107,14 @@ class _Followers(Joinable):
     def join_process_group(self) -> Any:
         return self._leader.join_process_group
 
-
-class _Follow(JoinHook):
-    def __init__(self, followers: _Followers) -> None:
-        self._followers = followers
-
-    def post_hook(self, is_last_joiner: bool) -> None:
+    def _follow(self, is_last_joiner: bool) -> None:
         """Takes the states of the highest rank among those that went on longest, whose parameters DDP takes too."""
-        world, group = self._followers.world, self._followers.join_process_group
-        prepared = self._followers.prepared
+        world, group = self._world, self.join_process_group
         last: list[bool] = reduce_gather.gather(torch.tensor([is_last_joiner]), world, group).tolist()
         if all(last):
             return
         source = max(rank for rank, went_on in enumerate(last) if went_on)
-        followers = [*prepared.optimizers, *prepared.schedulers, *self._followers.others]
+        followers = [*self._prepared.optimizers, *self._prepared.schedulers, *self._others]
         states = reduce_gather.broadcast_object([each.state_dict() for each in followers], world, source, group)
-        if not is_last_joiner:
-            for each, state in zip(followers, states, strict=True):
-                each.load_state_dict(state)
-
-
-def _drop_open_window(accumulation: Accumulation, prepared: Prepared) -> None:
-    if not accumulation.open:
-        return
-    warnings.warn(
-        f"join_uneven_inputs() ended inside a window of accumulation on this rank: {accumulation.position} of "
-        f"{accumulation.size} micro-batches had run, and their gradients are dropped, because the ranks are at different "
-        f"places of their windows. Use gradient_accumulation_steps=1 with uneven inputs, or even_batches=True.",
-        RuntimeWarning,
-        stacklevel=5,
-    )
-    prepared.gradients.drop(prepared.learned())
-    accumulation.reset()
+        for each, state in zip(followers, states, strict=True) if not is_last_joiner else ():
+            each.load_state_dict(state)

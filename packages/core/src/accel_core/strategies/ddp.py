@@ -1,9 +1,4 @@
-"""Distributed data parallelism over `torch.nn.parallel.DistributedDataParallel`.
-
-Every rank holds the whole model, reads its own part of the data, and gradients are averaged during
-the backward. The wrapper keeps the user's parameters, so an optimizer may be built, and prepared,
-before or after the model.
-"""
+"""Distributed data parallelism over `torch.nn.parallel.DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -74,6 +68,7 @@ class DDP(Strategy):
     handler = DistributedDataParallelKwargs
     distributed_type = SEVERAL_PROCESSES
     replicates_parameters = True
+    _world: World  # from `layout` on, which runs in the constructor of the Accelerator
 
     def __init__(
         self,
@@ -86,12 +81,14 @@ class DDP(Strategy):
         comm_wrapper: CommWrapper = "no",
         comm_state_option: dict[str, Any] | None = None,
     ) -> None:
-        _check_choice("comm_hook", comm_hook, get_args(CommHook))
-        _check_choice("comm_wrapper", comm_wrapper, get_args(CommWrapper))
+        for option, value, choices in (("hook", comm_hook, CommHook), ("wrapper", comm_wrapper, CommWrapper)):
+            if value not in get_args(choices):
+                known = ", ".join(map(repr, get_args(choices)))
+                raise ValueError(f"DDP(comm_{option}={value!r}): expected one of {known}.")
         if comm_hook != "power_sgd" and (comm_state_option or comm_wrapper != "no"):
             raise ValueError(
-                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but "
-                f"comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
+                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but comm_hook is "
+                f"{comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
             )
         self._options: dict[str, Any] = {
             "forward_sync_buffers": broadcast_buffers,  # its older name is deprecated in torch
@@ -100,19 +97,18 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
-        self._comm_hook: CommHook = comm_hook
-        self._comm_wrapper: CommWrapper = comm_wrapper
+        self._comm_hook: str = comm_hook
+        self._comm_wrapper = comm_wrapper
         self._comm_state_option = comm_state_option or {}
-        self._world: World | None = None
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
 
     @hookimpl
     def layout(self, world: World) -> Layout:
-        """Pure data parallelism. Raises `WorldError` in a world of one, which has no gradients to average."""
+        """Pure data parallelism. Raises `WorldError` in a world of one."""
         if world.group is None:
             raise WorldError(
-                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with "
-                f"`torchrun --nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
+                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with `torchrun "
+                f"--nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
             )
         self._world = world
         return Layout.data_parallel(world)
@@ -124,21 +120,22 @@ class DDP(Strategy):
         optimizers: Sequence[Optimizer],  # noqa: ARG002  (parameters stay what they are)
         request: PrepareRequest,
     ) -> nn.Module:
-        """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated.
-
-        The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper
-        at the borders of the buckets, so that gradients still travel while the backward goes on.
-        """
+        """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated."""
+        # The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
+        # buckets, so that gradients still travel while the backward goes on.
         trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
-        if trains and not isinstance(model, DistributedDataParallel):
-            assert self._world is not None, "layout() runs in the constructor of the Accelerator"
+        is_bare = trains and not isinstance(model, DistributedDataParallel)
+        if is_bare:
             check_alike(model, self._world)
-            place_model(model, request)
-            model = self._wrap(model, request)
-        else:
-            place_model(model, request)
+        place_model(model, request)
+        if is_bare:
+            model = self._wrap(model, request.policy)
         if isinstance(model, DistributedDataParallel) and not request.evaluation:
-            self._watch_gradients(model)
+            override_class(model, _Wrapper)
+            if sync_of(model) is None:
+                vars(model)[SYNC] = GradientSync(model)
+            if not any(reference() is model for reference in self._wrappers):
+                self._wrappers.append(weakref.ref(model, self._wrappers.remove))
         return model
 
     @hookimpl
@@ -146,77 +143,74 @@ class DDP(Strategy):
         return _NoSync(model)
 
     @hookimpl
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        if getattr(model, "find_unused_parameters", False):
+    @contextmanager
+    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        if model.find_unused_parameters:
             raise ValueError(
-                "trigger_sync_in_backward() was called under DDP with find_unused_parameters=True: which parameters are "
-                "unused is found in a forward that synchronises, and there was none. Run the last forward outside no_sync(), or "
-                "leave find_unused_parameters out."
+                "trigger_sync_in_backward() was called under DDP with find_unused_parameters=True, which finds them in a forward "
+                "that synchronises, and there was none. Run the last forward outside no_sync(), or leave the option out."
             )
-        return _synchronised(model)
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        if (sync := sync_of(model)) is not None:
+            sync.announce(model)
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     @hookimpl
     def synchronise_gradients(self) -> None:
         """Averages the gradients of a second backward through one graph, which torch leaves local."""
-        for reference in self._wrappers:
-            wrapper = reference()
-            sync = None if wrapper is None else sync_of(wrapper)
-            if wrapper is None or sync is None or sync.is_first_backward:
-                continue
-            sync.settle(wrapper)
-            if sync.in_doubt():
-                assert self._world is not None, "layout() runs in the constructor of the Accelerator"
-                sync.average(wrapper, self._world)
+        for wrapper, sync in self._watched():
+            if not sync.is_first_backward:
+                sync.settle(wrapper)
+                if sync.in_doubt():
+                    sync.average(wrapper, self._world)
 
     @hookimpl
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raises for gradients that no backward has averaged, with the names of their parameters."""
-        for reference in self._wrappers:
-            wrapper = reference()
-            sync = None if wrapper is None else sync_of(wrapper)
-            if wrapper is not None and sync is not None:
-                sync.settle(wrapper)
-                if sync.in_doubt():
-                    check(optimizer, [wrapper for each in self._wrappers if (wrapper := each()) is not None])
-                sync.averaged = False
+        watched = self._watched()
+        for wrapper, sync in watched:
+            sync.settle(wrapper)
+            if sync.in_doubt():
+                check(optimizer, watched)
+            sync.averaged = False  # the next window has to average by itself
 
     @hookimpl
     def release_model(self, prepared: nn.Module) -> None:
         _stop_watching(prepared)
 
-    def _watch_gradients(self, wrapper: DistributedDataParallel) -> None:
-        override_class(wrapper, _Wrapper)
-        if sync_of(wrapper) is None:
-            vars(wrapper)[SYNC] = GradientSync(wrapper)
-        if not any(reference() is wrapper for reference in self._wrappers):
-            self._wrappers.append(weakref.ref(wrapper, self._wrappers.remove))
+    def _watched(self) -> list[tuple[DistributedDataParallel, GradientSync]]:
+        wrappers = [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
+        return [(wrapper, sync) for wrapper in wrappers if (sync := sync_of(wrapper)) is not None]
 
-    def _wrap(self, model: nn.Module, request: PrepareRequest) -> nn.Module:
-        assert self._world is not None, "layout() runs in the constructor of the Accelerator"
-        device = next(model.parameters()).device
-        wrapper: Any = DistributedDataParallel(
-            model,
-            device_ids=None if device.type == "cpu" else [device],
-            process_group=self._world.group,
-            **self._options,
-        )
-        self._register_comm_hook(wrapper, request.policy)
-        self._world.close_before_end(override_class(wrapper, _Wrapper))
-        return wrapper  # type: ignore[no-any-return]
-
-    def _register_comm_hook(self, wrapper: DistributedDataParallel, policy: PrecisionPolicy) -> None:
-        name = self._comm_hook
-        if policy.reduce is not None and policy.reduce is not policy.param and policy.reduce is not torch.float32:
+    def _wrap(self, model: nn.Module, policy: PrecisionPolicy) -> DistributedDataParallel:
+        device, group, name = next(model.parameters()).device, self._world.group, self._comm_hook
+        devices = None if device.type == "cpu" else [device]
+        wrapper: Any = DistributedDataParallel(model, devices, process_group=group, **self._options)
+        if policy.reduce not in (None, policy.param, torch.float32):
             wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.reduce)
             if wanted is None or name not in ("no", wanted):
                 raise ValueError(
-                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. "
-                    f"Leave comm_hook out for float16 and bfloat16; other dtypes DDP cannot reduce in."
+                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. Leave it out "
+                    f"for float16 and bfloat16; other dtypes DDP cannot reduce in."
                 )
-            name = wanted  # type: ignore[assignment]
+            name = wanted
         if name != "no":
-            state, hook = _comm_hook(name, self._comm_wrapper, self._comm_state_option, self._world)
-            wrapper.register_comm_hook(state, hook)
+            wrapper.register_comm_hook(*_comm_hook(name, self._comm_wrapper, self._comm_state_option, group))
+        self._world.close_before_end(override_class(wrapper, _Wrapper))
+        return wrapper  # type: ignore[no-any-return]
+
+
+_ENDED = (
+    "its process group had ended (end_training() was called). Use the model inside it, accelerator.unwrap_model(model)."
+)
 
 
 class _Wrapper(ClassOverride):
@@ -245,26 +239,16 @@ class _Wrapper(ClassOverride):
     def __getstate__(self) -> Any:
         if vars(self)["_comm_hooks"]:
             raise TypeError(
-                "This DDP model was to be copied or pickled, but its gradients travel by a communication hook (comm_hook=), "
-                "which belongs to this process group and which torch would not give to the copy. Copy or pickle the model "
-                "inside it, accelerator.unwrap_model(model), and prepare the copy if it is to be trained."
+                "This DDP model was to be copied or pickled, but torch would not give its communication hook (comm_hook=) to the "
+                "copy. Copy or pickle the model inside it, accelerator.unwrap_model(model), and prepare the copy."
             )
         if "reducer" not in vars(self):
-            raise RuntimeError(
-                "This DDP model was to be copied or pickled after its process group had ended (end_training() was called). "
-                "Copy or pickle the model inside it, accelerator.unwrap_model(model)."
-            )
+            raise RuntimeError(f"This DDP model was to be copied or pickled after {_ENDED}")
         state = super().__getstate__()  # type: ignore[misc]
         state.pop(SYNC, None)  # a copy is not prepared
         return state
 
     def __setstate__(self, state: Any) -> None:
-        if not dist.is_initialized():
-            raise WorldError(
-                "A DDP model was to be unpickled, but no process group runs in this process, and it averages gradients over "
-                "one. Make the Accelerator first, in as many processes as are to train; or pickle the model inside it, "
-                "accelerator.unwrap_model(model)."
-            )
         super().__setstate__(state)  # type: ignore[misc]
         World.current().close_before_end(self)  # the copy has a reducer of its own
 
@@ -284,10 +268,7 @@ class _Wrapper(ClassOverride):
         except AttributeError as error:
             if "reducer" in vars(self):
                 raise
-            raise RuntimeError(
-                "This DDP model was called after its process group had ended (end_training() was called). Call the model "
-                "inside it, accelerator.unwrap_model(model), or end the training later."
-            ) from error
+            raise RuntimeError(f"This DDP model was called after {_ENDED}") from error
         except RuntimeError as error:
             names = _unused_parameters(self, str(error))
             if not names:
@@ -312,9 +293,9 @@ def _renew_reducer(wrapper: Any, sync: GradientSync) -> GradientSync:
     """Has gradients averaged of parameters that were unfrozen since: a new reducer, made as torch makes that of a copy."""
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise RuntimeError(
-            f"{sync.count_thawed()} parameters were unfrozen after prepare(), and comm_hook='power_sgd' has an error of each of the "
-            f"others by its place, so they cannot join them. Take the model out with accelerator.unwrap_model(model), call "
-            f"accelerator.free_memory(), and prepare the model and its optimizer again; or unfreeze before prepare()."
+            f"{sum(each.requires_grad for each in sync.frozen)} parameters were unfrozen after prepare(), and comm_hook='power_sgd' "
+            f"has an error of each of the others by its place. Unfreeze before prepare(); or take the model out with "
+            f"accelerator.unwrap_model(model), call accelerator.free_memory(), and prepare the model and its optimizer again."
         )
     sync.settle(wrapper)
     wrapper._remove_autograd_hooks()
@@ -335,7 +316,7 @@ def _unused_parameters(wrapper: Any, message: str) -> list[str]:
     if found is None:
         return []
     names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
-    return [names[int(index)] for index in found.group(1).split()]
+    return [names[int(index)] for index in found[1].split()]
 
 
 class _NoSync:
@@ -357,51 +338,20 @@ class _NoSync:
         if not (model.static_graph and not model._static_graph_delay_allreduce_enqueued):
             model.require_backward_grad_sync = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if isinstance(self._model, DistributedDataParallel):
             self._model.require_backward_grad_sync = self._before
 
 
-@contextmanager
-def _synchronised(model: Any) -> Iterator[None]:
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    model.reducer.prepare_for_backward([])
-    sync = sync_of(model)
-    if sync is not None:
-        sync.announce(model)
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-
-def _comm_hook(name: str, wrapper: str, options: dict[str, Any], world: World | None) -> tuple[Any, Any]:
+def _comm_hook(name: str, wrapper: str, options: dict[str, Any], group: Any) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    assert world is not None, "layout() runs in the constructor of the Accelerator"
-    hooks: dict[str, Any] = {
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "power_sgd": powerSGD_hook.powerSGD_hook,
-    }
-    wrappers: dict[str, Any] = {
-        "no": lambda hook: hook,
-        "fp16": default_hooks.fp16_compress_wrapper,
-        "bf16": default_hooks.bf16_compress_wrapper,
-    }
-    hook = wrappers[wrapper](hooks[name])
-    state = powerSGD_hook.PowerSGDState(world.group, **options) if name == "power_sgd" else world.group
+    if name == "power_sgd":
+        state, hook = powerSGD_hook.PowerSGDState(group, **options), powerSGD_hook.powerSGD_hook
+    else:
+        state, hook = group, getattr(default_hooks, f"{name}_compress_hook")
+    if wrapper != "no":
+        hook = getattr(default_hooks, f"{wrapper}_compress_wrapper")(hook)
     # torch knows its bf16 hooks by their names and refuses them where it sees no native bf16 collective, although the
     # reduction works there. Hence another name; and no annotations, which torch compares by identity.
     return state, lambda state, bucket: hook(state, bucket)  # noqa: PLW0108
-
-
-def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"DDP({option}={value!r}): expected one of {', '.join(map(repr, choices))}.")

@@ -1,10 +1,9 @@
 """A record of the gradients of a DDP model that have been averaged since their last backward.
 
 torch's reducer averages in the first backward behind a forward of its wrapper, and ignores every
-other: that of a forward of the model inside the wrapper, a second one through one graph, those of
-forwards inside `no_sync`. A step with such gradients lets the ranks drift apart. So every parameter
-notes that its gradient has changed, by a hook that is the bound method of a deque: no Python runs
-in the backward (0.06 µs for each parameter, against 0.8 µs for a Python function).
+other, and a step with such gradients lets the ranks drift apart. So every parameter notes that its
+gradient has changed, by a hook that is the bound method of a deque: no Python runs in the backward
+(0.06 µs for each parameter, against 0.8 µs for a Python function).
 """
 
 from __future__ import annotations
@@ -33,53 +32,27 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class GradientSync:
-    """The state of the gradients of one wrapper, whose reducer averages the parameters that require a gradient now.
-
-    Attributes:
-        known: the parameters that the reducer averages.
-        changed: those whose gradients have changed since the last forward of the wrapper, in order.
-        averaged: whether a backward has averaged since the last step.
-        withheld: whether the last forward of the wrapper ran inside `no_sync`.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_all_change",
-        "_frozen",
-        "_local",
-        "_may_repeat",
-        "_remove",
-        "_waiting",
-        "averaged",
-        "changed",
-        "known",
-        "withheld",
-    )
+    """The state of the gradients of one wrapper, whose reducer averages the parameters that require a gradient now."""
 
     def __init__(self, wrapper: DistributedDataParallel, earlier: GradientSync | None = None) -> None:
-        named = {
-            name: parameter
-            for name, parameter in wrapper.module.named_parameters()
-            if name not in wrapper.parameters_to_ignore
-        }
-        self.known = tuple(each for each in named.values() if each.requires_grad)
-        self._frozen = tuple(each for each in named.values() if not each.requires_grad)
+        named = wrapper.module.named_parameters()
+        own = [parameter for name, parameter in named if name not in wrapper.parameters_to_ignore]
+        self.known = tuple(each for each in own if each.requires_grad)  # what the reducer averages
+        self.frozen = tuple(each for each in own if not each.requires_grad)
         self._all_change = not (wrapper.find_unused_parameters or wrapper.static_graph)  # in every backward, once
         self._may_repeat = bool(wrapper.static_graph)
+        # Those whose gradients have changed since the last forward of the wrapper, in order.
         self.changed: deque[nn.Parameter] = deque(maxlen=_KEPT * len(self.known))
         self._local: set[nn.Parameter] = set()  # those that had changed before it, and were not averaged
         self._waiting = False  # whether the next backward averages
-        self.averaged = self.withheld = False
+        self.averaged = False  # whether a backward has, since the last step
+        self.withheld = False  # whether the last forward of the wrapper ran inside `no_sync`
         if earlier is not None:
             self._local.update(earlier._local, earlier.changed)
             earlier.close()
         handles = [each.register_post_accumulate_grad_hook(self.changed.append) for each in self.known]
-        self._remove = weakref.finalize(self, _remove, handles)
-        self._remove.atexit = False
-
-    def close(self) -> None:
-        """Takes the hooks off the parameters."""
-        self._remove()
+        self.close: Any = weakref.finalize(self, _remove, handles)  # takes the hooks off the parameters
+        self.close.atexit = False
 
     def announce(self, wrapper: DistributedDataParallel) -> None:
         """A forward has run behind which the first backward averages."""
@@ -96,11 +69,7 @@ class GradientSync:
 
     def is_thawed(self) -> bool:
         """Whether parameters require a gradient that the reducer does not know. 50 ns for each frozen one."""
-        return bool(self._frozen) and any(map(_requires_grad, self._frozen))
-
-    def count_thawed(self) -> int:
-        """The number of parameters that require a gradient and that the reducer does not know."""
-        return sum(map(_requires_grad, self._frozen))
+        return bool(self.frozen) and any(map(_requires_grad, self.frozen))
 
     def in_doubt(self) -> bool:
         """Whether there is anything to settle."""
@@ -110,24 +79,20 @@ class GradientSync:
         """Forgets what the reducer has averaged."""
         if not (self._waiting and self.changed) or not is_finished(wrapper):
             return
-        later: Sequence[nn.Parameter] = ()
-        if not self._all_change or len(self.changed) > len(self.known):
-            later = behind_the_first_backward(list(self.changed), self._may_repeat)
-        self.changed.clear()
         self._local.clear()  # the reducer averages all that is in `.grad`
-        self._local.update(later)
+        if not self._all_change or len(self.changed) > len(self.known):
+            self._local.update(behind_the_first_backward(list(self.changed), self._may_repeat))
+        self.changed.clear()
         self._waiting, self.averaged = False, True
 
     def average(self, wrapper: Any, world: World) -> None:
-        """Averages what a further backward of the same forward has left local. A collective where there is such.
-
-        The mean over the ranks of what is a mean already is that mean: so all gradients are
-        averaged.
-        """
+        """Averages what a further backward of the same forward has left local. A collective where there is such."""
         if self._waiting or self.withheld or not self.averaged or wrapper._join_config.enable:
             return  # ranks that have ended take part in what the reducer does, and in nothing else
-        if not (self.changed or self._local) or any(_is_sparse(each) for each in self.known):
+        sparse = any(each.grad is not None and each.grad.is_sparse for each in self.known)
+        if sparse or not (self.changed or self._local):
             return
+        # The mean over the ranks of what is a mean already is that mean: so all gradients are averaged.
         used = torch.tensor([float(each.grad is not None) for each in self.known], device=self.known[0].device)
         sent = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.known]
         with torch.no_grad():
@@ -142,8 +107,8 @@ class GradientSync:
 
     def local(self) -> set[nn.Parameter]:
         """The parameters whose gradients differ from rank to rank, as far as is known."""
-        thawed = {each for each in self._frozen if each.requires_grad}
-        return {each for each in self._local.union(self.changed, thawed) if _is_any(each.grad)}
+        found = self._local.union(self.changed, filter(_requires_grad, self.frozen))
+        return {each for each in found if each.grad is not None and (each.grad.is_sparse or each.grad.any())}
 
     def left_out(self, wrapper: DistributedDataParallel) -> list[str]:
         """The parameters for which the reducer still waits, having begun, by name."""
@@ -156,9 +121,8 @@ class GradientSync:
 def behind_the_first_backward(changed: Sequence[nn.Parameter], may_repeat: bool) -> Sequence[nn.Parameter]:
     """The parameters that have changed in later backwards of a forward: those from the first one on that had changed before.
 
-    `may_repeat`: one backward may change a parameter several times, as one that is recomputed in
-    two places does in a static graph. Then only a backward that changes all of them again is a
-    later one.
+    `may_repeat`: one backward may change a parameter several times, as in a static graph that is
+    recomputed. Then only a backward that changes all of them again is a later one.
     """
     seen: set[nn.Parameter] = set()
     for index, each in enumerate(changed):
@@ -184,12 +148,11 @@ def sync_of(wrapper: Any) -> GradientSync | None:
     return found
 
 
-def check(optimizer: Optimizer, wrappers: Iterable[DistributedDataParallel]) -> None:
+def check(optimizer: Optimizer, models: Sequence[tuple[DistributedDataParallel, GradientSync]]) -> None:
     """Raises if an optimizer holds parameters with gradients that were not averaged."""
-    models = [(wrapper, sync) for wrapper in wrappers if (sync := sync_of(wrapper)) is not None]
     for wrapper, sync in models:
         sync.settle(wrapper)
-        sync.averaged = False  # the next window has to average by itself
+        sync.averaged = False
     if not any(sync.local() for _, sync in models):
         return
     # Two models may share a parameter: one of them has averaged it.
@@ -197,42 +160,30 @@ def check(optimizer: Optimizer, wrappers: Iterable[DistributedDataParallel]) -> 
     held = {each for group in optimizer.param_groups for each in group["params"]}
     for wrapper, sync in models:
         local = (sync.local() - averaged) & held
-        if not local:
-            continue
-        left_out = sync.left_out(wrapper)
-        if left_out:
+        if local and (left_out := sync.left_out(wrapper)):
             raise RuntimeError(left_out_of_loss(left_out, "this window"))
-        names = [name for name, each in wrapper.module.named_parameters() if each in local]
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() was called, but gradients of {len(names)} of its parameters have not been averaged over "
-            f"the ranks since their last backward, which would let the ranks drift apart: {listed(names)}. Gradients are averaged in "
-            f"the first backward behind a call of the model that prepare() returned: call that, and neither the model inside it "
-            f"(accelerator.unwrap_model) nor a part of it, outside of no_sync(); mark another method that computes what is learnt from by "
-            f"accelerator.mark_forward_method(model, name); run a second backward through one graph by "
-            f"accelerator.backward(loss) too. Gradients that are not to be used are dropped by optimizer.zero_grad(); to average by "
-            f"hand, step an optimizer that was not prepared."
-        )
+        if local:
+            names = [name for name, each in wrapper.module.named_parameters() if each in local]
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called, but gradients of {len(names)} of its parameters have not been averaged "
+                f"over the ranks since their last backward, which would let the ranks drift apart: {listed(names)}. Gradients are "
+                f"averaged in the first backward behind a call of the model that prepare() returned: call that, and neither the model "
+                f"inside it (accelerator.unwrap_model) nor a part of it, outside of no_sync(); mark other methods by "
+                f"accelerator.mark_forward_method(model, name); run a second backward through one graph by accelerator.backward(loss) "
+                f"too. Gradients that are not to be used are dropped by optimizer.zero_grad()."
+            )
 
 
 def left_out_of_loss(names: Sequence[str], where: str) -> str:
     """The message for parameters without which the reducer does not end."""
     return (
         f"{len(names)} parameters took no part in the loss of {where}, so the gradients of the others never arrived on the other "
-        f"ranks: {listed(names)}. If that is intended, pass "
-        f"kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] (or "
-        f"strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the loss, or set "
-        f"requires_grad_(False) on them before prepare."
+        f"ranks: {listed(names)}. If that is intended, pass kwargs_handlers=[DistributedDataParallelKwargs("
+        f"find_unused_parameters=True)] (or strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the "
+        f"loss, or set requires_grad_(False) on them before prepare."
     )
 
 
 def _remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _is_sparse(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and parameter.grad.is_sparse
-
-
-def _is_any(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and (gradient.is_sparse or bool(gradient.any()))

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def check_alike(model: nn.Module, world: World) -> None:
     """Compares names, shapes and dtypes of parameters and buffers over the ranks, and which are trained. A collective.
 
-    Raises `CollectiveMismatchError` on every rank if they differ: else a rank would take the
-    parameters of others for its own.
+    Raises `CollectiveMismatchError` on every rank if they differ.
     """
     if world.size == 1:
         return
@@ -41,11 +40,10 @@ def check_alike(model: nn.Module, world: World) -> None:
 
 
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
-    """Moves, casts and compiles a model in place, as the request says; gradients and the rest are up to the strategy.
+    """Moves, casts and compiles a model in place, as the request says; every parameter stays the object that it is.
 
-    Every parameter stays the object that it is: optimizers hold it, and ties are made of it.
-    `param`, `compute`, `output` and `input` of the policy hold from here on; `reduce` is the
-    strategy's business.
+    `param`, `compute`, `output` and `input` of the policy hold from here on; `reduce` is up to the
+    strategy, as gradients are.
     """
     if request.device is not None:
         _move(model, request.device)

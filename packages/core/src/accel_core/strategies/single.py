@@ -31,9 +31,8 @@ class Single(Strategy):
         """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
         if world.size > 1:
             raise WorldError(
-                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, "
-                f"which would train {world.size} separate models. Leave strategy= out (the default here is 'ddp'), or "
-                f"start one process."
+                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, which would "
+                f"train {world.size} separate models. Leave strategy= out (the default here is 'ddp'), or start one process."
             )
         return Layout.data_parallel(world)
 
