@@ -71,15 +71,10 @@ def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int
         offsets: where that box begins in the whole tensor; None: it is the whole tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(
-            f"the boxes of the elements {start} to {stop} were asked for, but the shape {shape} has the elements 0 to "
-            f"{math.prod(shape)}. Count both from the first element of this tensor."
-        )
-    first = offsets or (0,) * len(shape)
-    return [
-        Box(tuple(map(sum, zip(run.offsets, first, strict=True))), run.sizes)
-        for run in _runs((), tuple(shape), start, stop)
-    ]
+        asked = f"the boxes of the elements {start} to {stop} were asked for"
+        raise ValueError(f"{asked}, but the shape {shape} has the elements 0 to {math.prod(shape)}.")
+    first, runs = offsets or (0,) * len(shape), _runs((), tuple(shape), start, stop)
+    return [Box(tuple(map(operator.add, run.offsets, first)), run.sizes) for run in runs]
 
 
 def _runs(outer: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -87,8 +87,9 @@ class Passage:
             feed.forget_after(self)
 
     def leave(self) -> None:
-        """The iterator has ended, or is being collected."""
-        self._feed.forget(self)
+        """The iterator has ended, or is being collected: takes it, and whatever has died meanwhile, off the list."""
+        feed = self._feed
+        feed._keep([ref for ref in feed._live if ref() is not None and ref() is not self])
 
 
 class Feed:
@@ -120,10 +121,6 @@ class Feed:
         passage = Passage(self, by)
         self._keep([*self._live, weakref.ref(passage)])
         return passage
-
-    def forget(self, passage: Passage) -> None:
-        """Takes one passage, and whatever has died meanwhile, off the list."""
-        self._keep([ref for ref in self._live if ref() is not None and ref() is not passage])
 
     def forget_after(self, passage: Passage) -> None:
         """`passage` has advanced: whatever was entered after it is over. One that was itself forgotten comes back."""

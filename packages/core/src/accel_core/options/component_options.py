@@ -138,17 +138,16 @@ def read_section(
             else:
                 hint = _hint(meant, own, "Its options")
             raise ValueError(f"{source} was given, and {name!r} has no option {folded!r}. {hint}")
+        option = f"{name}.{field.name}"
         if field.python_only:
             raise ValueError(
-                f"{source} was given, but {name}.{field.name} is for Python only: {field.python_only}. Build the object in the code."
+                f"{source}: {option} is for Python only: {field.python_only}. Build the object in the code."
             )
         try:
             options[field.name] = Option(from_data(field.type, value), source)
         except ValueError as error:
-            shown = masked(field.name, value)
-            raise ValueError(
-                f"{name}.{field.name}={shown!r} was given by {source}: expected {expected(field.type)}."
-            ) from error
+            given = f"{option}={masked(field.name, value)!r} was given by {source}"
+            raise ValueError(f"{given}: expected {expected(field.type)}.") from error
     return options
 
 

@@ -55,7 +55,7 @@ def to_data(value: Any) -> Any:
         if isinstance(value, kinds):
             return make(value)
     raise TypeError(
-        f"{value!r} is a {type(value).__name__}, which neither text nor data can express: give it in Python."
+        f"{value!r} is a {type(value).__name__}, which neither text nor data can express: give it in Python"
     )
 
 
@@ -283,12 +283,8 @@ def _field(factory: Callable[..., Any], parameter: inspect.Parameter) -> Field:
     return Field(parameter.name, kind, parameter.default) if expressible else for_python(f"its type is {written}")
 
 
-class _Object:
-    """Stands for a class that only type checkers see: one of objects."""
-
-
 class _Names(dict[str, Any]):
-    """The names that annotations may use: those of their module, the usual ones that are imported for type checkers only."""
+    """The names in annotations: those of their module; of what is imported for type checkers only, the usual ones, else objects."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         while isinstance(factory, partial):
@@ -298,4 +294,4 @@ class _Names(dict[str, Any]):
         super().__init__({**_USUAL, **own, **getattr(function, "__globals__", {})})
 
     def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, _Object)
+        return getattr(builtins, name, object)

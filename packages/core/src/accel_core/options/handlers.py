@@ -92,7 +92,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise ValueError(f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window' or 'steps'.")
         if type(self.num_steps) is not int or self.num_steps < 1:
             raise ValueError(
-                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1, e.g. 4."
+                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1."
             )
 
 

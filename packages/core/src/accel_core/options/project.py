@@ -40,14 +40,13 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         check_flags(self, "automatic_checkpoint_naming", "save_on_each_node")
+        given = f"ProjectConfiguration(total_limit={self.total_limit!r})"
         if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
-            raise ValueError(
-                f"ProjectConfiguration(total_limit={self.total_limit!r}): expected an integer of at least 1."
-            )
+            raise ValueError(f"{given}: expected an integer of at least 1.")
         if self.total_limit is not None and not self.automatic_checkpoint_naming:
             raise ValueError(
-                f"ProjectConfiguration(total_limit={self.total_limit}) limits checkpoints with automatic names: folders that you "
-                f"name yourself are never deleted. Add automatic_checkpoint_naming=True, or leave total_limit out."
+                f"{given} limits checkpoints with automatic names: folders that you name yourself are never deleted. Add "
+                f"automatic_checkpoint_naming=True, or leave total_limit out."
             )
         self._logs_were_given = self.logging_dir is not None
         self.set_directories(self.project_dir)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -135,46 +135,42 @@ def activate(components: Sequence[Selected], defaults: object) -> Activation:
 
 
 def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]) -> Methods:
-    """The hooks that a component implements, each checked against its spec, as bound methods."""
-    methods = dict(_marked_methods(manager, selected, specs))
+    """The hooks that a component implements, each checked against its spec, as bound methods. Properties are not run."""
+    methods = {}
+    for name in dir(selected.component):
+        static = inspect.getattr_static(selected.component, name, None)
+        if not isinstance(static, (FunctionType, MethodType, staticmethod, classmethod)):
+            continue
+        options = manager.parse_hookimpl_opts(selected.component, name)
+        if options is not None:
+            methods[name] = getattr(selected.component, name)
+            _check_mark(selected, name, [option for option, value in options.items() if value], specs)
+            _check_arguments(selected, name, specs[name].arguments, methods[name])
+        elif name in specs:
+            raise PluginError(
+                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
+                f"never be called.\n{MARK}, or give the method another name."
+            )
     if selected.group is None and not methods:
         raise PluginError(
             f"{_upper(selected)} was passed as a plugin, but it implements no hook.\n"
             f"Hooks are: {', '.join(specs)}. {MARK}, or leave the object out."
         )
-    for name, method in methods.items():
-        if name not in specs:
-            meant = nearest(name, list(specs))
-            hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
-            raise PluginError(
-                f"{_upper(selected)} marks {name!r} as a hook, but there is no such hook in the installed accel-core.\n{hint}"
-            )
-        _check_arguments(selected, name, specs[name].arguments, method)
     return methods
 
 
-def _marked_methods(
-    manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]
-) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every method with the marker, by name. Properties are not run. A hook without the marker is an error."""
-    component = selected.component
-    for name in dir(component):
-        static = inspect.getattr_static(component, name, None)
-        if not isinstance(static, (FunctionType, MethodType, staticmethod, classmethod)):
-            continue
-        options = manager.parse_hookimpl_opts(component, name)
-        if options is None and name in specs:
-            raise PluginError(
-                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
-                f"never be called.\n{MARK}, or give the method another name."
-            )
-        if options is not None and (given := [option for option, value in options.items() if value]):
-            raise PluginError(
-                f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(given)}=..., but hooks are bound as they "
-                f"are, and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
-            )
-        if options is not None:
-            yield name, getattr(component, name)
+def _check_mark(selected: Selected, name: str, options: Sequence[str], specs: Mapping[str, Spec]) -> None:
+    """Refuses a marked method that no spec names, and options of the marker."""
+    if name not in specs:
+        meant = nearest(name, list(specs))
+        hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
+        what = f"marks {name!r} as a hook, but there is no such hook in the installed accel-core"
+        raise PluginError(f"{_upper(selected)} {what}.\n{hint}")
+    if options:
+        raise PluginError(
+            f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(options)}=..., but hooks are bound as they are, "
+            f"and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
+        )
 
 
 def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method: Callable[..., Any]) -> None:

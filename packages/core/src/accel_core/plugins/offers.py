@@ -221,9 +221,7 @@ def _admits_clause(clause: str, installed: Version) -> bool:
     sign, text = match.groups() if match else ("", "")
     prefix = _numbers(re.split(r"\.?[a-z]", text)[0])[:-1] if sign == "~=" else ()
     if match is None or (sign == "~=" and not prefix):
-        raise ValueError(
-            f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <"
-        )
+        raise ValueError(f"{clause!r} is no version clause; type one of the form '>=1.2', with {', '.join(_COMPARE)}")
     padded = (*installed.release, *[0] * len(prefix))
     return padded[: len(prefix)] == prefix and bool(_COMPARE[sign](installed, Version.parse(text)))
 
