@@ -18,7 +18,7 @@ from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
-from accel_core.loop.compilation import refuse_beside, resolve_compilation
+from accel_core.loop.compilation import resolve_compilation
 from accel_core.options.component_options import Sections
 from accel_core.options.handlers import (
     AutocastKwargs,
@@ -27,7 +27,6 @@ from accel_core.options.handlers import (
     KwargsHandler,
     TrackingKwargs,
 )
-from accel_core.options.loader_options import in_force, refuse_beside_object, resolve_options
 from accel_core.options.option_sources import (
     DEFAULT_LOADER,
     DEFAULT_STRATEGIES,
@@ -36,7 +35,18 @@ from accel_core.options.option_sources import (
     given_outside,
     variable_of,
 )
-from accel_core.options.resolution import Option, as_sequence, as_steps, as_text, flag, resolve
+from accel_core.options.resolution import (
+    Option,
+    as_sequence,
+    as_steps,
+    as_text,
+    flag,
+    in_force,
+    refuse_beside,
+    refuse_beside_object,
+    resolve,
+    resolve_options,
+)
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.plugins.offers import find_default
 from accel_core.processes.world import World
