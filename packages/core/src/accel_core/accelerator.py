@@ -27,7 +27,7 @@ from accel_core.loop.preparation import (
     Prepared,
 )
 from accel_core.loop.scheduler_gate import rule_of
-from accel_core.options.project import resolve_project
+from accel_core.options.handlers import resolve_project
 from accel_core.options.resolution import as_text, flag, resolve
 from accel_core.state import AcceleratorState, PartialState
 
@@ -45,8 +45,12 @@ if TYPE_CHECKING:
     from accel_core.contract.strategy import Strategy
     from accel_core.facade.older_arguments import ChosenStrategy
     from accel_core.loop.run import Run
-    from accel_core.options.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
-    from accel_core.options.project import ProjectConfiguration
+    from accel_core.options.handlers import (
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
     from accel_core.plugins.explain import Explanation
     from accel_core.tracking.tracker import GeneralTracker, Tracker
 

@@ -249,7 +249,7 @@ def test_options_beside_an_object_are_refused():
     with pytest.raises(ValueError) as error:
         build("accel.strategies", object(), {"depth": 3})
     assert said(error) == (
-        "Options for the strategy were given (depth) beside an object, object, and an object built in code is complete.\n"
+        "Options for the strategy were given (depth) beside an object, object, and it is complete.\n"
         "Give them to its constructor, or choose it by name."
     )
 

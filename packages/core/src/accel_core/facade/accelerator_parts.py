@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from accel_core.loop.preparation import Prepared
     from accel_core.loop.run import Run
     from accel_core.loop.scheduler_gate import SchedulerRule
-    from accel_core.options.handlers import KwargsHandler
-    from accel_core.options.project import ProjectConfiguration
+    from accel_core.options.handlers import KwargsHandler, ProjectConfiguration
     from accel_core.plugins import Relay
     from accel_core.plugins.explain import Explanation
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import pluggy
 
@@ -35,53 +35,42 @@ Methods = dict[str, Callable[..., Any]]
 
 
 class Relay(_Signatures):
-    """One callable per hook of `accel_core.contract.hook_specs.HookSpecs`, with the signature of its spec.
-
-    Made by `activate`. It holds on to the active components; nothing of it refers back to it.
-    """
+    """One callable per hook, with the signature of its spec. It holds on to the active components, and they not to it."""
 
     __slots__ = ("__weakref__", *HOOKS)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "A relay was to be pickled or copied, but it holds bound methods of components that belong to this process "
-            "and its process groups.\nBuild an Accelerator with the same arguments where it is needed."
+            "A relay holds bound methods of components of this process. Build an Accelerator with the same arguments."
         )
 
 
+@dataclass(eq=False, slots=True)
 class Listener:
     """One component in the role of a listener. The first exception that it raises is warned of and is its last."""
 
-    __slots__ = ("failure", "selected")
-
-    def __init__(self, selected: Selected) -> None:
-        self.selected = selected
-        self.failure: str | None = None
+    selected: Selected
+    failure: str | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Listeners:
     """All listeners of one hook, called in the order of registration; a failing one does not silence the next."""
 
-    __slots__ = ("_calls", "_hook")
-
-    def __init__(self, hook: str, calls: Sequence[tuple[Listener, Callable[..., object]]]) -> None:
-        self._hook = hook
-        self._calls = tuple(calls)
+    hook: str
+    calls: Sequence[tuple[Listener, Callable[..., object]]]
 
     def __call__(self, *arguments: object) -> None:
         """Calls every listener that has not failed yet. `KeyboardInterrupt` and `SystemExit` pass through."""
-        for listener, call in self._calls:
+        for listener, call in self.calls:
             if listener.failure is None:
                 try:
                     call(*arguments)
                 except Exception as error:  # noqa: BLE001  (whatever an observer does wrong, training goes on)
-                    listener.failure = f"{self._hook}: {type(error).__name__}: {error}"
-                    warnings.warn(
-                        f"Hook {self._hook!r} of {listener.selected.describe()} raised {type(error).__name__}: {error}. The run "
-                        f"goes on without its listeners. Repair it, or leave it out.",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+                    what = f"{type(error).__name__}: {error}"
+                    listener.failure = f"{self.hook}: {what}"
+                    message = f"Hook {self.hook!r} of {listener.selected.describe()} raised {what}. The run goes on without its"
+                    warnings.warn(f"{message} listeners. Repair it, or leave it out.", RuntimeWarning, stacklevel=2)
 
 
 class Spec(NamedTuple):
@@ -208,8 +197,7 @@ def _owner_of(
 
 
 def _upper(selected: Selected) -> str:
-    text = selected.describe()
-    return text[0].upper() + text[1:]
+    return f"The{selected.describe().removeprefix('the')}"
 
 
 def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
@@ -220,7 +208,5 @@ def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., 
         return method
     taken = [*positional, *(f"{name}={name}" for name in parameters if name not in positional)]
     # Compiled from the spec's own argument names: 25 ns on top of the method, where picking from *arguments costs 120.
-    adapter: Callable[..., Any] = eval(  # noqa: S307
-        f"lambda {', '.join(arguments)}: _method({', '.join(taken)})", {"_method": method}
-    )
-    return adapter
+    source = f"lambda {', '.join(arguments)}: _method({', '.join(taken)})"
+    return cast("Callable[..., Any]", eval(source, {"_method": method}))  # noqa: S307

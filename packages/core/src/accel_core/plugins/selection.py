@@ -66,10 +66,8 @@ def build(
     given = options or {}
     if not isinstance(choice, str):
         if given:
-            raise ValueError(
-                f"Options for the {NOUNS[group]} were given ({', '.join(given)}) beside an object, {type(choice).__qualname__}, "
-                f"and an object built in code is complete.\nGive them to its constructor, or choose it by name."
-            )
+            what = f"Options for the {NOUNS[group]} were given ({', '.join(given)}) beside an object, {type(choice).__qualname__}"
+            raise ValueError(f"{what}, and it is complete.\nGive them to its constructor, or choose it by name.")
         return passed(choice, group)
     offer = find(group, choice, offers)
     factory = offer.load()
