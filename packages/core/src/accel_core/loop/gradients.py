@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from accel_core.contract.boxes import Box
-    from accel_core.contract.tensor_layouts import Elementwise, Partial
+    from accel_core.contract.tensor_layouts import Box, Elementwise, Partial
 
     Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
 

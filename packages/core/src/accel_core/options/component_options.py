@@ -68,10 +68,10 @@ class Sections:
         if section not in self._sources:
             return {}
         if is_taken:
-            raise ValueError(
-                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name. Give "
-                f"the options in the code, to the constructor of the one that is meant."
+            what = (
+                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name"
             )
+            raise ValueError(f"{what}. Give the options in the code, to the constructor of the one that is meant.")
         options = read_section(name, load(), elsewhere)
         self.use(name, options)
         return {option: value.value for option, value in options.items()}
@@ -89,10 +89,8 @@ class Sections:
         """Raises `ValueError` where options of a component were given beside `given`, an object that configures it."""
         source = self._sources.get(section_name(name))
         if source is not None:
-            raise ValueError(
-                f"{source} was given, an option of {name!r}, beside {given}, and an object built in code is complete. Leave {source} "
-                f"out, or choose {name!r} by name in the code instead of building it."
-            )
+            what = f"{source} was given, an option of {name!r}, beside {given}, and an object built in code is complete"
+            raise ValueError(f"{what}. Leave {source} out, or choose {name!r} by name.")
 
     def refuse_beside_object(self, component: object, offers: Iterable[Offer]) -> None:
         """Calls `refuse_beside` for a component built in code, under each name that offers its class."""

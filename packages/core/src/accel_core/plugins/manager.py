@@ -19,7 +19,7 @@ import pluggy
 from accel_core.base.errors import PluginError
 from accel_core.base.suggestions import nearest
 from accel_core.contract.hook_specs import PROJECT, HookSpecs, Kind
-from accel_core.plugins.selection import Selected
+from accel_core.plugins.offers import Selected
 
 if TYPE_CHECKING:
     _Signatures = HookSpecs  # each slot holds a callable with the signature of its spec
