@@ -262,9 +262,8 @@ class HookSpecs:
 
         When: in `accelerator.backward`, and in the default `forward_backward`.
         Arguments: the (scaled) loss; a positive factor for its gradient (1/k inside `accumulate`,
-            any from `forward_backward`); whether this micro-batch closes its window; the user's
-            keyword arguments of `torch.Tensor.backward`.
-        Default: `loss.backward()` with that factor.
+            any from `forward_backward`); whether this micro-batch closes its window; keyword
+            arguments of `torch.Tensor.backward`. Default: `loss.backward()` with that factor.
         """
 
     @owner
@@ -286,9 +285,8 @@ class HookSpecs:
         """Decides whether an optimizer steps: takes the step, or leaves it out.
 
         When: in `optimizer.step()`, at the end of a window. Usual owner: the precision's scaler.
-        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's
-            closure bound: a `functools.partial` if it was given arguments. `optimizer.step()`
-            called from inside reaches the optimizer's own step.
+        Arguments: the optimizer, whose `step()` is its own when called from inside; `step`, which
+            takes the step (`apply_step`) with the user's closure bound, as a `functools.partial`.
         Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
         Default: `step()`.
         """
@@ -376,8 +374,8 @@ class HookSpecs:
         """Says what a checkpoint holds of an optimizer, and how it lies on the ranks.
 
         When: in `save_state`, on every rank. No collective. Usual owner: that of `model_state`.
-        Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name:
-            the index of the model, a dot, and the name in it.
+        Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name,
+            such as "0.weight" in the first.
         Returns: what `accel_checkpoint.capture_optimizer` makes of a `Sharding`.
         Default: parameters are whole on every rank.
         """

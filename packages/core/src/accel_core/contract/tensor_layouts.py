@@ -74,12 +74,8 @@ def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int
     """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies.
 
     At most 2 * ndim - 1 boxes, in order, each contiguous in the flat memory; an empty range has
-    none. Raises `ValueError` for a range that is not within the tensor.
-
-    Args:
-        shape: of the tensor, or of the box of it that a tensor-parallel rank has.
-        start, stop: counted from the first element of that.
-        offsets: where that box begins in the whole tensor; None: it is the whole tensor.
+    none. `shape` is that of the tensor, or of the box of it that a tensor-parallel rank has, which
+    begins at `offsets`. Raises `ValueError` for a range that is not within it.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         asked = f"the boxes of the elements {start} to {stop} were asked for"

@@ -112,9 +112,6 @@ class TrackingKwargs(KwargsHandler):
         finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
         most_pending: how many records may wait for one tracker. Every 10,000 values of arrays or
             characters of texts, and every 100 cells of a table count as one more.
-
-    Raises:
-        ValueError: for a number that is not positive.
     """
 
     strict: bool = False
@@ -170,10 +167,6 @@ class ProjectConfiguration:
         total_limit: how many of those are kept, at least 1; None: all. Takes automatic names.
         iteration: the number of the next checkpoint, from 0.
         save_on_each_node: whether files are written on every machine, instead of once.
-
-    Raises:
-        TypeError: for a flag that is no truth value.
-        ValueError: for a limit that is too small, or without automatic names.
     """
 
     project_dir: Location = None

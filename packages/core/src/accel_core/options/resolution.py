@@ -1,7 +1,4 @@
-"""Options of the Accelerator and of its loader component: an argument wins, even if it equals the default.
-
-Then holds what was said outside of the code. Options of the loader may be loose, or in a `dataloader_config`; they reach it by name.
-"""
+"""Options of the Accelerator and of its loader component: an argument wins, even if it equals the default, then what was said outside."""
 
 from __future__ import annotations
 
@@ -85,10 +82,7 @@ def as_sequence(name: str, value: object) -> Sequence[Any]:
 
 
 def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
-    """The names of random streams in a list of texts and `RNGType`s; `asked` names the argument or variable.
-
-    Raises `TypeError` if it is no list, `ValueError` for what `RNGType` does not have.
-    """
+    """The random streams in a list of texts and `RNGType`s, or `TypeError` if it is none, `ValueError` for an unknown name."""
     known = [kind.value for kind in RNGType]
     for kind in as_sequence(asked, value):
         if kind not in known:

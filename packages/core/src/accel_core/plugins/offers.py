@@ -1,7 +1,7 @@
 """Names that installed distributions offer through entry points, the components that they are, and whether they admit this core.
 
-Only the offer that is chosen is imported. Versions are as build tools write them, without epoch, and comparisons of them joined by
-commas; the rest is refused. (`packaging` would cost 9.5 ms to import.)
+Only the offer that is chosen is imported. Versions are as build tools write them, without epoch; the rest is refused. (`packaging`
+would cost 9.5 ms to import.)
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
 
 @dataclass(frozen=True)
 class Offer:
-    """One name that an installed distribution offers for `value`, `module:attribute`.
-
-    `core` is the versions of accel-core that this distribution asks for; empty for all.
-    """
+    """One name that a distribution offers for `value`, `module:attribute`, and the versions of accel-core that it asks for."""
 
     group: Group
     name: str
@@ -233,10 +230,7 @@ def canonical(name: str) -> str:
 
 
 def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
-    """The clauses that `Requires-Dist` lines put on one distribution, joined by commas; empty if there are none.
-
-    Lines with an environment marker are left out, for extras do not bind; so are direct references.
-    """
+    """The clauses that `Requires-Dist` lines without a marker (extras do not bind) put on one distribution, joined by commas."""
     matches = [re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?([^;@]*)$", line.strip()) for line in requirements or ()]
     found = [match[2].strip(" ()") for match in matches if match and canonical(match[1]) == canonical(distribution)]
     return ",".join(filter(None, found))
