@@ -108,10 +108,8 @@ class Sections:
             if section not in known:
                 hint = _hint(nearest(section, list(known)), sorted(known.values()), "Known")
                 raise ValueError(f"{given} {section!r}, and nothing that is installed goes by that name. {hint}")
-            warnings.warn(
-                f"{given} {known[section]!r}, which is not active: {active}. It has no effect.",
-                stacklevel=4,  # the line that calls Accelerator(...)
-            )
+            # At the line that calls Accelerator(...).
+            warnings.warn(f"{given} {known[section]!r}, which is not active: {active}. It has no effect.", stacklevel=4)
 
 
 def read_section(

@@ -30,10 +30,7 @@ from accel_core.options.resolution import as_bool
 _OURS = {"os": os, "torch": torch, "Path": Path, "timedelta": timedelta, "Sequence": Sequence, "Mapping": Mapping}
 _USUAL = {**vars(typing), **_OURS}
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LISTS: Mapping[Any, Callable[[list[Any]], Any]] = {
-    Sequence: list,
-    **{kind: kind for kind in (list, tuple, set, frozenset)},
-}
+_LISTS: Mapping[Any, Any] = {Sequence: list, list: list, tuple: tuple, set: set, frozenset: frozenset}
 
 
 def from_data(kind: Any, data: Any) -> Any:

@@ -104,11 +104,7 @@ def refuse_beside(argument: str, built: object, option: str, value: object, vari
 
 
 def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
-    """Every option with its source; "default" and None where nothing was given: the loader's own default holds.
-
-    `loose` are arguments of the Accelerator. Raises `TypeError` for a value of another type,
-    `ValueError` for a wrong one, or a field of `config` (`dataloader_config`) also given otherwise.
-    """
+    """Every option with its source, of loose arguments and `dataloader_config`; "default" and None where nothing was given."""
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}
     if not isinstance(config, KwargsHandler):

@@ -28,16 +28,10 @@ Group = Literal[
 
 CORE = "accel-core"
 NOUNS: dict[Group, str] = {
-    "accel.strategies": "strategy",
-    "accel.precisions": "precision",
-    "accel.loaders": "loader",
-    "accel.trackers": "tracker",
-    "accel.checkpoints": "checkpoint format",
-    "accel.importers": "importer",
-    "accel.diagnostics": "diagnostic",
-    "accel.recorders": "recorder",
-    "accel.commands": "command",
-}
+    "accel.strategies": "strategy", "accel.precisions": "precision", "accel.loaders": "loader", "accel.trackers": "tracker",
+    "accel.checkpoints": "checkpoint format", "accel.importers": "importer", "accel.diagnostics": "diagnostic",
+    "accel.recorders": "recorder", "accel.commands": "command",
+}  # fmt: skip
 """The groups in which offers are looked for, and what one member of each is called."""
 
 # Compiled on first use: most runs compare no version.
