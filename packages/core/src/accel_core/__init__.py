@@ -35,10 +35,10 @@ from accel_core.options.handlers import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProjectConfiguration,
     TorchDynamoPlugin,
     TrackingKwargs,
 )
-from accel_core.options.project import ProjectConfiguration
 from accel_core.processes.logs import get_logger
 from accel_core.processes.world import World
 from accel_core.state import AcceleratorState, PartialState

@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
     from accel_core.contract.strategy import Strategy
-    from accel_core.options.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
-    from accel_core.options.project import ProjectConfiguration
+    from accel_core.options.handlers import (
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
     from accel_core.plugins.explain import Explanation
     from accel_core.tracking.tracker import GeneralTracker, Tracker
 

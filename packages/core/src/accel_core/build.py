@@ -20,7 +20,7 @@ from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
-from accel_core.loop.compilation import refuse_beside, resolve_compilation
+from accel_core.loop.compilation import resolve_compilation
 from accel_core.loop.scheduler_gate import SchedulerRule, rule_of
 from accel_core.options.component_options import Sections
 from accel_core.options.handlers import (
@@ -28,12 +28,24 @@ from accel_core.options.handlers import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProjectConfiguration,
     TrackingKwargs,
+    resolve_project,
 )
-from accel_core.options.loader_options import in_force, refuse_beside_object, resolve_options
 from accel_core.options.option_sources import DEFAULT_LOADER, DEFAULT_STRATEGIES, LOADER_OPTIONS, OPTIONS, variable_of
-from accel_core.options.project import ProjectConfiguration, resolve_project
-from accel_core.options.resolution import Option, as_list, as_sequence, as_steps, as_text, flag, resolve
+from accel_core.options.resolution import (
+    Option,
+    as_list,
+    as_sequence,
+    as_steps,
+    as_text,
+    flag,
+    in_force,
+    refuse_beside,
+    refuse_beside_object,
+    resolve,
+    resolve_options,
+)
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.plugins.offers import NOUNS, find_default
 from accel_core.processes.world import World

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.contract.boxes import Box, flat_range, uncovered
-from accel_core.contract.tensor_layouts import pieces_of
+from accel_core.contract.tensor_layouts import Box, flat_range, pieces_of, uncovered
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

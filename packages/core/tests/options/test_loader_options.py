@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator, DistributedDataParallelKwargs, KwargsHandler, RNGType, hookimpl
 from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
 from accel_core.collectives.run_seed import agree_seed
-from accel_core.options.loader_options import VARIABLES, in_force, resolve_options
-from accel_core.options.resolution import Option
+from accel_core.options.resolution import VARIABLES, Option, in_force, resolve_options
 from accel_core.processes.world import World
 from accel_testing import run_ranks
 
@@ -152,7 +151,7 @@ def test_where_nothing_is_given_the_loader_s_own_defaults_hold():
 @pytest.mark.usefixtures("installed")
 def test_an_object_of_options_and_an_argument_for_one_of_them_are_refused(value):
     """Semantics 4: also where they say the same."""
-    message = rf"split_batches={value} and dataloader_config=Options\(split_batches=True\) were both given.* Leave split_batches"
+    message = rf"split_batches={value} and dataloader_config=Options\(.*\) were both given"
     with pytest.raises(ValueError, match=message):
         Accelerator(split_batches=value, dataloader_config=Options(split_batches=True))
 
@@ -161,9 +160,7 @@ def test_an_object_of_options_and_an_argument_for_one_of_them_are_refused(value)
 def test_an_object_of_options_and_a_variable_for_one_of_them_are_refused(monkeypatch):
     """Design 8: an object built in code is complete."""
     monkeypatch.setenv("ACCELERATE_DATA_SEED", "3")
-    message = (
-        r"ACCELERATE_DATA_SEED='3' is set, and dataloader_config=Options\(data_seed=None\).* Unset ACCELERATE_DATA_SEED"
-    )
+    message = r"ACCELERATE_DATA_SEED='3' and dataloader_config=Options\(.*\) were both given.* leave the other out"
     with pytest.raises(ValueError, match=message):
         Accelerator(dataloader_config=Options())
     monkeypatch.setenv("ACCELERATE_DATA_SEED", " ")

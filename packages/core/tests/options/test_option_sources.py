@@ -25,9 +25,8 @@ from accel_core import (
 )
 from accel_core.base.errors import WorldError
 from accel_core.options.component_options import SECTIONS, Sections
-from accel_core.options.loader_options import resolve_options
 from accel_core.options.option_sources import CHANNEL, LOADER_OPTIONS, OPTIONS, GivenOption, given_outside, variable_of
-from accel_core.options.resolution import Option
+from accel_core.options.resolution import Option, resolve_options
 from accel_testing import run_ranks
 
 BF16 = "ACCELERATE_MIXED_PRECISION"

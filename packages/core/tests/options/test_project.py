@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_core.options.project import ProjectConfiguration, resolve_project
+from accel_core.options.handlers import ProjectConfiguration, resolve_project
 
 
 def test_the_logs_go_into_the_project_unless_a_folder_of_their_own_is_given() -> None:

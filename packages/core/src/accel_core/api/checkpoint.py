@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from accel_core.collectives.collective_steps import everywhere, exchange, located, on_each_rank, on_main_rank, portable
-from accel_core.contract.boxes import uncovered, uncovered_part
 from accel_core.contract.default_components import CheckpointComponent
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
-from accel_core.contract.tensor_layouts import WHOLE, OptimizerState, SavedEntry, SavedOptimizer, memory_of
+from accel_core.contract.tensor_layouts import (
+    WHOLE,
+    OptimizerState,
+    SavedEntry,
+    SavedOptimizer,
+    memory_of,
+    uncovered,
+    uncovered_part,
+)
 from accel_core.loop.accumulation import Accumulation, is_state
 from accel_core.loop.optimizer_gate import held_by
 from accel_core.loop.preparation import Prepared, PreparedModel

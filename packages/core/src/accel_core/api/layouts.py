@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from accel_core.contract.boxes import Box, flat_range
 from accel_core.contract.tensor_layouts import (
     Alias,
+    Box,
     Elementwise,
     Entry,
     Extent,
@@ -16,6 +16,7 @@ from accel_core.contract.tensor_layouts import (
     Sharding,
     State,
     Whole,
+    flat_range,
     pieces_of,
 )
 

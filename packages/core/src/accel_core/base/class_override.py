@@ -45,10 +45,8 @@ def _without(dressed: type, overrides: type[ClassOverride]) -> type:
     if outer is overrides:
         return inner[0]
     if not inner or not issubclass(outer, ClassOverride):
-        raise TypeError(
-            f"{overrides.__name__} was to be taken off an object of the class {dressed.__name__}, which was made around it. Undo "
-            f"what made that class first."
-        )
+        inside = f"{overrides.__name__} was to be taken off an object of the class {dressed.__name__}"
+        raise TypeError(f"{inside}, which was made around it. Undo what made that class first.")
     return overridden_class(_without(inner[0], overrides), outer)
 
 

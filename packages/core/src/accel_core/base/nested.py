@@ -39,16 +39,13 @@ def flatten_with_shape(tree: Tree) -> tuple[list[Any], Any]:
 
 def unflatten(tree: T, leaves: list[Any]) -> T:
     """A tree like `tree`, with other leaves."""
-    kind: Any = type(tree)
-    new: T
-    if _flat_tensors(tree) is None:
-        others = iter(leaves)
-        new = map_leaves(lambda _: next(others), tree)
-    elif kind is torch.Tensor:
-        new = leaves[0]
-    else:
-        new = kind(zip(cast("dict[Any, Any]", tree), leaves, strict=True) if kind is dict else leaves)
-    return new
+    kind, same = cast("Any", type(tree)), cast("Any", tree)
+    if kind is torch.Tensor:
+        return cast("T", leaves[0])
+    if _flat_tensors(tree) is not None:
+        return cast("T", kind(zip(same, leaves, strict=True) if kind is dict else leaves))
+    others = iter(leaves)
+    return cast("T", map_leaves(lambda _: next(others), same))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:

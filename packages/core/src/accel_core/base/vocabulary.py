@@ -86,11 +86,7 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 
 
 class RNGType(Word):
-    """Random streams that all ranks can be made to share, as in `Accelerator(rng_types=["generator"])`.
-
-    `TORCH` is torch's global stream on the CPU, `GENERATOR` those that a loader's samplers were
-    given; all others are the global streams of types of device.
-    """
+    """Random streams that ranks can share: torch's global ones on the CPU and devices, and the `GENERATOR`s of samplers."""
 
     TORCH, CUDA, GENERATOR, HPU, MLU, MPS = "torch", "cuda", "generator", "hpu", "mlu", "mps"
     MUSA, NPU, SDAA, XLA, XPU = "musa", "npu", "sdaa", "xla", "xpu"
@@ -132,10 +128,9 @@ class _Tpu:
 
 
 class DistributedType(Word):
-    """The kind of distributed training, in one word: the value of `accelerator.distributed_type`.
+    """The kind of distributed training: the value of `accelerator.distributed_type`, which a strategy declares.
 
-    A strategy declares its word, or is called by its own name. So any text is a value, and equal to
-    that text; compare with `==`, for there is no single object of those outside of the list.
+    So any text is a value, and equal to that text: compare with `==`, and not with `is`.
     """
 
     NO, MULTI_CPU, MULTI_GPU, MULTI_HPU, MULTI_MLU = "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU"

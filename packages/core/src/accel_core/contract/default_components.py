@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.tensor_layouts import OptimizerState, SavedOptimizer, State
     from accel_core.loop.run import Asynchronous, Run
-    from accel_core.options.handlers import TrackingKwargs
-    from accel_core.options.project import ProjectConfiguration
+    from accel_core.options.handlers import ProjectConfiguration, TrackingKwargs
     from accel_core.processes.world import World
     from accel_core.tracking.selection import Chosen
 

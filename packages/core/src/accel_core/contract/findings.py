@@ -18,13 +18,11 @@ class Finding:
     """The place where a rank found the first value that is not finite.
 
     Args:
-        kind: "input" of the model; "parameter" or buffer; "output" of a module; "loss", computed
-            from the model's outputs; "gradient"; "not reproduced": repeating gave no such value.
+        kind: where it is; "not reproduced": repeating the micro-batches gave no such value.
         module: its path in the user's model ("" is the model itself): for an input, of the first
             module whose output is not finite. None where no module is to blame.
         name: which input, parameter, output or gradient.
-        step: how many steps the optimizer had taken in this process.
-        micro_batch: which one of the window, from 0.
+        step, micro_batch: how many steps were taken in this process; which one of the window.
         nan, inf, values: how many of the values are NaN, how many infinite, and how many there are.
         low, high: the extreme finite values among the module's inputs; None: there is none.
         samples: of the micro-batch, one entry per loader in iteration; None: not known.

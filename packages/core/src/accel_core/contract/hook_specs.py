@@ -92,8 +92,8 @@ class HookSpecs:
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
 
-    Each docstring says when the hook runs, who usually owns it, what it is given and returns, and
-    what the core does without an owner: nothing, if it names no default.
+    Each docstring says when the hook runs, who usually owns it (the strategy, if it names nobody),
+    what it is given and returns, and what the core does by default: nothing, if it names none.
     """
 
     @listener
@@ -113,7 +113,7 @@ class HookSpecs:
     def layout(self, world: World) -> Layout:
         """Says which part of the data this process reads.
 
-        When: in the constructor, before anything is prepared. Usual owner: the strategy.
+        When: in the constructor, before anything is prepared.
         May make process groups by `world.subgroup`, the same on every rank.
         Default: pure data parallelism.
         """
@@ -122,7 +122,7 @@ class HookSpecs:
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
         """Builds a model that may be too large for one process.
 
-        When: in `accelerator.build_model`. Usual owner: the strategy.
+        When: in `accelerator.build_model`.
         Arguments: what builds the model; a file or folder of weights, None to keep its own.
         Returns: a model of the same class, with its parameters, which may have no data until
             `prepare_model`.
@@ -147,14 +147,14 @@ class HookSpecs:
         """Lets go of what `prepare_model` made beside the user's model, which stays usable: an engine, hooks, process groups.
 
         When: in `free_memory` and `end_training`, once per prepared model, before `revert_model`
-            and the end of the process group. No collective. Usual owner: the strategy.
+            and the end of the process group. No collective.
         """
 
     @owner
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Makes a model ready to be trained, or only evaluated, under the strategy.
 
-        When: once per model in `prepare`, before optimizers. Owner: the strategy. No default.
+        When: once per model in `prepare`, before optimizers. No default.
         Arguments: the user's model; every known optimizer that holds one of its parameters
             (re-point `group["params"][:]` in place where parameters are replaced, and refuse an
             optimizer that has stepped, or re-point its state); the request. A policy it cannot
@@ -193,22 +193,16 @@ class HookSpecs:
         """Raises `ValueError` for an optimizer that cannot step the parameters that it holds.
 
         When: once per optimizer in `prepare`, after the models of that call; its model may come
-            later, and an engine that needs both can be built here. Usual owner: the strategy.
+            later, and an engine that needs both can be built here.
         """
 
     @owner
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Forwards of a prepared model inside the context lead to backwards that do not synchronise gradients.
-
-        When: around micro-batches that do not close a window. Hot. Usual owner: the strategy.
-        """
+        """Around micro-batches that do not close a window: backwards of forwards inside synchronise no gradients. Hot."""
 
     @owner
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward of a prepared model synchronises, although its forward ran inside `no_sync`.
-
-        When: in `accelerator.trigger_sync_in_backward`. Usual owner: the strategy.
-        """
+        """Inside the context, the next backward of a prepared model synchronises, although its forward ran inside `no_sync`."""
 
     @owner
     def synchronise_gradients(self) -> None:
@@ -216,7 +210,7 @@ class HookSpecs:
 
         When: after each `accelerator.backward` that closes a window, in a world larger than one,
             and at the end of the default `forward_backward`. Hot. A collective where all ranks find
-            such gradients, else none. Usual owner: the strategy.
+            such gradients, else none.
         """
 
     @owner
@@ -224,7 +218,6 @@ class HookSpecs:
         """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised.
 
         When: before every step of any optimizer, but not inside `LocalSGD`. Hot. No collective.
-            Usual owner: the strategy.
         """
 
     @owner
@@ -250,8 +243,7 @@ class HookSpecs:
     ) -> AbstractContextManager[None]:
         """Inside the context, tensors hold this rank's part of a sequence, and attention spans all peers.
 
-        When: in `accelerator.maybe_context_parallel`. Entering is a collective over the peers, if
-            any. Usual owner: the strategy.
+        When: in `accelerator.maybe_context_parallel`. Entering is a collective over the peers.
         Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
             not restored at the end.
         """
@@ -268,20 +260,15 @@ class HookSpecs:
     def backward(self, loss: torch.Tensor, weight: float, closes: bool, options: dict[str, Any]) -> None:
         """Runs the backward pass of one micro-batch.
 
-        When: in `accelerator.backward`, and in the default `forward_backward`. Usual owner: the
-            strategy.
+        When: in `accelerator.backward`, and in the default `forward_backward`.
         Arguments: the (scaled) loss; a positive factor for its gradient (1/k inside `accumulate`,
-            any from `forward_backward`); whether this micro-batch closes its window; the user's
-            keyword arguments of `torch.Tensor.backward`.
-        Default: `loss.backward()` with that factor.
+            any from `forward_backward`); whether this micro-batch closes its window; keyword
+            arguments of `torch.Tensor.backward`. Default: `loss.backward()` with that factor.
         """
 
     @owner
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of an optimizer by what `scale_loss` multiplied.
-
-        When: at most once per step: before clipping, or on demand. Usual owner: as of `scale_loss`.
-        """
+        """Divides gradients by what `scale_loss` multiplied: at most once per step, to clip, or on demand. Owner: as there."""
 
     @owner
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -289,7 +276,7 @@ class HookSpecs:
 
         When: in `accelerator.clip_grad_norm_`, at the end of a window, synchronised and unscaled;
             with `max_norm` infinite also in an open one, for the norm of what is pending.
-        Usual owner: the strategy. Returns: the norm before clipping, 0-d, over all shards.
+        Returns: the norm before clipping, 0-d, over all shards.
         Default: torch's own, over what `gradient_state` names, where every rank has all of it.
         """
 
@@ -298,9 +285,8 @@ class HookSpecs:
         """Decides whether an optimizer steps: takes the step, or leaves it out.
 
         When: in `optimizer.step()`, at the end of a window. Usual owner: the precision's scaler.
-        Arguments: the optimizer; `step`, which takes the step (`apply_step`) with the user's
-            closure bound: a `functools.partial` if it was given arguments. `optimizer.step()`
-            called from inside reaches the optimizer's own step.
+        Arguments: the optimizer, whose `step()` is its own when called from inside; `step`, which
+            takes the step (`apply_step`) with the user's closure bound, as a `functools.partial`.
         Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
         Default: `step()`.
         """
@@ -388,8 +374,8 @@ class HookSpecs:
         """Says what a checkpoint holds of an optimizer, and how it lies on the ranks.
 
         When: in `save_state`, on every rank. No collective. Usual owner: that of `model_state`.
-        Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name:
-            the index of the model, a dot, and the name in it.
+        Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name,
+            such as "0.weight" in the first.
         Returns: what `accel_checkpoint.capture_optimizer` makes of a `Sharding`.
         Default: parameters are whole on every rank.
         """
@@ -399,8 +385,8 @@ class HookSpecs:
         """Says why an optimizer cannot be given the state that a checkpoint holds of it, a line for each reason.
 
         When: in `load_state`, on every rank, before anything is changed. No collective.
-        Arguments: as for `optimizer_state`; what was saved, under any strategy in any world.
-        Owner and default: as for `optimizer_state`. See `accel_checkpoint.list_misfits`.
+        Arguments: what was saved, under any strategy in any world; the rest: as for
+            `optimizer_state`. See `accel_checkpoint.list_misfits`.
         """
 
     @owner

@@ -41,10 +41,7 @@ class Rows(NamedTuple):
 
 
 class RunningLoader(NamedTuple):
-    """A prepared loader in the middle of an iteration: what follows and the rows of the present batch, on this rank.
-
-    None: its component does not say. `remaining` counts as far as it looked ahead.
-    """
+    """A prepared loader in an iteration: what follows, as far as it looked ahead, and the present rows, on this rank. None: unknown."""
 
     loader: DataLoader[Any] | None
     remaining: int | None
@@ -87,8 +84,9 @@ class Passage:
             feed.forget_after(self)
 
     def leave(self) -> None:
-        """The iterator has ended, or is being collected."""
-        self._feed.forget(self)
+        """The iterator has ended, or is being collected: takes it, and whatever has died meanwhile, off the list."""
+        feed = self._feed
+        feed._keep([ref for ref in feed._live if ref() is not None and ref() is not self])
 
 
 class Feed:
@@ -113,17 +111,10 @@ class Feed:
         self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody
 
     def enter(self, by: object = None) -> Passage:
-        """A new innermost passage, which the iterator keeps and the feed refers to weakly.
-
-        `by` is the loader's `_accel_outlet`, by which `Accelerator.running_loader` finds it.
-        """
+        """A new innermost passage, which the iterator keeps and the feed refers to weakly; `by` is the loader's `_accel_outlet`."""
         passage = Passage(self, by)
         self._keep([*self._live, weakref.ref(passage)])
         return passage
-
-    def forget(self, passage: Passage) -> None:
-        """Takes one passage, and whatever has died meanwhile, off the list."""
-        self._keep([ref for ref in self._live if ref() is not None and ref() is not passage])
 
     def forget_after(self, passage: Passage) -> None:
         """`passage` has advanced: whatever was entered after it is over. One that was itself forgotten comes back."""
@@ -137,8 +128,7 @@ class Feed:
     def begin_step(self) -> int | None:
         """Called once per `accumulate`: the fewest batches that remain for an iterator that advanced since the last call.
 
-        None when none of them knows, and while ranks may end at different batches: a window that
-        closes on one rank closes on all.
+        None when none knows, and while ranks may end at different batches: windows close on all.
         """
         fewest: int | None = None
         for ref in self._live:
@@ -173,11 +163,7 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleIds:
-    """The samples of one batch on one rank, row by row; those behind the `real` first ones only fill up.
-
-    `ids` are indices (or keys) of the dataset, or, for "position", numbers in a stream's order,
-    None for rows that fill up.
-    """
+    """The indices (or keys) of a batch's samples on one rank, or positions in a stream; those behind the `real` first ones fill up."""
 
     ids: tuple[Any, ...]
     kind: Literal["index", "position"]

@@ -42,15 +42,11 @@ class PrecisionPolicy:
         for field in fields(self):
             dtype = getattr(self, field.name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(
-                    f"PrecisionPolicy({field.name}={dtype!r}): expected a floating torch.dtype such as torch.bfloat16, or None."
-                )
+                raise ValueError(f"PrecisionPolicy({field.name}={dtype!r}): expected a floating torch.dtype, or None.")
 
     def __str__(self) -> str:
-        given = [
-            f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in vars(self).items() if dtype is not None
-        ]
-        return ", ".join(given) or "as it is"
+        given = {name: dtype for name, dtype in vars(self).items() if dtype is not None}
+        return ", ".join(f"{name} {dtype}" for name, dtype in given.items()).replace("torch.", "") or "as it is"
 
 
 FULL = PrecisionPolicy()

@@ -12,8 +12,8 @@ from torch import nn
 
 from accel_core.base.suggestions import nearest
 from accel_core.options.handlers import REGIONAL, TorchDynamoPlugin
-from accel_core.options.option_sources import OPTIONS, given_outside
-from accel_core.options.resolution import Option, as_text, resolve
+from accel_core.options.option_sources import OPTIONS
+from accel_core.options.resolution import Option, as_text, refuse_beside, resolve
 
 VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
@@ -41,16 +41,6 @@ def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] |
     given = {**plugin.to_kwargs(), "backend": backend}
     off = given.pop("disable", False) or backend is None
     return None if off else given
-
-
-def refuse_beside(argument: str, plugin: object, option: str, value: object, variable: str) -> None:
-    """Raises `ValueError` if an option was given, in code or outside of it, beside the object that has it too."""
-    outside = given_outside(variable)
-    if value is not None or outside is not None:
-        other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
-        raise ValueError(
-            f"{other} and {argument}={plugin} were both given. Give the object the option, and leave the other out."
-        )
 
 
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:

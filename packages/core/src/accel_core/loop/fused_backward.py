@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.loop.accumulation import Accumulation
-    from accel_core.plugins.selection import Selected
+    from accel_core.plugins.offers import Selected
     from accel_core.processes.world import World
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from accel_core.contract.boxes import Box
-    from accel_core.contract.tensor_layouts import Elementwise, GradientState, Partial
+    from accel_core.contract.tensor_layouts import Box, Elementwise, GradientState, Partial
     from accel_core.loop.preparation import PreparedModel
 
     GradientHook = Callable[[nn.Module, nn.Module], GradientState]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_core.contract.tensor_layouts import OptimizerState, State
     from accel_core.loop.accumulation import Accumulation
     from accel_core.loop.preparation import Prepared, PreparedModel
-    from accel_core.options.project import ProjectConfiguration
+    from accel_core.options.handlers import ProjectConfiguration
     from accel_core.plugins.explain import Explanation
     from accel_core.plugins.manager import Relay
     from accel_core.processes.world import World

@@ -68,10 +68,10 @@ class Sections:
         if section not in self._sources:
             return {}
         if is_taken:
-            raise ValueError(
-                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name. Give "
-                f"the options in the code, to the constructor of the one that is meant."
+            what = (
+                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name"
             )
+            raise ValueError(f"{what}. Give the options in the code, to the constructor of the one that is meant.")
         options = read_section(name, load(), elsewhere)
         self.use(name, options)
         return {option: value.value for option, value in options.items()}
@@ -89,10 +89,8 @@ class Sections:
         """Raises `ValueError` where options of a component were given beside `given`, an object that configures it."""
         source = self._sources.get(section_name(name))
         if source is not None:
-            raise ValueError(
-                f"{source} was given, an option of {name!r}, beside {given}, and an object built in code is complete. Leave {source} "
-                f"out, or choose {name!r} by name in the code instead of building it."
-            )
+            what = f"{source} was given, an option of {name!r}, beside {given}, and an object built in code is complete"
+            raise ValueError(f"{what}. Leave {source} out, or choose {name!r} by name.")
 
     def refuse_beside_object(self, component: object, offers: Iterable[Offer]) -> None:
         """Calls `refuse_beside` for a component built in code, under each name that offers its class."""
@@ -110,10 +108,8 @@ class Sections:
             if section not in known:
                 hint = _hint(nearest(section, list(known)), sorted(known.values()), "Known")
                 raise ValueError(f"{given} {section!r}, and nothing that is installed goes by that name. {hint}")
-            warnings.warn(
-                f"{given} {known[section]!r}, which is not active: {active}. It has no effect.",
-                stacklevel=4,  # the line that calls Accelerator(...)
-            )
+            # At the line that calls Accelerator(...).
+            warnings.warn(f"{given} {known[section]!r}, which is not active: {active}. It has no effect.", stacklevel=4)
 
 
 def read_section(
@@ -138,17 +134,16 @@ def read_section(
             else:
                 hint = _hint(meant, own, "Its options")
             raise ValueError(f"{source} was given, and {name!r} has no option {folded!r}. {hint}")
+        option = f"{name}.{field.name}"
         if field.python_only:
             raise ValueError(
-                f"{source} was given, but {name}.{field.name} is for Python only: {field.python_only}. Build the object in the code."
+                f"{source}: {option} is for Python only: {field.python_only}. Build the object in the code."
             )
         try:
             options[field.name] = Option(from_data(field.type, value), source)
         except ValueError as error:
-            shown = masked(field.name, value)
-            raise ValueError(
-                f"{name}.{field.name}={shown!r} was given by {source}: expected {expected(field.type)}."
-            ) from error
+            given = f"{option}={masked(field.name, value)!r} was given by {source}"
+            raise ValueError(f"{given}: expected {expected(field.type)}.") from error
     return options
 
 

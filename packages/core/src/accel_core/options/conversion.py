@@ -30,10 +30,7 @@ from accel_core.options.resolution import as_bool
 _OURS = {"os": os, "torch": torch, "Path": Path, "timedelta": timedelta, "Sequence": Sequence, "Mapping": Mapping}
 _USUAL = {**vars(typing), **_OURS}
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LISTS: Mapping[Any, Callable[[list[Any]], Any]] = {
-    Sequence: list,
-    **{kind: kind for kind in (list, tuple, set, frozenset)},
-}
+_LISTS: Mapping[Any, Any] = {Sequence: list, list: list, tuple: tuple, set: set, frozenset: frozenset}
 
 
 def from_data(kind: Any, data: Any) -> Any:
@@ -55,7 +52,7 @@ def to_data(value: Any) -> Any:
         if isinstance(value, kinds):
             return make(value)
     raise TypeError(
-        f"{value!r} is a {type(value).__name__}, which neither text nor data can express: give it in Python."
+        f"{value!r} is a {type(value).__name__}, which neither text nor data can express: give it in Python"
     )
 
 
@@ -283,12 +280,8 @@ def _field(factory: Callable[..., Any], parameter: inspect.Parameter) -> Field:
     return Field(parameter.name, kind, parameter.default) if expressible else for_python(f"its type is {written}")
 
 
-class _Object:
-    """Stands for a class that only type checkers see: one of objects."""
-
-
 class _Names(dict[str, Any]):
-    """The names that annotations may use: those of their module, the usual ones that are imported for type checkers only."""
+    """The names in annotations: those of their module; of what is imported for type checkers only, the usual ones, else objects."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         while isinstance(factory, partial):
@@ -298,4 +291,4 @@ class _Names(dict[str, Any]):
         super().__init__({**_USUAL, **own, **getattr(function, "__globals__", {})})
 
     def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, _Object)
+        return getattr(builtins, name, object)

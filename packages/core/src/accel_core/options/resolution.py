@@ -1,17 +1,21 @@
-"""Options of the Accelerator: an argument wins, even if it equals the default, then what was said outside of the code."""
+"""Options of the Accelerator and of its loader component: an argument wins, even if it equals the default, then what was said outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import RNGType
-from accel_core.options.option_sources import FALSE, TRUE, given_outside
+from accel_core.options.handlers import KwargsHandler
+from accel_core.options.option_sources import FALSE, LOADER_OPTIONS, TRUE, given_outside, variable_of
 
 T = TypeVar("T")
 D = TypeVar("D")
+
+VARIABLES: Mapping[str, str] = {name: variable_of(name) for name in LOADER_OPTIONS}
+"""The variable of every option of the loader component that the environment may set."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,7 @@ def as_sequence(name: str, value: object) -> Sequence[Any]:
 
 
 def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
-    """The names of random streams in a list of texts and `RNGType`s; `asked` names the argument or variable.
-
-    Raises `TypeError` if it is no list, `ValueError` for what `RNGType` does not have.
-    """
+    """The random streams in a list of texts and `RNGType`s, or `TypeError` if it is none, `ValueError` for an unknown name."""
     known = [kind.value for kind in RNGType]
     for kind in as_sequence(asked, value):
         if kind not in known:
@@ -89,3 +90,59 @@ def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
             hint = "" if meant is None else f" Type {meant!r} if that was meant."
             raise ValueError(f"{asked} holds {kind!r}, which names no random stream. Known: {', '.join(known)}.{hint}")
     return tuple(RNGType(kind).value for kind in value)  # type: ignore[attr-defined]
+
+
+def refuse_beside(argument: str, built: object, option: str, value: object, variable: str) -> None:
+    """Raises `ValueError` if an option was given, in code or outside of it, beside the object that has it too."""
+    outside = given_outside(variable)
+    if value is not None or outside is not None:
+        other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
+        raise ValueError(
+            f"{other} and {argument}={built} were both given. An object that is built in code is complete: give it the option, "
+            f"and leave the other out."
+        )
+
+
+def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
+    """Every option with its source, of loose arguments and `dataloader_config`; "default" and None where nothing was given."""
+    if config is None:
+        return {name: _resolved(name, loose.get(name)) for name in VARIABLES}
+    if not isinstance(config, KwargsHandler):
+        raise TypeError(
+            f"dataloader_config={config!r} is a {type(config).__name__}: expected an object of options, such as "
+            f"DataLoaderConfiguration(...) of accel-data."
+        )
+    names, given = [field.name for field in fields(config)], config.to_kwargs()
+    for name in names:
+        refuse_beside("dataloader_config", config, name, loose.get(name), VARIABLES.get(name, ""))
+    options = {name: _resolved(name, loose.get(name)) for name in VARIABLES if name not in names}
+    own = {name: Option(given.get(name), "dataloader_config" if name in given else "default") for name in names}
+    return {**options, **own}
+
+
+def refuse_beside_object(config: object, loader: object) -> None:
+    """Raises `ValueError` where a loader that was built in code is given a `dataloader_config` as well."""
+    if loader is not None and not isinstance(loader, str):
+        refuse_beside("loader", f"{type(loader).__name__}(...)", "dataloader_config", config, "")
+
+
+def in_force(options: Mapping[str, Option[Any]], loader: object, from_object: bool) -> dict[str, Option[Any]]:
+    """What `resolve_options` returned, with what the loader itself (None: there is none) says where nothing was given."""
+    own = "loader" if from_object else "default"
+    return {
+        name: Option(getattr(loader, name, None), own) if option.source == "default" else option
+        for name, option in options.items()
+    }
+
+
+def _resolved(name: str, argument: object) -> Option[Any]:
+    variable = VARIABLES[name]
+    if name == "data_seed":
+        return resolve(argument, variable, as_seed, None)
+    if name != "rng_types":
+        return flag(name, argument, variable, None)
+    option: Option[Any] = resolve(argument, variable, as_list, None)
+    if option.value is None:
+        return option
+    asked = name if option.source == "argument" else option.source
+    return Option(list(as_rng_types(asked, option.value)), option.source)

@@ -18,7 +18,7 @@ from accel_core.plugins.offers import Offer, list_offers
 if TYPE_CHECKING:
     from accel_core.options.resolution import Option
     from accel_core.plugins.manager import Activation
-    from accel_core.plugins.selection import Selected
+    from accel_core.plugins.offers import Selected
 
 
 class Part(NamedTuple):

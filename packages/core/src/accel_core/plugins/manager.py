@@ -9,17 +9,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import pluggy
 
 from accel_core.base.errors import PluginError
 from accel_core.base.suggestions import nearest
 from accel_core.contract.hook_specs import PROJECT, HookSpecs, Kind
-from accel_core.plugins.selection import Selected
+from accel_core.plugins.offers import Selected
 
 if TYPE_CHECKING:
     _Signatures = HookSpecs  # each slot holds a callable with the signature of its spec
@@ -35,53 +35,42 @@ Methods = dict[str, Callable[..., Any]]
 
 
 class Relay(_Signatures):
-    """One callable per hook of `accel_core.contract.hook_specs.HookSpecs`, with the signature of its spec.
-
-    Made by `activate`. It holds on to the active components; nothing of it refers back to it.
-    """
+    """One callable per hook, with the signature of its spec. It holds on to the active components, and they not to it."""
 
     __slots__ = ("__weakref__", *HOOKS)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "A relay was to be pickled or copied, but it holds bound methods of components that belong to this process "
-            "and its process groups.\nBuild an Accelerator with the same arguments where it is needed."
+            "A relay holds bound methods of components of this process. Build an Accelerator with the same arguments."
         )
 
 
+@dataclass(eq=False, slots=True)
 class Listener:
     """One component in the role of a listener. The first exception that it raises is warned of and is its last."""
 
-    __slots__ = ("failure", "selected")
-
-    def __init__(self, selected: Selected) -> None:
-        self.selected = selected
-        self.failure: str | None = None
+    selected: Selected
+    failure: str | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Listeners:
     """All listeners of one hook, called in the order of registration; a failing one does not silence the next."""
 
-    __slots__ = ("_calls", "_hook")
-
-    def __init__(self, hook: str, calls: Sequence[tuple[Listener, Callable[..., object]]]) -> None:
-        self._hook = hook
-        self._calls = tuple(calls)
+    hook: str
+    calls: Sequence[tuple[Listener, Callable[..., object]]]
 
     def __call__(self, *arguments: object) -> None:
         """Calls every listener that has not failed yet. `KeyboardInterrupt` and `SystemExit` pass through."""
-        for listener, call in self._calls:
+        for listener, call in self.calls:
             if listener.failure is None:
                 try:
                     call(*arguments)
                 except Exception as error:  # noqa: BLE001  (whatever an observer does wrong, training goes on)
-                    listener.failure = f"{self._hook}: {type(error).__name__}: {error}"
-                    warnings.warn(
-                        f"Hook {self._hook!r} of {listener.selected.describe()} raised {type(error).__name__}: {error}. The run "
-                        f"goes on without its listeners. Repair it, or leave it out.",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+                    what = f"{type(error).__name__}: {error}"
+                    listener.failure = f"{self.hook}: {what}"
+                    message = f"Hook {self.hook!r} of {listener.selected.describe()} raised {what}. The run goes on without its"
+                    warnings.warn(f"{message} listeners. Repair it, or leave it out.", RuntimeWarning, stacklevel=2)
 
 
 class Spec(NamedTuple):
@@ -135,46 +124,42 @@ def activate(components: Sequence[Selected], defaults: object) -> Activation:
 
 
 def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]) -> Methods:
-    """The hooks that a component implements, each checked against its spec, as bound methods."""
-    methods = dict(_marked_methods(manager, selected, specs))
+    """The hooks that a component implements, each checked against its spec, as bound methods. Properties are not run."""
+    methods = {}
+    for name in dir(selected.component):
+        static = inspect.getattr_static(selected.component, name, None)
+        if not isinstance(static, (FunctionType, MethodType, staticmethod, classmethod)):
+            continue
+        options = manager.parse_hookimpl_opts(selected.component, name)
+        if options is not None:
+            methods[name] = getattr(selected.component, name)
+            _check_mark(selected, name, [option for option, value in options.items() if value], specs)
+            _check_arguments(selected, name, specs[name].arguments, methods[name])
+        elif name in specs:
+            raise PluginError(
+                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
+                f"never be called.\n{MARK}, or give the method another name."
+            )
     if selected.group is None and not methods:
         raise PluginError(
             f"{_upper(selected)} was passed as a plugin, but it implements no hook.\n"
             f"Hooks are: {', '.join(specs)}. {MARK}, or leave the object out."
         )
-    for name, method in methods.items():
-        if name not in specs:
-            meant = nearest(name, list(specs))
-            hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
-            raise PluginError(
-                f"{_upper(selected)} marks {name!r} as a hook, but there is no such hook in the installed accel-core.\n{hint}"
-            )
-        _check_arguments(selected, name, specs[name].arguments, method)
     return methods
 
 
-def _marked_methods(
-    manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]
-) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every method with the marker, by name. Properties are not run. A hook without the marker is an error."""
-    component = selected.component
-    for name in dir(component):
-        static = inspect.getattr_static(component, name, None)
-        if not isinstance(static, (FunctionType, MethodType, staticmethod, classmethod)):
-            continue
-        options = manager.parse_hookimpl_opts(component, name)
-        if options is None and name in specs:
-            raise PluginError(
-                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
-                f"never be called.\n{MARK}, or give the method another name."
-            )
-        if options is not None and (given := [option for option, value in options.items() if value]):
-            raise PluginError(
-                f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(given)}=..., but hooks are bound as they "
-                f"are, and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
-            )
-        if options is not None:
-            yield name, getattr(component, name)
+def _check_mark(selected: Selected, name: str, options: Sequence[str], specs: Mapping[str, Spec]) -> None:
+    """Refuses a marked method that no spec names, and options of the marker."""
+    if name not in specs:
+        meant = nearest(name, list(specs))
+        hint = f"Hooks are: {', '.join(specs)}." if meant is None else f"Type {meant!r} if that was meant."
+        what = f"marks {name!r} as a hook, but there is no such hook in the installed accel-core"
+        raise PluginError(f"{_upper(selected)} {what}.\n{hint}")
+    if options:
+        raise PluginError(
+            f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(options)}=..., but hooks are bound as they are, "
+            f"and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
+        )
 
 
 def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method: Callable[..., Any]) -> None:
@@ -212,8 +197,7 @@ def _owner_of(
 
 
 def _upper(selected: Selected) -> str:
-    text = selected.describe()
-    return text[0].upper() + text[1:]
+    return f"The{selected.describe().removeprefix('the')}"
 
 
 def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
@@ -224,7 +208,5 @@ def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., 
         return method
     taken = [*positional, *(f"{name}={name}" for name in parameters if name not in positional)]
     # Compiled from the spec's own argument names: 25 ns on top of the method, where picking from *arguments costs 120.
-    adapter: Callable[..., Any] = eval(  # noqa: S307
-        f"lambda {', '.join(arguments)}: _method({', '.join(taken)})", {"_method": method}
-    )
-    return adapter
+    source = f"lambda {', '.join(arguments)}: _method({', '.join(taken)})"
+    return cast("Callable[..., Any]", eval(source, {"_method": method}))  # noqa: S307

@@ -1,7 +1,7 @@
-"""Names that installed distributions offer through entry points, and whether their metadata admits this core.
+"""Names that installed distributions offer through entry points, the components that they are, and whether they admit this core.
 
-Only the offer that is chosen is imported. Versions are as build tools write them, without epoch, and comparisons of them joined by
-commas; the rest is refused. (`packaging` would cost 9.5 ms to import.)
+Only the offer that is chosen is imported. Versions are as build tools write them, without epoch; the rest is refused. (`packaging`
+would cost 9.5 ms to import.)
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from operator import eq, ge, gt, le, lt, ne
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 from accel_core.base.errors import NotInstalledError, PluginError
@@ -27,16 +28,10 @@ Group = Literal[
 
 CORE = "accel-core"
 NOUNS: dict[Group, str] = {
-    "accel.strategies": "strategy",
-    "accel.precisions": "precision",
-    "accel.loaders": "loader",
-    "accel.trackers": "tracker",
-    "accel.checkpoints": "checkpoint format",
-    "accel.importers": "importer",
-    "accel.diagnostics": "diagnostic",
-    "accel.recorders": "recorder",
-    "accel.commands": "command",
-}
+    "accel.strategies": "strategy", "accel.precisions": "precision", "accel.loaders": "loader", "accel.trackers": "tracker",
+    "accel.checkpoints": "checkpoint format", "accel.importers": "importer", "accel.diagnostics": "diagnostic",
+    "accel.recorders": "recorder", "accel.commands": "command",
+}  # fmt: skip
 """The groups in which offers are looked for, and what one member of each is called."""
 
 # Compiled on first use: most runs compare no version.
@@ -48,10 +43,7 @@ SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
 
 @dataclass(frozen=True)
 class Offer:
-    """One name that an installed distribution offers for `value`, `module:attribute`.
-
-    `core` is the versions of accel-core that this distribution asks for; empty for all.
-    """
+    """One name that a distribution offers for `value`, `module:attribute`, and the versions of accel-core that it asks for."""
 
     group: Group
     name: str
@@ -221,9 +213,7 @@ def _admits_clause(clause: str, installed: Version) -> bool:
     sign, text = match.groups() if match else ("", "")
     prefix = _numbers(re.split(r"\.?[a-z]", text)[0])[:-1] if sign == "~=" else ()
     if match is None or (sign == "~=" and not prefix):
-        raise ValueError(
-            f"{clause!r} is no version clause; type one of the form '>=1.2', with >=, <=, ==, !=, ~=, > or <"
-        )
+        raise ValueError(f"{clause!r} is no version clause; type one of the form '>=1.2', with {', '.join(_COMPARE)}")
     padded = (*installed.release, *[0] * len(prefix))
     return padded[: len(prefix)] == prefix and bool(_COMPARE[sign](installed, Version.parse(text)))
 
@@ -234,10 +224,87 @@ def canonical(name: str) -> str:
 
 
 def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
-    """The clauses that `Requires-Dist` lines put on one distribution, joined by commas; empty if there are none.
-
-    Lines with an environment marker are left out, for extras do not bind; so are direct references.
-    """
+    """The clauses that `Requires-Dist` lines without a marker (extras do not bind) put on one distribution, joined by commas."""
     matches = [re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?([^;@]*)$", line.strip()) for line in requirements or ()]
     found = [match[2].strip(" ()") for match in matches if match and canonical(match[1]) == canonical(distribution)]
     return ",".join(filter(None, found))
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """A component that is to be active, and where it came from.
+
+    `name` is the offer's, or that of the class of an object that was passed, which has no offer;
+    an object from `plugins=[...]` has no group.
+    """
+
+    component: Any
+    name: str
+    group: Group | None = None
+    offer: Offer | None = None
+
+    @property
+    def noun(self) -> str:
+        """Strategy, precision, loader, tracker, or plugin."""
+        return "plugin" if self.group is None else NOUNS[self.group]
+
+    @property
+    def where(self) -> str:
+        """The module and class of the component, or the name of the module that it is."""
+        kind = type(self.component)
+        is_module = isinstance(self.component, ModuleType)
+        return self.component.__name__ if is_module else f"{kind.__module__}.{kind.__qualname__}"
+
+    def provider(self) -> tuple[str, str] | None:
+        """The distribution and version of the component; None for the user's own code. May take 70 ms: for messages."""
+        package = self.where.partition(".")[0]
+        ours = (offer for offer in list_offers() if offer.value.partition(":")[0].partition(".")[0] == package)
+        if (offer := self.offer or next(ours, None)) is not None:
+            return offer.distribution, offer.version
+        distributions = {*metadata.packages_distributions().get(package, ())}
+        return (
+            next(((name, metadata.version(name)) for name in distributions), None) if len(distributions) == 1 else None
+        )
+
+    def describe(self) -> str:
+        """The component and its provider, as text for messages."""
+        provider = self.provider()
+        origin = "" if provider is None else " of {} {}".format(*provider)
+        passed = "" if self.offer is not None else ", passed as an object"
+        return f"the {self.noun} {self.name!r} ({self.where}{origin}{passed})"
+
+
+def build(
+    group: Group, choice: object, options: Mapping[str, Any] | None = None, offers: Sequence[Offer] | None = None
+) -> Selected:
+    """Makes the component that `choice` names, with `options`, or takes the object that it is. `offers` is as for `find`.
+
+    Raises `PluginError` as `find` and `Offer.load` do, `ValueError` for options beside an object,
+    `TypeError` for a class instead of an object, or options that do not fit its constructor.
+    """
+    given = options or {}
+    if not isinstance(choice, str):
+        if given:
+            what = f"Options for the {NOUNS[group]} were given ({', '.join(given)}) beside an object, {type(choice).__qualname__}"
+            raise ValueError(f"{what}, and it is complete.\nGive them to its constructor, or choose it by name.")
+        return passed(choice, group)
+    offer = find(group, choice, offers)
+    factory = offer.load()
+    try:
+        return Selected(factory(**given), offer.name, group, offer)
+    except TypeError as error:
+        raise TypeError(
+            f"The {offer.noun} {offer} could not be made with {', '.join(given) or 'no options'}: {error}.\n"
+            f"Give what {offer.value} takes, or build the object in code and pass it."
+        ) from error
+
+
+def passed(component: object, group: Group | None = None) -> Selected:
+    """Takes an object (or a module with marked functions) that the user built. Raises `TypeError` for a class."""
+    if isinstance(component, type):
+        raise TypeError(
+            f"The class {component.__module__}.{component.__qualname__} was passed as {'plugin' if group is None else NOUNS[group]}; "
+            f"an object of it is needed.\nWrite {component.__name__}(...) with its options."
+        )
+    name = component.__name__ if isinstance(component, ModuleType) else type(component).__name__
+    return Selected(component, name, group)
