@@ -34,13 +34,7 @@ def renamed(older: dict[str, object]) -> dict[str, Any]:
 
 
 class ChosenStrategy(NamedTuple):
-    """The strategy that the arguments ask for.
-
-    Args:
-        active: a name or an object; None: nothing was given.
-        name: that of `<name>_plugin`, under which the objects were configured; else empty.
-        configured: key → object, in the order that was given; the first is the active one.
-    """
+    """The strategy that is asked for, if any; the name in `<name>_plugin=`; and its objects by key, the active one first."""
 
     active: object = None
     name: str = ""
@@ -50,8 +44,7 @@ class ChosenStrategy(NamedTuple):
 def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
     """`<name>_plugin=` and `<name>_plugins=` are `strategy=` under an older name: takes such arguments out of `older`.
 
-    Raises `TypeError` if an object is no strategy, `ValueError` if two strategies were given, or an
-    object goes by other names.
+    Raises `TypeError` if an object is none, `ValueError` for two strategies and for other names.
     """
     chosen, by = ChosenStrategy(strategy), f"strategy={strategy!r}"
     for argument in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
