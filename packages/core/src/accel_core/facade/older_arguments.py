@@ -121,5 +121,5 @@ def refuse_keywords(call: str, given: Mapping[str, object]) -> None:
     """Raises `TypeError` for keyword arguments that a call does not have."""
     if given:
         raise TypeError(
-            f"{call} got {', '.join(sorted(given))}, which it does not take. Leave them out: a checkpoint plugin takes its options itself."
+            f"{call} got {', '.join(sorted(given))}, and has no such options. Leave them out: a plugin takes its own in its constructor."
         )
