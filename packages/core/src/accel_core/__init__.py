@@ -1,10 +1,4 @@
-"""One PyTorch training loop for any hardware and any engine.
-
-    from accel_core import Accelerator
-
-See `Accelerator` for the loop, `accel_core.contract.hook_specs` for what a plugin can take over,
-and `accel_testing` for what defines a strategy.
-"""
+"""One PyTorch training loop for any hardware and any engine: see `Accelerator`."""
 
 from __future__ import annotations
 
@@ -62,8 +56,7 @@ if TYPE_CHECKING:
     from accel_core.loop.local_sgd import LocalSGD
     from accel_core.loop.memory import clear_device_cache, find_executable_batch_size, release_memory
     from accel_core.loop.profiling import ProfileKwargs
-    from accel_core.tracking.handle import TrackerHandle
-    from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker
+    from accel_core.tracking.tracker import GeneralTracker, TrackedRun, Tracker, TrackerHandle
     from accel_core.tracking.values import Bins, Histogram, Table
 
     export_weights: Callable[..., Any]
@@ -96,14 +89,10 @@ _LAZY = {
     "loop.local_sgd": "LocalSGD",
     "loop.memory": "clear_device_cache find_executable_batch_size release_memory",
     "loop.profiling": "ProfileKwargs",
-    "tracking.handle": "TrackerHandle",
-    "tracking.tracker": "GeneralTracker TrackedRun Tracker",
+    "tracking.tracker": "GeneralTracker TrackedRun Tracker TrackerHandle",
     "tracking.values": "Bins Histogram Table",
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
-
-_OF_CHECKPOINTS = ("export_weights", "load_checkpoint_in_model")
-"""Functions of the component that serves checkpoints."""
 
 
 def __getattr__(name: str) -> Any:
@@ -113,7 +102,7 @@ def __getattr__(name: str) -> Any:
             f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Type `pip install {distribution}`, and "
             f"`from {distribution.replace('-', '_')} import {name}`."
         )
-    if name in _OF_CHECKPOINTS:
+    if name in ("export_weights", "load_checkpoint_in_model"):
         return _of_checkpoints(name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

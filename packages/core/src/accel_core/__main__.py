@@ -22,26 +22,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         return int(command(given[1:]))
     parser = argparse.ArgumentParser(
-        prog="python -m accel_core", description="Looks into an installation of accel-core, and into checkpoints."
+        prog="python -m accel_core", description="Looks into installations and checkpoints."
     )
     commands = parser.add_subparsers(dest="command", title="commands")
-    help_text = "list every installed plugin, importing each to see whether it works"
-    commands.add_parser("plugins", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    commands.add_parser("plugins", help="list every installed plugin, importing each to see whether it works")
     commands.add_parser("checkpoint", help="show or verify what save_state() wrote")
     if parser.parse_args(given).command is None:
         parser.print_help()
-    else:
-        print(_plugins())  # noqa: T201
-    return 0
-
-
-def _plugins() -> str:
+        return 0
     offers = list_offers()
     rows = [
-        (offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers, load=True))
-        for offer in offers
+        (each.group, each.name, each.distribution, each.version, offer_state(each, offers, load=True))
+        for each in offers
     ]
-    return format_table(("group", "name", "distribution", "version", "state"), rows)
+    print(format_table(("group", "name", "distribution", "version", "state"), rows))  # noqa: T201
+    return 0
 
 
 if __name__ == "__main__":

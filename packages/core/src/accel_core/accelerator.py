@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from accel_core.build import assemble
 from accel_core.facade.checkpoint_methods import CheckpointMethods
 from accel_core.facade.collective_methods import CollectiveMethods
-from accel_core.facade.loader_settings import LoaderSettings
 from accel_core.facade.loop_methods import LoopMethods
 from accel_core.facade.older_arguments import chosen_strategy, refuse_unknown, renamed, warn_of_unread
 from accel_core.facade.process_methods import shown
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from accel_core.tracking.tracker import GeneralTracker, Tracker
 
 
-class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettings, CollectiveMethods):
+class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMethods):
     """One training loop on any hardware, under any strategy that is installed.
 
         accelerator = Accelerator()
@@ -50,10 +49,8 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
                 optimizer.zero_grad()
 
     What is not given here is taken from outside of the code: the command line of a launcher, then
-    environment variables, then a launcher's configuration file.
-
-    Building one is a collective when it starts the process group: the first one, on every rank that
-    the launcher started.
+    environment variables, then a launcher's configuration file. Building the first one is a
+    collective: it starts the process group.
 
     Args:
         device_placement: whether models and batches are moved to the device.
@@ -87,13 +84,11 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
         project_dir: the folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes; its folder agrees with `project_dir`.
-        detect_nonfinite: whether, when a loss or a gradient of a window is inf or nan, the window runs
-            once more under observation, and all ranks raise `NonFiniteError` with the module, the rank,
-            the step and the samples. Costs a collective per window. Not given:
-            ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: what records the run: the name of an installed tracker, a `Tracker` or
-            `GeneralTracker`, a list of these, or "all" for every one that can be used here.
-            Not given: ACCELERATE_LOG_WITH, else none.
+        detect_nonfinite: whether a window whose loss or gradient is inf or nan runs once more, observed,
+            and all ranks raise `NonFiniteError` with the module, the rank, the step and the samples.
+            Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
+        log_with: what records the run: the name of an installed tracker, a `Tracker`, a list of these,
+            or "all" for every one that can be used here. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.
@@ -151,9 +146,8 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, LoaderSettin
         super().__init__(parts)
         self._dataloader_config = dataloader_config
         name = parts.choices[0].selected.name
-        self._state = AcceleratorState(
-            parts.world, parts.mixed_precision, MappingProxyType(chosen.configured or {name: parts.strategy}), name
-        )
+        strategies = MappingProxyType(chosen.configured or {name: parts.strategy})
+        self._state = AcceleratorState(parts.world, parts.mixed_precision, strategies, name)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
     def explain(self) -> Explanation:

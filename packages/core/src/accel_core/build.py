@@ -1,8 +1,4 @@
-"""From the arguments of the Accelerator to the parts that it works with, in the order in which they are made.
-
-World, then components (strategy, precision, loader, the user's plugins), then the hooks bound to
-their owners, then the layout. Nothing here is kept but the result.
-"""
+"""From the arguments of the Accelerator to the parts that it works with, in the order in which they are made."""
 
 from __future__ import annotations
 
@@ -55,7 +51,6 @@ if TYPE_CHECKING:
     from accel_core.contract.layout import Layout
     from accel_core.plugins.explain import Explanation
 
-Given = Mapping[str, Any]  # the constructor's arguments by name, None where one was not given; nothing is checked yet
 Handlers = Mapping[type[KwargsHandler], Any]
 
 
@@ -99,41 +94,33 @@ class Assembly(NamedTuple):
         return explain(self.activation, self.choices, self.options, details)
 
 
-def assemble(given: Given) -> Assembly:
-    """Makes every part, or raises; nothing is left running by a failure but the process group."""
-    project_dir = _option(given, "project_dir")
+def assemble(given: Mapping[str, Any]) -> Assembly:
+    """Makes every part from the constructor's arguments by name, or raises; nothing is left running but the process group."""
+    asked = _Asked(
+        given, _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ())), list_offers(), Sections()
+    )
+    handlers, sections = asked.handlers, asked.sections
+    project_dir = asked.option("project_dir")
     project = resolve_project(project_dir.value, given["project_config"], project_dir.source)
-    handlers = _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ()))
-    sections = Sections()
-    accumulation, steps = _accumulation(given, sections)
-    cpu, nonfinite = _flag(given, "cpu"), _flag(given, "detect_nonfinite")
+    accumulation, steps = asked.accumulation()
+    cpu, nonfinite = asked.flag("cpu"), asked.flag("detect_nonfinite")
     if given["dynamo_plugin"] is not None:
         sections.refuse_beside("dynamo", "dynamo_plugin")
     backend, compile_options = resolve_compilation(
         given["dynamo_backend"], given["dynamo_plugin"], lambda: sections.share("dynamo")
     )
-    offers = list_offers()
-    detects = find_default(*DETECTOR, "detect_nonfinite=True", offers).load() if nonfinite.value else None
-    precision = _component(
-        "mixed_precision", "accel.precisions", _option(given, "mixed_precision"), handlers, offers, sections
-    )
-    loader, loader_options = _loader(given, offers, sections)
+    detects = find_default(*DETECTOR, "detect_nonfinite=True", asked.offers).load() if nonfinite.value else None
+    precision = asked.component("mixed_precision", "accel.precisions", Precision, "no")
+    loader, loader_options = asked.loader()
     plugins = [Choice("plugin", passed(plugin), "argument") for plugin in as_sequence("plugins", given["plugins"])]
-    recording, trackers, record = _trackers(given, handlers, offers, sections)
-    world = _world(cpu.value, handlers, sections)
-    strategy = _component(
-        "strategy",
-        "accel.strategies",
-        _option(given, "strategy", DEFAULT_STRATEGIES[world.size == 1]),
-        handlers,
-        offers,
-        sections,
-    )
+    recording, trackers, record = asked.trackers()
+    world = asked.world(cpu.value)
+    strategy = asked.component("strategy", "accel.strategies", Strategy, DEFAULT_STRATEGIES[world.size == 1])
     active = f"{world.size} process(es), strategy {strategy.selected.name!r}, precision {precision.selected.name!r}"
     _warn_of_idle(
         handlers, strategy.selected.component, precision.selected.component, world, record is not None, active
     )
-    sections.finish(offers, f"{active}, trackers: {', '.join(trackers) or 'none'}")
+    sections.finish(asked.offers, f"{active}, trackers: {', '.join(trackers) or 'none'}")
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
     activation = activate([choice.selected for choice in choices], defaults)
@@ -142,19 +129,13 @@ def assemble(given: Given) -> Assembly:
     _check_layout(layout, world, strategy.selected.name)
     component = loader[0].selected.component if loader else None
     per_process = given["step_scheduler_per_process"] and not getattr(component, "split_batches", False)
+    with_optimizer, multiplied = given["step_scheduler_with_optimizer"], world.size if per_process else None
+    own = {"cpu": cpu, "gradient_accumulation_steps": steps, "dynamo_backend": backend, "detect_nonfinite": nonfinite}
     return Assembly(
         world=world,
         layout=layout,
         choices=(*choices, *recording),
-        options={
-            "cpu": cpu,
-            "gradient_accumulation_steps": steps,
-            "dynamo_backend": backend,
-            "detect_nonfinite": nonfinite,
-            **loader_options,
-            **sections.options,
-            "project_dir": project_dir,
-        },
+        options={**own, **loader_options, **sections.options, "project_dir": project_dir},
         activation=activation,
         defaults=defaults,
         strategy=strategy.selected.component,
@@ -162,9 +143,7 @@ def assemble(given: Given) -> Assembly:
         precision=precision.selected.component,
         mixed_precision=precision.selected.name,
         accumulation=accumulation,
-        scheduler_rule=rule_of(
-            given["step_scheduler_with_optimizer"], world.size if per_process else None, accumulation.adjust_scheduler
-        ),
+        scheduler_rule=rule_of(with_optimizer, multiplied, accumulation.adjust_scheduler),
         autocast=handlers.get(AutocastKwargs) or AutocastKwargs(),
         compile_options=compile_options,
         handlers=handlers,
@@ -175,12 +154,111 @@ def assemble(given: Given) -> Assembly:
     )
 
 
-def _option(given: Given, name: str, default: object = None, parse: Callable[[str, str], Any] = as_text) -> Option[Any]:
-    return resolve(given[name], variable_of(name), parse, OPTIONS[name] if default is None else default)
+class _Asked(NamedTuple):
+    """What was asked for: arguments by name, None where one was not given; option objects; and what was said outside of the code."""
 
+    given: Mapping[str, Any]
+    handlers: Handlers
+    offers: Sequence[Offer]
+    sections: Sections
 
-def _flag(given: Given, name: str) -> Option[Any]:
-    return flag(name, given[name], variable_of(name), OPTIONS[name])
+    def option(self, name: str, default: object = None, parse: Callable[[str, str], Any] = as_text) -> Option[Any]:
+        return resolve(self.given[name], variable_of(name), parse, OPTIONS[name] if default is None else default)
+
+    def flag(self, name: str) -> Option[Any]:
+        return flag(name, self.given[name], variable_of(name), OPTIONS[name])
+
+    def accumulation(self) -> tuple[GradientAccumulationPlugin, Option[int]]:
+        name, plugin = "gradient_accumulation_steps", self.given["gradient_accumulation_plugin"]
+        if plugin is None:
+            steps = self.option(name, parse=as_steps)
+            return GradientAccumulationPlugin(num_steps=steps.value, **self.sections.share("accumulation")), steps
+        refuse_beside("gradient_accumulation_plugin", plugin, name, self.given[name], variable_of(name))
+        self.sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
+        return plugin, Option(plugin.num_steps, "argument")
+
+    def component(self, argument: str, group: Group, base: type, default: str) -> Choice:
+        """The strategy or precision, made with the options of its handler, or those given outside of the code."""
+        option = self.option(argument, default)
+        choice = option.value.value if isinstance(option.value, Enum) else option.value
+        by_name = isinstance(choice, str)
+        factory = find(group, choice, self.offers).load() if by_name else type(choice)
+        kinds: Sequence[Any] = getattr(factory, "handlers", (getattr(factory, "handler", None),))
+        given = [self.handlers[kind] for kind in kinds if kind in self.handlers]
+        names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
+        if len(given) > 1:
+            raise ValueError(
+                f"kwargs_handlers has {names}, and each of them configures {argument}={option.value!r}. Leave in one."
+            )
+        if given and not by_name:
+            raise ValueError(
+                f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure it. An "
+                f"object built in code is complete: give it the options."
+            )
+        selected = build(group, choice, self._options(choice, group, given[0] if given else None), self.offers)
+        if not isinstance(selected.component, base):
+            raise TypeError(
+                f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name such as "
+                f"{default!r}, or an accel_core.{base.__name__}."
+            )
+        return Choice(NOUNS[group], selected, option.source)
+
+    def _options(self, choice: object, group: Group, handler: KwargsHandler | None) -> dict[str, Any]:
+        """The options for what is chosen by name: those of `handler`, which is complete, or those given outside of the code."""
+        if not isinstance(choice, str):
+            self.sections.refuse_beside_object(choice, [offer for offer in self.offers if offer.group == group])
+            return {}
+        offer = find(group, choice, self.offers)
+        if handler is not None:
+            self.sections.refuse_beside(offer.name, f"{type(handler).__name__}(...)")
+            return handler.to_kwargs()
+        elsewhere = {name: name for name in LOADER_OPTIONS} if group == "accel.loaders" else {}
+        return self.sections.take(offer.name, offer.load, elsewhere)
+
+    def loader(self) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
+        """The loader component, none where nothing was asked for and the default name is not installed; and its options."""
+        config, group = self.given["dataloader_config"], "accel.loaders"
+        options = resolve_options({name: self.given.get(name) for name in LOADER_OPTIONS}, config)
+        passed_on = {name: option.value for name, option in options.items() if option.source != "default"}
+        choice = self.option("loader", DEFAULT_LOADER)
+        is_installed = (group, DEFAULT_LOADER) in [(offer.group, offer.name) for offer in self.offers]
+        if choice.source == "default" and not is_installed and not passed_on and config is None:
+            return (), options  # the core's own serves a world of one, and says what to install in a larger one
+        refuse_beside_object(config, choice.value)
+        if config is not None and isinstance(choice.value, str):
+            name = find("accel.loaders", choice.value, self.offers).name
+            self.sections.refuse_beside(name, f"{type(config).__name__}(...)")
+        own = self._options(choice.value, "accel.loaders", None)
+        selected = build("accel.loaders", choice.value, {**passed_on, **own}, self.offers)
+        in_use = in_force(options, selected.component, from_object=selected.offer is None)
+        return (Choice("loader", selected, choice.source),), in_use
+
+    def world(self, cpu: bool) -> World:
+        """The world of this process. What was said outside of the code for its process group is read where that is started."""
+        handler = self.handlers.get(InitProcessGroupKwargs)
+        if handler is not None:
+            self.sections.refuse_beside("process_group", "kwargs_handlers=[InitProcessGroupKwargs(...)]")
+        world = World.current(cpu=cpu, **({} if handler is None else handler.to_kwargs()))
+        if world.group is not None:
+            self.sections.use("process_group", world.told or {})
+        return world
+
+    def trackers(self) -> tuple[list[Choice], list[str], Callable[[World, ProjectConfiguration], Recorder] | None]:
+        """The trackers, their names, and what makes the recorder; None where nothing is to be recorded."""
+        rules, asked = self.handlers.get(TrackingKwargs), self.option("log_with", (), as_list)
+        if rules is not None:
+            self.sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
+        if asked.source == "default":
+            return [], [], None
+        from accel_core.tracking.selection import choose  # which most runs need not import
+
+        chosen = choose(asked, self.offers, self.sections)
+        rules = rules or TrackingKwargs(**self.sections.share("tracking"))
+        if not chosen.selected and not chosen.left_out:  # an empty list, or "all" of nothing
+            return [], [], None
+        factory = find_default(*RECORDER, "log_with", self.offers).load()
+        choices = [Choice("tracker", each, chosen.source) for each in chosen.selected]
+        return choices, chosen.names, lambda world, project: factory(chosen, rules, world, project)
 
 
 def _by_class(handlers: Sequence[Any]) -> dict[type[KwargsHandler], Any]:
@@ -198,48 +276,18 @@ def _warn_of_idle(
     handlers: Handlers, strategy: Strategy, precision: Precision, world: World, records: bool, active: str
 ) -> None:
     """Options without effect say so, once, at the line that gave them."""
-    taken = {strategy.handler, *precision.handlers}
-    taken |= {InitProcessGroupKwargs} if world.group is not None else set()
-    taken |= {AutocastKwargs} if precision.policy.compute is not None else set()
-    taken |= {TrackingKwargs} if records else set()
+    alone, full = world.group is None, precision.policy.compute is None
+    idle = {InitProcessGroupKwargs: alone, AutocastKwargs: full, TrackingKwargs: not records}
     for handler in handlers:
-        if handler not in taken and not handler.on_request:
+        if (
+            idle.get(handler, True)
+            and handler not in (strategy.handler, *precision.handlers)
+            and not handler.on_request
+        ):
             warnings.warn(
                 f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: {active}. It has no effect.",
                 stacklevel=level_of_the_user(),
             )
-
-
-def _world(cpu: bool, handlers: Handlers, sections: Sections) -> World:
-    """The world of this process. What was said outside of the code for its process group is read where that is started."""
-    process_group = handlers.get(InitProcessGroupKwargs)
-    if process_group is not None:
-        sections.refuse_beside("process_group", f"kwargs_handlers=[{type(process_group).__name__}(...)]")
-    world = World.current(cpu=cpu, **({} if process_group is None else process_group.to_kwargs()))
-    if world.group is not None:
-        sections.use("process_group", world.told or {})
-    return world
-
-
-def _trackers(
-    given: Given, handlers: Handlers, offers: Sequence[Offer], sections: Sections
-) -> tuple[list[Choice], list[str], Callable[[World, ProjectConfiguration], Recorder] | None]:
-    """The trackers, their names, and what makes the recorder; None where nothing is to be recorded."""
-    rules = handlers.get(TrackingKwargs)
-    if rules is not None:
-        sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
-    asked = _option(given, "log_with", (), as_list)
-    if asked.source == "default":
-        return [], [], None
-    from accel_core.tracking.selection import choose  # which most runs need not import
-
-    chosen = choose(asked, offers, sections)
-    rules = rules or TrackingKwargs(**sections.share("tracking"))
-    if not chosen.selected and not chosen.left_out:  # an empty list, or "all" of nothing
-        return [], [], None
-    factory = find_default(*RECORDER, "log_with", offers).load()
-    choices = [Choice("tracker", each, chosen.source) for each in chosen.selected]
-    return choices, chosen.names, lambda world, project: factory(chosen, rules, world, project)
 
 
 def _check_checkpoints(activation: Activation) -> None:
@@ -251,8 +299,7 @@ def _check_checkpoints(activation: Activation) -> None:
             f"{hook} by {'the default' if each is None else each.describe()}" for hook, each in owners.items()
         )
         raise PluginError(
-            f"Checkpoints would be saved and loaded by different owners: {told}. Implement save_checkpoint and load_checkpoint in one "
-            f"plugin, and wait_for_checkpoint there too if it writes behind."
+            f"Checkpoints would be saved and loaded by different owners: {told}. Implement these hooks in one plugin."
         )
 
 
@@ -264,81 +311,3 @@ def _check_layout(layout: Layout, world: World, strategy: str) -> None:
             f"({'the whole world' if layout.data_group is None else 'its own group'}), so metrics would count samples twice. Its "
             f"layout() is to give a data_group with one rank per shard."
         )
-
-
-def _accumulation(given: Given, sections: Sections) -> tuple[GradientAccumulationPlugin, Option[int]]:
-    name, plugin = "gradient_accumulation_steps", given["gradient_accumulation_plugin"]
-    if plugin is None:
-        steps = _option(given, name, parse=as_steps)
-        return GradientAccumulationPlugin(num_steps=steps.value, **sections.share("accumulation")), steps
-    if not isinstance(plugin, GradientAccumulationPlugin):
-        raise TypeError(
-            f"gradient_accumulation_plugin is a {type(plugin).__name__}, expected GradientAccumulationPlugin(num_steps=...)."
-        )
-    refuse_beside("gradient_accumulation_plugin", plugin, name, given[name], variable_of(name))
-    sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
-    return plugin, Option(plugin.num_steps, "argument")
-
-
-def _component(
-    argument: str, group: Group, option: Option[Any], handlers: Handlers, offers: Sequence[Offer], sections: Sections
-) -> Choice:
-    """The strategy or precision that was asked for, made with the options of its handler, or those given outside of the code."""
-    choice = option.value.value if isinstance(option.value, Enum) else option.value
-    by_name = isinstance(choice, str)
-    factory = find(group, choice, offers).load() if by_name else type(choice)
-    kinds: Sequence[Any] = getattr(factory, "handlers", (getattr(factory, "handler", None),))
-    given = [handlers[kind] for kind in kinds if kind in handlers]
-    names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
-    if len(given) > 1:
-        raise ValueError(
-            f"kwargs_handlers has {names}, and each of them configures {argument}={option.value!r}. Leave in one of them."
-        )
-    if given and not by_name:
-        raise ValueError(
-            f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure it. An "
-            f"object built in code is complete: give it the options."
-        )
-    selected = build(group, choice, _options(choice, group, given[0] if given else None, offers, sections), offers)
-    base, example = (Strategy, DEFAULT_STRATEGIES[0]) if argument == "strategy" else (Precision, OPTIONS[argument])
-    if not isinstance(selected.component, base):
-        raise TypeError(
-            f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name such as "
-            f"{example!r}, or an accel_core.{base.__name__}."
-        )
-    return Choice(NOUNS[group], selected, option.source)
-
-
-def _options(
-    choice: object, group: Group, handler: KwargsHandler | None, offers: Sequence[Offer], sections: Sections
-) -> dict[str, Any]:
-    """The options for what is chosen by name: those of `handler`, which is complete, or those given outside of the code."""
-    if not isinstance(choice, str):
-        sections.refuse_beside_object(choice, [offer for offer in offers if offer.group == group])
-        return {}
-    offer = find(group, choice, offers)
-    if handler is not None:
-        sections.refuse_beside(offer.name, f"{type(handler).__name__}(...)")
-        return handler.to_kwargs()
-    elsewhere = {name: name for name in LOADER_OPTIONS} if group == "accel.loaders" else {}
-    return sections.take(offer.name, offer.load, elsewhere)
-
-
-def _loader(
-    given: Given, offers: Sequence[Offer], sections: Sections
-) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
-    """The loader component, none where nothing was asked for and the default name is not installed; and its options."""
-    config = given["dataloader_config"]
-    options = resolve_options({name: given.get(name) for name in LOADER_OPTIONS}, config)
-    passed_on = {name: option.value for name, option in options.items() if option.source != "default"}
-    choice = _option(given, "loader", DEFAULT_LOADER)
-    is_installed = any(offer.group == "accel.loaders" and offer.name == DEFAULT_LOADER for offer in offers)
-    if choice.source == "default" and not is_installed and not passed_on and config is None:
-        return (), options  # the core's own serves a world of one, and says what to install in a larger one
-    refuse_beside_object(config, choice.value)
-    if config is not None and isinstance(choice.value, str):
-        sections.refuse_beside(find("accel.loaders", choice.value, offers).name, f"{type(config).__name__}(...)")
-    own = _options(choice.value, "accel.loaders", None, offers, sections)
-    selected = build("accel.loaders", choice.value, {**passed_on, **own}, offers)
-    in_use = in_force(options, selected.component, from_object=selected.offer is None)
-    return (Choice("loader", selected, choice.source),), in_use

@@ -70,8 +70,7 @@ class _State(ProcessControl):
     def destroy_process_group(self) -> None:
         """Ends the process group, after everything of ours that uses it has let go. A collective; twice is once.
 
-        `end_training` does this by itself when it is the last user. In a world of one nothing
-        happens. Raises `WorldError` if somebody else started the group.
+        `end_training` does this when it is the last user. Raises `WorldError` for a foreign group.
         """
         if self._world.source == "running group":
             raise WorldError(
@@ -106,9 +105,8 @@ class PartialState(_State):
         with state.main_process_first():
             prepare_the_files()
 
-    Building one is a collective when it starts the process group. Two of them share that and
-    nothing else. `cpu` is as for the Accelerator; `backend`, `timeout` and `init_method` are as in
-    `InitProcessGroupKwargs`. Raises `WorldError` as `World.current` does.
+    Building the first one is a collective: it starts the process group. `cpu` is as for the
+    Accelerator; the others are as in `InitProcessGroupKwargs`. Raises `WorldError`.
     """
 
     def __init__(
@@ -134,14 +132,13 @@ class PartialState(_State):
     def _take(self, world: World) -> None:
         self._world, self.debug = world, _debug_mode()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartialState:
-        return type(self).of(self._world)  # nothing of a world is copied
-
     def __reduce__(self) -> Any:
         return type(self), ()  # what a pickle gives is a view of the processes where it is loaded
 
-    def __copy__(self) -> PartialState:
-        return type(self).of(self._world)
+    def __copy__(self, _: object = None) -> PartialState:
+        return type(self).of(self._world)  # nothing of a world is copied
+
+    __deepcopy__ = __copy__
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -179,9 +179,9 @@ def test_what_an_accelerator_has_prepared_is_refused() -> None:
     accelerator = Accelerator()
     _, optimizer, scheduler = pieces()
     accelerator.prepare(optimizer, scheduler)
-    with pytest.raises(ValueError, match=r"This SGD is prepared by an Accelerator, which holds its steps back. Use it"):
+    with pytest.raises(ValueError, match=r"This SGD is prepared by an Accelerator\. Call free_memory\(\) of that one"):
         AcceleratedOptimizer(optimizer)
-    with pytest.raises(ValueError, match=r"This StepLR is prepared by an Accelerator.*call free_memory\(\) of that"):
+    with pytest.raises(ValueError, match=r"This StepLR is prepared by an Accelerator.*Call free_memory\(\) of that"):
         AcceleratedScheduler(scheduler, optimizer)
 
 
@@ -198,12 +198,12 @@ def test_an_optimizer_of_an_accelerator_that_is_gone_may_be_made_by_hand() -> No
         (
             lambda o, s: type("Mine", (AcceleratedOptimizer,), {})(o),
             TypeError,
-            r"Mine\(\) was called, a subclass of AcceleratedOptimizer, but what is prepared",
+            r"Mine\(\) is a subclass of AcceleratedOptimizer, but what is prepared keeps its own class",
         ),
         (
             lambda o, s: type("Mine", (AcceleratedScheduler,), {})(s, o),
             TypeError,
-            r"Mine\(\) was called, a subclass of AcceleratedScheduler, but what is prepared",
+            r"Mine\(\) is a subclass of AcceleratedScheduler, but what is prepared keeps its own class",
         ),
         (
             lambda o, s: Accelerator(step_scheduler_with_optimizer="no"),

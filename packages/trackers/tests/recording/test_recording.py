@@ -230,7 +230,7 @@ def test_objects_of_several_trackers_are_told_the_same() -> None:
         ),
         ([Listing("")], TypeError, r"Listing has no name"),
         ([Listing(), Listing()], ValueError, r"Listing and Listing, which go by the name 'listing'"),
-        (Path("runs"), TypeError, r"Folders belong to project_dir"),
+        (Path("runs"), TypeError, r"log_with gives a PosixPath"),
         ("tensorbord", PluginError, r"tensorbord"),
     ],
 )
@@ -275,7 +275,7 @@ def test_one_tracker_in_hand_says_what_it_does_not_have_and_fails_alone() -> Non
     in_hand = accelerator.get_tracker("wrong")
     with pytest.raises(AttributeError, match="Neither TrackerHandle nor Wrong has an attribute 'writer'"):
         in_hand.writer
-    assert (copy.copy(in_hand).name, repr(in_hand)) == ("wrong", "<the tracker 'wrong'>")
+    assert copy.copy(in_hand).name == "wrong"
     in_hand.log({"loss": 1})
     with pytest.warns(RuntimeWarning, match="The tracker 'wrong' is switched off"):
         assert not in_hand.logged()
@@ -289,7 +289,7 @@ def test_without_trackers_everything_is_harmless() -> None:
     accelerator.log_images({"x": torch.zeros(3, 2, 2)})
     accelerator.log_table("t", ["a"], [[1]])
     assert (accelerator.trackers, accelerator.log_with) == ([], [])
-    with pytest.raises(ValueError, match=r"log_with asks for no tracker. Write Accelerator\(log_with='wandb'\)"):
+    with pytest.raises(ValueError, match=r"log_with asks for none. Write log_with='wandb'"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
 

@@ -87,9 +87,7 @@ def test_a_process_that_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tracker_without_a_name() -> None:
-    with pytest.raises(
-        TypeError, match=r"Listing has no name, by which it could be asked for. Give its class the attribute"
-    ):
+    with pytest.raises(TypeError, match=r"Listing has no name. Give its class the attribute"):
         begun(Listing(""))
 
 

@@ -1,7 +1,5 @@
 """Names for checkpoint formats: the run to save, its parts, and collective steps of all ranks."""
 
-from __future__ import annotations
-
 from accel_core.collectives.collective_steps import everywhere, exchange, located, on_each_rank, on_main_rank, portable
 from accel_core.contract.default_components import CheckpointComponent
 from accel_core.contract.hook_specs import LAYOUT_HOOKS

@@ -1,7 +1,5 @@
 """Names for all components: class overrides, nested structures, seeds, random state, messages."""
 
-from __future__ import annotations
-
 from accel_core.base.class_override import ClassOverride, overridden_class, override_class, restore_class
 from accel_core.base.nested import Tree, flatten, map_tensors, paths, rebuilt, to_device
 from accel_core.base.seeds import derive_seed, loader_seed, was_chosen

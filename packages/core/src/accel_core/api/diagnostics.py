@@ -1,7 +1,5 @@
 """Names for diagnostics in a loop: bound hooks, prepared objects, and loaders' notes on batches."""
 
-from __future__ import annotations
-
 from accel_core.base.nested import map_leaves
 from accel_core.collectives.reduce_gather import reduce_tree
 from accel_core.contract.default_components import Detector, DetectorFactory

@@ -1,7 +1,5 @@
 """Names for launchers: installed offers, options and their hand-over, and the ranks' rendezvous."""
 
-from __future__ import annotations
-
 from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.options.component_options import SECTIONS, read_section

@@ -1,7 +1,5 @@
 """Layouts of state on ranks, for the hooks `model_state`, `optimizer_state` and `gradient_state`."""
 
-from __future__ import annotations
-
 from accel_core.contract.tensor_layouts import (
     Alias,
     Box,

@@ -1,7 +1,5 @@
 """Names for loaders beside `accel_core.Feed`, `Rows` and `Shard`: copies that read another source."""
 
-from __future__ import annotations
-
 from accel_core.contract.loader_progress import Positions, SampleIds, sample_ids
 from accel_core.loading.index_source import (
     IndexRead,

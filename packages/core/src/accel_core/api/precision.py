@@ -1,7 +1,5 @@
 """Names for precisions beside `accel_core.Precision` and `PrecisionPolicy`: gradients to unscale."""
 
-from __future__ import annotations
-
 from accel_core.loop.gradients import Gradients
 from accel_core.loop.optimizer_gate import held_by
 from accel_core.loop.preparation import Prepared

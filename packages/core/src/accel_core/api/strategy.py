@@ -1,7 +1,5 @@
 """Names for strategies beside `accel_core.Strategy`: calls, compiling, steps, replaced parameters."""
 
-from __future__ import annotations
-
 from accel_core.contract.precision_policy import cast_parameters, override_calls
 from accel_core.facade.older_arguments import chosen_strategy
 from accel_core.loop.compilation import compile_calls

@@ -1,7 +1,5 @@
 """Names for recorders: the trackers that were chosen, and the name of each."""
 
-from __future__ import annotations
-
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.contract.default_components import Recorder, RecorderFactory
 from accel_core.processes.world import end_worlds, fatal_error

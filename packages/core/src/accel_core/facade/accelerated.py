@@ -28,9 +28,9 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
     attribute `step_was_skipped`, and otherwise everything that the user's own class has.
 
     Called, it makes any of torch's optimizers such an instance in place, without an Accelerator,
-    and returns it; no window holds its steps back. `device_placement`: whether state that it has
-    already is moved to the device of its parameters. `scaler`: a loss scaler, which `step()` steps
-    and updates. Raises `ValueError` if an Accelerator has prepared it.
+    and returns it. `device_placement`: whether its state is moved to the device of its parameters;
+    `scaler`: a loss scaler, which `step()` steps and updates. Raises `ValueError` if an Accelerator
+    has prepared it.
     """
 
     def __new__(  # type: ignore[misc]  # an instance all the same, by the metaclass
@@ -64,9 +64,9 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
     that the user's own class has.
 
     Called, it makes one scheduler such an instance in place, without an Accelerator, and returns
-    it: it steps only if its own optimizer and all `optimizers` have stepped.
-    `step_with_optimizer=False`: `step()` is never held back. `split_batches` changes nothing: one
-    `step()` is one step. Raises `ValueError` if an Accelerator has prepared it.
+    it: it steps only if its own optimizer and all `optimizers` have stepped, unless
+    `step_with_optimizer=False`. `split_batches` changes nothing. Raises `ValueError` if an
+    Accelerator has prepared it.
     """
 
     def __new__(
@@ -117,13 +117,10 @@ class _Alone:
 
 def _refuse_prepared(given: object) -> NoReturn:
     raise ValueError(
-        f"This {type(given).__name__} is prepared by an Accelerator, which holds its steps back. Use it as it is, or call "
-        f"free_memory() of that Accelerator first."
+        f"This {type(given).__name__} is prepared by an Accelerator. Call free_memory() of that one first."
     )
 
 
 def _refuse_subclass(cls: type, kind: type) -> None:
     if cls is not kind:
-        raise TypeError(
-            f"{cls.__name__}() was called, a subclass of {kind.__name__}, but what is prepared keeps its own class. Subclass that one."
-        )
+        raise TypeError(f"{cls.__name__}() is a subclass of {kind.__name__}, but what is prepared keeps its own class.")

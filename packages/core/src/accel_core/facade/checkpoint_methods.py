@@ -32,10 +32,9 @@ class CheckpointMethods(PreparationMethods):
         memory of the main process, and nothing elsewhere. `unwrap=False` keeps a wrapper's names.
         """
         self._world.arrive("get_state_dict()")
-        if unwrap and self._is_laid_out(model):
-            present, prefix = self._presenting(model)
+        if unwrap and (shown := self._presenting(model)) is not None:
             checkpoints = self._parts.defaults.checkpoints("get_state_dict()")
-            return checkpoints.gather_state_dict(present, self._world, prefix)
+            return checkpoints.gather_state_dict(shown[0], self._world, shown[1])
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     def save_model(
@@ -53,8 +52,7 @@ class CheckpointMethods(PreparationMethods):
         require("save_model()", model, nn.Module, "a torch.nn.Module")
         checkpoints = self._parts.defaults.checkpoints("save_model()")
         self._world.arrive("save_model()")
-        laid_out = self._is_laid_out(model)
-        weights, prefix = self._presenting(model) if laid_out else (self.unwrap_model(model), "")
+        weights, prefix = self._presenting(model) or (self.unwrap_model(model), "")
         checkpoints.save_weights(weights, save_directory, max_shard_size, safe_serialization, self._world, prefix)
 
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -87,13 +85,13 @@ class CheckpointMethods(PreparationMethods):
                 "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded. Leave it out."
             )
         refuse_keywords("save_state()", save_model_func_kwargs)
-        owners = self._parts.activation.owners
-        if asynchronous and owners["save_checkpoint"] is not None and owners["wait_for_checkpoint"] is None:
-            raise ValueError(
-                f"save_state(asynchronous={asynchronous!r}) was asked for, and {owners['save_checkpoint'].describe()} has no "
-                f"wait_for_checkpoint(), so nobody could hear of a failure. Leave asynchronous out."
-            )
-        if owners["save_checkpoint"] is not None:  # the neutral format says more: how it writes
+        saves, waits = (self._parts.activation.owners[hook] for hook in ("save_checkpoint", "wait_for_checkpoint"))
+        if saves is not None:  # the neutral format says more where it arrives: how it writes
+            if asynchronous and waits is None:
+                raise ValueError(
+                    f"save_state(asynchronous={asynchronous!r}) was asked for, and {saves.describe()} has no wait_for_checkpoint(), so "
+                    f"nobody could hear of a failure. Leave asynchronous out."
+                )
             self._world.arrive("save_state()")
         folder = self._relay.save_checkpoint(self._run, output_dir, asynchronous)
         if not isinstance(folder, str):
@@ -110,8 +108,9 @@ class CheckpointMethods(PreparationMethods):
 
         Prepare and register the same objects first, in the same order. Loaders go on at their
         positions; ranks that were not there get new random streams. `input_dir` None: the newest
-        complete one of the automatic names. Raises `CheckpointError`, on every rank, for what is
-        incomplete or damaged, and, before anything is changed, for what does not fit.
+        complete one of the automatic names. Keywords but `map_location`, which has no effect, are
+        refused. Raises `CheckpointError`, on every rank, for what is incomplete or damaged, and,
+        before anything is changed, for what does not fit.
         """
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
@@ -177,12 +176,10 @@ class CheckpointMethods(PreparationMethods):
     def _declares_layout(self) -> bool:
         return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
 
-    def _is_laid_out(self, model: nn.Module) -> bool:
-        return self._declares_layout and self._prepared.find_part(model) is not None
-
-    def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str]:
-        """The state of a laid-out model, and the prefix of a part's names in it."""
-        found = self._prepared.find_part(model)
-        assert found is not None, "a prepared model, or a part of one"
+    def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str] | None:
+        """The state of a model that the strategy lays out, and the prefix of a part's names in it; None of any other."""
+        found = self._prepared.find_part(model) if self._declares_layout else None
+        if found is None:
+            return None
         record, prefix = found
         return partial(self._relay.model_state, record.original, record.prepared), prefix

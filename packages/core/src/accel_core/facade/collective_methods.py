@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from accel_core.collectives.reduce_gather import Reduction
     from accel_core.collectives.stop_signals import Preemption
 
-
 T = TypeVar("T")
-
 _CHECK_BREAKPOINT = Deprecation("check_breakpoint()", "check_trigger()", removed_in="1.0")
 
 
@@ -25,10 +23,7 @@ class CollectiveMethods(AcceleratorParts):
     """The methods that ranks call together."""
 
     def set_trigger(self) -> None:
-        """Sets a flag that all ranks see at their next `check_trigger`: a loss that is nan, a signal, a time that is up.
-
-        No collective. A signal handler may call it.
-        """
+        """Sets a flag that all ranks see at their next `check_trigger`. No collective; a signal handler may call it."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
@@ -43,10 +38,8 @@ class CollectiveMethods(AcceleratorParts):
     def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
         """From now on a signal does not end this process, but makes `should_stop` true. No collective.
 
-        `signals` are such as "SIGUSR1"; none: SIGTERM, which schedulers send before they take a
-        machine away. One that arrives 5 seconds after the first, or later, does what it did before,
-        and so do all after `end_training`. Raises `ValueError` for what is no signal here or cannot
-        be caught, and outside of the main thread.
+        `signals` are such as "SIGUSR1"; none: SIGTERM. One that arrives 5 seconds after the first,
+        or later, does what it did before. Raises `ValueError` for what cannot be caught here.
         """
         self._preempted().watch(*signals)
 
@@ -62,10 +55,9 @@ class CollectiveMethods(AcceleratorParts):
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
 
-        Takes and returns a tensor, or nested tuples, lists and dicts of them, of one structure on
-        all ranks, detached. Sizes may differ in dim 0 only; a 0-d tensor gives one element per
-        rank. Raises `CollectiveMismatchError` on every rank if structures, dtypes or other dims
-        differ.
+        Takes and returns a tensor, or nested tuples, lists and dicts of them, detached. Sizes may
+        differ in dim 0 only; a 0-d tensor gives one element per rank. Raises
+        `CollectiveMismatchError` on every rank if structures, dtypes or other dims differ.
         """
         return reduce_gather.gather(tensor, self._world)
 
@@ -81,8 +73,7 @@ class CollectiveMethods(AcceleratorParts):
         """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
 
         Takes a tensor, or nested tuples, lists and dicts; tensors without that `dim` stay as they
-        are. `pad_index` is the value that fills up, before the values with `pad_first`. Raises
-        `CollectiveMismatchError` on every rank if structures, dtypes or numbers of dims differ.
+        are. `pad_index` is the value that fills up, before the values with `pad_first`.
         """
         from accel_core.collectives.padding import pad_across_processes
 
@@ -97,10 +88,9 @@ class CollectiveMethods(AcceleratorParts):
 
         Takes tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of
         objects, one per sample, which `use_gather_object` says where they hold tensors. Samples
-        that only fill the last batch are left out; which those are is known of the batch that a
-        prepared loader has yielded last, so call it before the next is drawn. Raises `ValueError`
-        in a larger world for another number of rows than the batch's, `CollectiveMismatchError` on
-        every rank for what differs.
+        that only fill the last batch are left out: call it before the next batch is drawn. Raises
+        `ValueError` in a larger world for another number of rows than the batch's,
+        `CollectiveMismatchError` on every rank for what differs.
         """
         rows = self._feed.current_rows()
         return metrics.gather_for_metrics(input_data, rows, self._world, self._layout.data_group, use_gather_object)

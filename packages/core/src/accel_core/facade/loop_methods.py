@@ -57,8 +57,7 @@ class LoopMethods(AcceleratorParts):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer left the parameters as they were (an overflow, say)."""
-        gates = (gate_of(optimizer) for optimizer in self._prepared.optimizers)
-        return any(gate.was_skipped for gate in gates if gate is not None)
+        return any(gate.was_skipped for gate in self._prepared.gates())
 
     def accumulate(self, *models: nn.Module, closes: bool | None = None) -> AbstractContextManager[None]:
         """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
@@ -144,8 +143,7 @@ class LoopMethods(AcceleratorParts):
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Backwards of forwards inside keep their gradients local, of `model` or of all that are trained.
 
-        A backward outside stays local too if its forward ran inside, until `trigger_sync_in_backward`
-        or the next forward outside.
+        So does a later backward of such a forward, until `trigger_sync_in_backward`.
         """
         hook = self._relay.no_sync
         return _on_all(hook, self._prepared.trained()) if model is None else hook(model)

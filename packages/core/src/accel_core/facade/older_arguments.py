@@ -34,13 +34,7 @@ def renamed(older: dict[str, object]) -> dict[str, Any]:
 
 
 class ChosenStrategy(NamedTuple):
-    """The strategy that the arguments ask for.
-
-    Args:
-        active: a name or an object; None: nothing was given.
-        name: that of `<name>_plugin`, under which the objects were configured; else empty.
-        configured: key → object, in the order that was given; the first is the active one.
-    """
+    """The strategy that is asked for, if any; the name in `<name>_plugin=`; and its objects by key, the active one first."""
 
     active: object = None
     name: str = ""
@@ -50,8 +44,7 @@ class ChosenStrategy(NamedTuple):
 def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
     """`<name>_plugin=` and `<name>_plugins=` are `strategy=` under an older name: takes such arguments out of `older`.
 
-    Raises `TypeError` if an object is no strategy, `ValueError` if two strategies were given, or an
-    object goes by other names.
+    Raises `TypeError` if an object is none, `ValueError` for two strategies and for other names.
     """
     chosen, by = ChosenStrategy(strategy), f"strategy={strategy!r}"
     for argument in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
@@ -128,5 +121,5 @@ def refuse_keywords(call: str, given: Mapping[str, object]) -> None:
     """Raises `TypeError` for keyword arguments that a call does not have."""
     if given:
         raise TypeError(
-            f"{call} got {', '.join(sorted(given))}, which it does not take. Leave them out: a checkpoint plugin takes its options itself."
+            f"{call} got {', '.join(sorted(given))}, and has no such options. Leave them out: a plugin takes its own in its constructor."
         )

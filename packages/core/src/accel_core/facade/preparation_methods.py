@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from accel_core.collectives.run_seed import agree_seed
+from accel_core.contract.loader_progress import RunningLoader
 from accel_core.contract.precision_policy import remove_policy
 from accel_core.facade.accelerator_parts import AcceleratorParts
+from accel_core.facade.process_methods import shown
 from accel_core.loading.index_source import as_data_loader
 from accel_core.loop import fused_backward
 from accel_core.loop import preparation as preparing
@@ -26,11 +28,14 @@ from accel_core.loop.preparation import (
     require,
 )
 from accel_core.loop.scheduler_gate import gate_scheduler, is_scheduler
+from accel_core.options.resolution import flag
 
 if TYPE_CHECKING:
     import os
 
-    Placements = Sequence[bool] | None
+    from accel_core.options.handlers import KwargsHandler
+
+    Moved = Sequence[bool] | None
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -42,23 +47,70 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
+def _of_loader(name: str, text: str) -> Any:
+    """A read-only property: the attribute of the loader component, None where it has none."""
+    return property(lambda self: getattr(self._parts.loader, name, None), doc=text)
+
+
 class PreparationMethods(AcceleratorParts):
-    """The methods by which objects of the user's are prepared, and given back."""
+    """The methods by which objects of the user's are prepared, and given back; and the settings of the loader component."""
+
+    dataloader_config: KwargsHandler | None = shown(
+        "_dataloader_config", "The loader options that were given as an object."
+    )
+    split_batches: bool | None = _of_loader(
+        "split_batches", "Whether a loader's batch size is that of the whole world; None: the component does not say."
+    )
+    dispatch_batches: bool | None = _of_loader("dispatch_batches", "Whether one rank reads a loader for all ranks.")
+    use_seedable_sampler: bool | None = _of_loader(
+        "use_seedable_sampler", "Whether loaders shuffle by `torch.randperm`, seeded by epoch; None: it does not say."
+    )
+    non_blocking: bool | None = _of_loader("non_blocking", "Whether the host goes on while batches are copied.")
+
+    @property
+    def even_batches(self) -> bool | None:
+        """Whether an incomplete last global batch is filled; None: it is not known.
+
+        It may be assigned between two windows, and holds for loaders that are prepared afterwards.
+        """
+        return getattr(self._parts.loader, "even_batches", None)
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        value = flag("even_batches", even, "", None).value
+        self._accumulation.refuse_in_window("even_batches", even)
+        if self.even_batches is None:
+            raise AttributeError("even_batches was assigned, but the loader component has none. Install accel-data.")
+        self._parts.loader.even_batches = value  # type: ignore[attr-defined]
+
+    @property
+    def rng_types(self) -> list[str] | None:
+        """The random streams that ranks share whenever a loader is iterated; None: they are not known."""
+        shared = getattr(self._parts.loader, "rng_types", None)
+        return None if shared is None else list(shared)
+
+    @property
+    def running_loader(self) -> RunningLoader | None:
+        """The prepared loader that is being iterated, the innermost one, and its present batch; None outside of such loops."""
+        passage = self._feed.newest()
+        if passage is None:
+            return None
+        loaders = self._prepared.loaders
+        loader = next((each for each in loaders if getattr(each, "_accel_outlet", None) is passage.by), None)
+        return RunningLoader(loader, passage.remaining, passage.rows)
 
     @overload
-    def prepare(self, a: A, /, *, device_placement: Placements = None) -> A: ...
+    def prepare(self, a: A, /, *, device_placement: Moved = None) -> A: ...
     @overload
-    def prepare(self, a: A, b: B, /, *, device_placement: Placements = None) -> tuple[A, B]: ...
+    def prepare(self, a: A, b: B, /, *, device_placement: Moved = None) -> tuple[A, B]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Placements = None) -> tuple[A, B, C]: ...
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Moved = None) -> tuple[A, B, C]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, d: D, /, *, device_placement: Placements = None) -> tuple[A, B, C, D]: ...
+    def prepare(self, a: A, b: B, c: C, d: D, /, *, device_placement: Moved = None) -> tuple[A, B, C, D]: ...
     @overload
-    def prepare(
-        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: Placements = None
-    ) -> tuple[A, B, C, D, E]: ...
+    def prepare(self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: Moved = None) -> tuple[A, B, C, D, E]: ...
     @overload
-    def prepare(self, *objects: Any, device_placement: Placements = None) -> Any: ...
+    def prepare(self, *objects: Any, device_placement: Moved = None) -> Any: ...
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
 
@@ -82,8 +134,8 @@ class PreparationMethods(AcceleratorParts):
     ) -> ModelT:
         """Prepares one model.
 
-        `device_placement`: whether it is moved to the device; None: as the Accelerator was told.
-        With `evaluation_mode` precision and compilation apply, and nothing else.
+        `device_placement` None: as the Accelerator was told. With `evaluation_mode` precision and
+        compilation apply, and nothing else.
         """
         given = None if device_placement is None else [device_placement]
         check_device_placement(given, [model], self._parts.strategy.places_models)
@@ -106,16 +158,9 @@ class PreparationMethods(AcceleratorParts):
             return data_loader
         if self._prepared.seed is None:
             self._prepared.seed = agree_seed(self._world, getattr(self._parts.loader, "data_seed", None))
-        prepared = self._relay.prepare_loader(
-            data_loader,
-            self._layout.shard,
-            self._feed,
-            self._placement(device_placement),
-            self._prepared.seed,
-            len(self._prepared.loaders),
-            self._layout.data_group,
-            slice_fn_for_dispatch,
-        )
+        shard, group, number = self._layout.shard, self._layout.data_group, len(self._prepared.loaders)
+        own = (self._placement(device_placement), self._prepared.seed, number, group, slice_fn_for_dispatch)
+        prepared = self._relay.prepare_loader(data_loader, shard, self._feed, *own)
         preparing.warn_of_empty(prepared)
         self._prepared.loaders.append(prepared)
         return prepared
@@ -138,8 +183,7 @@ class PreparationMethods(AcceleratorParts):
     def prepare_optimizer(self, optimizer: OptimizerT, device_placement: bool | None = None) -> OptimizerT:
         """Prepares one optimizer, in place: `step` and `zero_grad` wait for the end of the window.
 
-        It may be built before or after its model was prepared. `device_placement`: whether state
-        that it has already is moved to the device of its parameters.
+        `device_placement`: whether its state is moved to the device of its parameters.
         """
         require("prepare_optimizer()", optimizer, Optimizer, "a torch.optim.Optimizer")
         self._relay.check_optimizer(optimizer)
@@ -189,8 +233,7 @@ class PreparationMethods(AcceleratorParts):
             accelerator.mark_forward_method(agent, "act")
             loss = loss_fn(agent.act(observation))  # gradients are averaged as after agent(observation)
 
-        Copies of the model have it too. Raises `ValueError` if the model is not prepared, or has no
-        such method.
+        Copies of the model have it too. Raises `ValueError` if the model is not prepared.
         """
         record = self._prepared.find_model(model)
         if record is None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_core.facade.accelerator_parts import AcceleratorParts
 
 if TYPE_CHECKING:
-    from accel_core.tracking.handle import TrackerHandle
-    from accel_core.tracking.tracker import GeneralTracker
+    from accel_core.tracking.tracker import GeneralTracker, TrackerHandle
 
 
 class RecordingMethods(AcceleratorParts):
@@ -28,7 +27,7 @@ class RecordingMethods(AcceleratorParts):
         They start with the first record, so that a `load_state` in between can go on with the run
         of the checkpoint, unless `resume=False`. `config` is stored readably, whatever it is;
         `init_kwargs[name]` is handed to that service's own start. Raises `RuntimeError` if the run
-        has begun, `TypeError` or `ValueError` for other arguments and unknown names.
+        has begun.
         """
         if self._trackers is not None:
             self._trackers.init(project_name, config, init_kwargs, resume=resume)
@@ -44,9 +43,8 @@ class RecordingMethods(AcceleratorParts):
         `values` maps names to numbers, tensors of one element, texts, `Histogram`s, a service's own
         objects, or dicts of these. `step` is at least 0; None: the one after the largest so far.
         `log_kwargs[name]` goes to that tracker's own log. Raises `RuntimeError` before
-        `init_trackers`, `TypeError` or `ValueError` for arguments of another type. What cannot be
-        recorded and a tracker that fails are warnings; under `TrackingKwargs(strict=True)` errors,
-        of a tracker `TrackerError`.
+        `init_trackers`. What cannot be recorded and a tracker that fails are warnings; under
+        `TrackingKwargs(strict=True)` errors.
         """
         if self._trackers is not None:
             self._trackers.log(values, step, log_kwargs)
@@ -64,8 +62,7 @@ class RecordingMethods(AcceleratorParts):
         `values` maps names to an image or several: tensors (C, H, W) or (N, C, H, W), arrays (H, W,
         C) or (N, H, W, C), both also (H, W), or images of PIL; `dataformats` names another order,
         such as "NHWC". C is 1, 3 or 4; values are uint8, booleans, or floats in 0 … 1. `step`: None
-        is the largest one that was logged. Raises as `log`; what is no image is left out, with a
-        warning.
+        is the largest one that was logged.
         """
         if self._trackers is not None:
             self._trackers.log_images(values, step, log_kwargs, dataformats)
@@ -82,8 +79,7 @@ class RecordingMethods(AcceleratorParts):
         """Records a table with every tracker that has them. No collective.
 
         Give `columns` (names) and `data` (rows with a cell per column), or a `dataframe` of pandas
-        or polars. `step`: None is the last one that was logged. Raises as `log`; what is no table
-        is left out, with a warning.
+        or polars. `step`: None is the last one that was logged.
         """
         if self._trackers is not None:
             self._trackers.log_table(table_name, (columns, data, dataframe), step, log_kwargs)
@@ -91,14 +87,11 @@ class RecordingMethods(AcceleratorParts):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, when all that was handed over to it is recorded, or after `stall_timeout`. No collective.
 
-        Gives a `TrackerHandle`, which records with this tracker alone; a `GeneralTracker` itself;
-        with `unwrap` the service's own object. Where it does not record, an object that takes every
-        call and does nothing. Raises `ValueError` if `log_with` has no tracker of that name.
+        A `TrackerHandle`, which records with this tracker alone; a `GeneralTracker` itself; with
+        `unwrap` the service's own object. Where it does not record, an object that does nothing.
         """
         if self._trackers is None:
-            raise ValueError(
-                f"get_tracker({name!r}) was called, but log_with asks for no tracker. Write Accelerator(log_with={name!r})."
-            )
+            raise ValueError(f"get_tracker({name!r}) was called, but log_with asks for none. Write log_with={name!r}.")
         return self._trackers.get(name, unwrap)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,13 +24,7 @@ GROUP: Group = "accel.trackers"
 
 @dataclass
 class Chosen:
-    """The trackers of a run.
-
-    Args:
-        source: who asked for them: "argument", a variable, "default".
-        selected: in the order in which they were asked for.
-        left_out: of what `"all"` stands for, what cannot be used here: name → why.
-    """
+    """The trackers of a run in their order, who asked for them, and of `"all"` what cannot be used here: name → why."""
 
     source: str = "default"
     selected: list[Selected] = field(default_factory=list)
@@ -39,16 +32,15 @@ class Chosen:
 
     @property
     def names(self) -> list[str]:
-        """Those of the trackers."""
+        """The names of the trackers."""
         return [name_of(each.component) for each in self.selected]
 
 
 def choose(option: Option[Any], offers: Sequence[Offer], sections: Sections) -> Chosen:
     """The trackers that `log_with` asks for. Imports no service.
 
-    Raises `NotInstalledError` for a name whose distribution or service is not installed,
-    `PluginError` for a name that nothing offers, `TypeError` for what is neither a name nor a
-    tracker, `ValueError` for two trackers of one name.
+    Raises `NotInstalledError` for what is not installed, `PluginError` for a name that nothing
+    offers, `TypeError` for what is no tracker, `ValueError` for two trackers of one name.
     """
     listed = option.value if isinstance(option.value, (list, tuple, set, frozenset)) else [option.value]
     listed = [each.value if isinstance(each, Enum) else each for each in listed]
@@ -58,15 +50,15 @@ def choose(option: Option[Any], offers: Sequence[Offer], sections: Sections) -> 
     for each in listed:
         if not isinstance(each, str):
             chosen.selected.append(_passed(each, offers, sections))
-        elif each not in names and each != ALL:  # a name that is given twice is one tracker
+            continue
+        if each not in names and each != ALL:  # a name that is given twice is one tracker
             selected, why = _named(find(GROUP, each, offers), offers, sections)
             if why is not None:
                 raise NotInstalledError(
                     f"The tracker {each!r} was asked for ({chosen.source}), and cannot be used here: {why}"
                 )
             chosen.selected.append(selected)
-        if isinstance(each, str):
-            names.add(each)
+        names.add(each)
     _check_names(chosen)
     if ALL in names:
         _choose_all(chosen, offers, sections)
@@ -86,16 +78,13 @@ def name_of(tracker: object) -> str:
 def _choose_all(chosen: Chosen, offers: Sequence[Offer], sections: Sections) -> None:
     """Adds everything that is installed and usable, and goes by a name of its own."""
     apart = {each.offer for each in chosen.selected}
-    for offer in offers:
-        if offer.group != GROUP or offer in apart:
-            continue
+    for offer in [each for each in offers if each.group == GROUP and each not in apart]:
         try:
             selected, why = _named(offer, offers, sections)
+            if why is None and (name := name_of(selected.component)) in chosen.names:
+                why = f"another tracker goes by the name {name!r}"
         except Exception as error:  # noqa: BLE001  (a broken tracker that nobody asked for by name)
-            chosen.left_out[offer.name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-            continue
-        if why is None and name_of(selected.component) in chosen.names:
-            why = f"another tracker goes by the name {name_of(selected.component)!r}"
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
         if why is None:
             chosen.selected.append(selected)
         else:
@@ -122,25 +111,19 @@ def _passed(tracker: object, offers: Sequence[Offer], sections: Sections) -> Sel
 
 def _check_kind(tracker: object, where: str) -> None:
     if not isinstance(tracker, (Tracker, GeneralTracker)):
-        hint = " Folders belong to project_dir." if isinstance(tracker, os.PathLike) else ""
         raise TypeError(
-            f"{where} gives a {type(tracker).__name__}, expected trackers: names of installed ones, 'all', or objects of subclasses of "
-            f"accel_core.Tracker.{hint}"
+            f"{where} gives a {type(tracker).__name__}, expected trackers: names of installed ones, 'all', or accel_core.Tracker objects."
         )
     if not name_of(tracker):
-        raise TypeError(
-            f"{type(tracker).__name__} has no name, by which it could be asked for. Give its class the attribute name = '...'."
-        )
+        raise TypeError(f"{type(tracker).__name__} has no name. Give its class the attribute name = '...'.")
 
 
 def _check_names(chosen: Chosen) -> None:
-    names = chosen.names
-    twice = {name for name in names if names.count(name) > 1}
+    twice = {name for name in chosen.names if chosen.names.count(name) > 1}
     if twice:
         kinds = [type(each.component).__name__ for each in chosen.selected if name_of(each.component) in twice]
         raise ValueError(
-            f"log_with has {' and '.join(kinds)}, which go by the name {min(twice)!r}, and options and get_tracker() could not tell "
-            f"them apart. Leave one of them out, or give it another name."
+            f"log_with has {' and '.join(kinds)}, which go by the name {min(twice)!r}. Give one another name."
         )
 
 

@@ -1,8 +1,7 @@
 """Trackers: objects that record a run where people look at it, in a file or with a service.
 
-New trackers are written as a `Tracker`; `GeneralTracker` is an older spelling, for classes that
-exist already. Both are handed plain Python values, and no tensor that the training goes on with. An
-object of another type is handed, as it is, to those that take it.
+New trackers are written as a `Tracker`; `GeneralTracker` is for classes that exist already. Both
+are handed plain Python values, and no tensor that the training goes on with.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
+    from accel_core.contract.default_components import Recorder
     from accel_core.tracking.values import Bins, Table
 
 
@@ -24,15 +24,12 @@ class TrackedRun:
 
     Args:
         project: its project, as given to `init_trackers`.
-        run_id: of this run: the same for all trackers, and again when a run is resumed. Letters,
-            digits, "-" and "_"; fit to be the id of the run with a service.
+        run_id: the same for all trackers, and when a run is resumed: letters, digits, "-" and "_".
         config: what the user configured, as JSON has it.
-        directory: a folder of this run alone, which need not exist yet; None unless the tracker
-            requires one.
-        options: `init_kwargs[name]`: what the user wants to be handed to the service's own start.
+        directory: a folder of this run alone, if the tracker requires one; it need not exist yet.
+        options: `init_kwargs[name]`: for the service's own start.
         resumed: what `state()` said in the run that goes on here; None: this is a new run.
-        step: the next step that will be recorded if nobody says another. What a resumed run has
-            recorded from here on is going to be recorded again.
+        step: the next step; a resumed run records again what it has recorded from here on.
     """
 
     project: str
@@ -51,16 +48,13 @@ class Tracker:
     thread of the tracker's own, one after the other: `start`, any number of records, `finish`. One
     that raises is reported once and the tracker is switched off; the training goes on. A record
     that the service cannot hold is refused by a `RecordRefusedError`, and only that one is left
-    out. A method that takes minutes is given up.
-
-    The constructor is the schema of the tracker's options. It neither imports the service nor opens
-    anything.
+    out. A method that takes minutes is given up. The constructor is the schema of the tracker's
+    options, and neither imports the service nor opens anything.
 
     Attributes:
         name: by which it is asked for: `get_tracker(name)`, `init_kwargs={name: ...}`.
         requires_logging_directory: whether it is given a folder; an attribute or a property.
-        main_process_only: whether the main process alone records; else every process does, each for
-            itself.
+        main_process_only: whether the main process alone records; else each process for itself.
     """
 
     name: ClassVar[str] = ""
@@ -75,10 +69,7 @@ class Tracker:
 
     @classmethod
     def unusable(cls) -> str | None:
-        """The reason why it cannot be used here, and what to type; None if it can.
-
-        Imports no service; `importlib.util.find_spec` says enough.
-        """
+        """The reason why it cannot be used here, and what to type; None if it can. Imports no service."""
         return None
 
     @property
@@ -91,74 +82,50 @@ class Tracker:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """The data that `start` needs to go on with this run, as JSON has it: often the run's id.
-
-        Called after `start`, and by every `save_state`, when all that was logged before it is
-        recorded.
-        """
+        """The data that `start` needs to go on with this run, as JSON has it. Called after `start` and by every `save_state`."""
         return {}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """Records values: name → int, float (also nan and inf), text, or an object that `records` accepts.
 
-        Names of nested dicts are joined by "/". `step` is at least 0, and may be an earlier one
-        again. `options` are `log_kwargs[name]` of the user's call. If the record has histograms
-        too, `log_histograms` is given the same ones: pass over those that only the other method
-        has, and raise a TypeError that names what neither has.
+        Names of nested dicts are joined by "/". `step` is at least 0, and may be an earlier one.
+        `options` are `log_kwargs[name]`. If the record has histograms too, `log_histograms` is given
+        the same ones: raise a TypeError for those that neither method has.
         """
         raise NotImplementedError
 
     def records(self, value: object) -> bool:  # noqa: ARG002
-        """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types.
-
-        Tensors are copies on the host; of a list the list itself is a copy, and not what stands in it.
-        """
+        """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types."""
         return False
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """Records images: name → tensors (height, width, channels), uint8, on the CPU, with 1, 3 or 4 channels.
 
-        Not overridden: the tracker has no images, which is said once where there are some.
+        Not overridden, as the two below: the tracker has none, which is said once where there are some.
         """
         raise NotImplementedError
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """Records a table. Not overridden: the tracker has no tables, which is said once where there is one."""
+        """Records a table."""
         raise NotImplementedError
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """Records histograms by name; for the options see `log`. A record of histograms alone reaches this method only.
-
-        Not overridden: the tracker has none, which is said once where there is one.
-        """
+        """Records histograms by name; for the options see `log`. A record of histograms alone reaches this method only."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Makes what was recorded readable by others as far as that takes no network. Called when nothing was logged for seconds, and
-        in `save_state`.
-        """
+        """Makes what was recorded readable by others as far as that takes no network. Called in `save_state`, and in pauses."""
 
     def finish(self, failed: bool) -> None:
-        """Closes the run; nothing is called after it.
-
-        `failed`: whether the run did, as `end_training` was told, or found; whether an exception
-        ended the program before; or the tracker was switched off.
-        """
+        """Closes the run; nothing is called after it. `failed`: whether the run did, or the tracker was switched off."""
 
 
 class GeneralTracker:
     """The older way to write a tracker: subclass it, and pass an object of the class to `Accelerator(log_with=...)`.
 
     A subclass has the attributes `name` and `requires_logging_directory`, and `tracker`, the
-    service's own object. Its methods are called with plain Python values in place of tensors, in a
-    thread of its own.
-
-    Attributes:
-        main_process_only: whether the main process alone records; else every process does, each for
-            itself.
-
-    Raises:
-        NotImplementedError: if the class lacks one of the three, naming all that are missing.
+    service's own object; one that lacks them raises `NotImplementedError` when it is made. Its
+    methods are called with plain Python values in place of tensors, in a thread of its own.
     """
 
     name: Any
@@ -169,12 +136,11 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [name for name in ("name", "requires_logging_directory", "tracker") if not hasattr(type(self), name)]
-        missing = [name for name in missing if name not in vars(self)]
+        known = {*dir(type(self)), *vars(self)}
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in known]
         if missing:
             raise NotImplementedError(
-                f"{type(self).__name__} lacks {', '.join(missing)}, which a GeneralTracker has as attributes of its class. Add "
-                f"them: name = '...', requires_logging_directory = False, and tracker as a property."
+                f"{type(self).__name__} lacks {', '.join(missing)}: add them as attributes of the class."
             )
 
     def start(self) -> None:
@@ -188,3 +154,49 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Closes the run."""
+
+
+class TrackerHandle:
+    """Records with one tracker as the Accelerator does with all: in its turn, in the tracker's thread, with a failure isolated.
+
+    Further attributes are the tracker's, when all is recorded: `handle.writer` of TensorBoard.
+    """
+
+    def __init__(self, trackers: Recorder, tracker: Tracker) -> None:
+        self._trackers = trackers
+        self._tracker = tracker
+        self.name: str = tracker.name
+
+    @property
+    def tracker(self) -> Any:
+        """The service's own object, as `get_tracker(name, unwrap=True)` returns it. Begins the run."""
+        return self._trackers.get(self.name, unwrap=True)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Logs as `Accelerator.log` does, with this tracker alone; the options are its own `log_kwargs`."""
+        self._trackers.log(values, step, {self.name: options}, only=self.name)
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, *, dataformats: str | None = None, **options: Any
+    ) -> None:
+        """Logs images as `Accelerator.log_images` does, with this tracker alone."""
+        self._trackers.log_images(values, step, {self.name: options}, dataformats, only=self.name)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Logs a table as `Accelerator.log_table` does, with this tracker alone."""
+        self._trackers.log_table(table_name, (columns, data, dataframe), step, {self.name: options}, only=self.name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copying and pickling ask for
+            raise AttributeError(name)
+        if not hasattr(type(self._tracker), name) and name not in vars(self._tracker):
+            raise AttributeError(f"Neither TrackerHandle nor {type(self._tracker).__name__} has an attribute {name!r}.")
+        return getattr(self._trackers.caught_up(self.name), name)
