@@ -65,7 +65,7 @@ class WindowLoop:
         models = trained if any(model is each for each in trained) else [*trained, model]
         if prepared.gradients.are_elsewhere and any(map(torch.any, prepared.gradients.waiting())):
             raise RuntimeError(
-                "forward_backward() weighs a whole window, and gradients of backwards inside no_sync() wait to travel. "
+                "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel. "
                 "Let a backward outside of it synchronise them, or drop them by optimizer.zero_grad()."
             )
         earlier = prepared.gradients.set_aside(parameters)
