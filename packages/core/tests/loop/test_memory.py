@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from accel_core import Accelerator, CollectiveMismatchError, World
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
@@ -275,3 +276,28 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_all_with_the_reason() -> None
     waiting, alone = failure.value.reports
     assert "ranks [0] have not ended the attempt. A rank that runs out of memory alone" in alone.traceback
     assert "`train` was tried with a batch size of 128, and DefaultCPUAllocator" in waiting.traceback
+
+
+def one_never_ends():
+    world = World.current(timeout=timedelta(seconds=40))
+    store = distributed_c10d._get_default_store()
+    if world.rank == 0:
+        store.set_timeout(timedelta(seconds=1))
+
+    @find_executable_batch_size(patience=1)
+    def train(batch_size: int) -> None:
+        if world.rank == 1:
+            store.wait(["given up"], timedelta(seconds=30))
+            raise RuntimeError(NO_ROOM)
+
+    result = outcome(train)
+    if world.rank == 0:
+        store.set_timeout(timedelta(seconds=30))
+        store.set("given up", "")
+    return result[1]
+
+
+def test_a_rank_that_has_room_gives_up_when_the_store_does() -> None:
+    first, second = run_ranks(one_never_ends, 2)
+    assert "and there was room on this rank; but ranks [1] have not ended the attempt" in first
+    assert "ranks [0] have not ended the attempt" in second

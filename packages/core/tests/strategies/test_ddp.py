@@ -473,10 +473,13 @@ def wrappers_again() -> dict[str, Any]:
         "class": type(accelerator.unwrap_model(again)).__name__,
     }
     unused = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    with pytest.raises(
-        ValueError, match="called under DDP with find_unused_parameters=True.* Run the last forward outside"
+    with (
+        pytest.raises(
+            ValueError, match="called under DDP with find_unused_parameters=True.* Run the last forward outside"
+        ),
+        unused.trigger_sync_in_backward(unused.prepare(net())),
     ):
-        unused.trigger_sync_in_backward(unused.prepare(net()))
+        pass
     unused.end_training()
     accelerator.end_training()
     with pytest.raises(

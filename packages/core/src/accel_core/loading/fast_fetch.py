@@ -1,8 +1,4 @@
-"""From index batches to batches, as torch's default does it, bit for bit, without its detours for plain samples.
-
-Flat dicts or tuples of tensors can be stacked directly, and the rows of a `TensorDataset` indexed at
-once; what is not plainly of these shapes is left to torch.
-"""
+"""From index batches to batches, as torch's default does it, bit for bit, without its detours for plain samples."""
 
 from __future__ import annotations
 
@@ -32,11 +28,6 @@ def fetches_plainly(loader: DataLoader[Any]) -> bool:
         and loader.collate_fn is default_collate
         and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
     )
-
-
-def draw_base_seed(generator: torch.Generator | None) -> None:
-    """Draws as torch does for the seeds of its workers even when there are none; the streams that follow depend on it."""
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def plain_batches(dataset: Any, opening: SourceIteration, outlet: Outlet) -> Iterator[Any]:
@@ -79,12 +70,8 @@ def fetching(dataset: Any) -> Callable[[list[int]], Any]:
 
 def _is_indexed_plainly(tensor: torch.Tensor) -> bool:
     """Whether `tensor[[i, j]]` is the stack of `tensor[i]` and `tensor[j]`, strides and autograd history included."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
-        and tensor.is_contiguous()
-    )
+    special = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
+    return _is_plain_tensor(tensor) and not special and tensor.is_contiguous()
 
 
 def _rows_at(tensors: tuple[torch.Tensor, ...], indices: Any, fetch: Callable[[Any], Any]) -> Any:

@@ -1,13 +1,11 @@
-"""Reads of a loader's iteration: index batches, each with a note of its position.
-
-Loader components bring sources of their own; `LocalSource` is the core's, for a world of one.
-"""
+"""Reads of a loader's iteration: index batches, each with a note of its position; and streams of batches."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, Protocol, TypeVar, cast
 
@@ -24,17 +22,16 @@ countable), and how many samples all ranks have read of the epoch once it is yie
 _TRUSTED = (data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
 
 
+@dataclass(slots=True, eq=False)
 class SourceProgress:
     """The progress of an iteration in its epoch, in samples over all ranks: by what was yielded, not by what was fetched."""
 
-    __slots__ = ("epoch", "finished", "samples")
-
-    def __init__(self, epoch: int = 0, samples: int = 0) -> None:
-        self.epoch = epoch
-        self.samples = samples
-        self.finished = False
+    epoch: int = 0
+    samples: int = 0
+    finished: bool = False
 
 
+@dataclass(eq=False)
 class SourceIteration:
     """One iteration over a source: its reads, and in `notes` those that torch has taken but not yet delivered.
 
@@ -42,13 +39,10 @@ class SourceIteration:
     for it: to open one may draw random numbers.
     """
 
-    __slots__ = ("__weakref__", "before", "notes", "progress", "reads")
-
-    def __init__(self, reads: Iterator[IndexRead], progress: SourceProgress | None = None) -> None:
-        self.reads = reads
-        self.before: dict[str, Any] = {}
-        self.notes: deque[IndexRead] = deque()
-        self.progress = progress or SourceProgress()
+    reads: Iterator[IndexRead]
+    progress: SourceProgress = field(default_factory=SourceProgress)
+    before: dict[str, Any] = field(default_factory=dict)
+    notes: deque[IndexRead] = field(default_factory=deque)
 
     def start(self) -> None:
         """The iterator is advanced for the first time. An iterator that never is has not begun an epoch."""
@@ -65,18 +59,14 @@ class IndexSource(Protocol):
     def __len__(self) -> int: ...
 
 
+@dataclass(eq=False)
 class LocalSource:
-    """The source for a single process: all index batches, in the order of the loader's own sampler.
+    """The source for a single process: all index batches, in the order of the loader's own sampler."""
 
-    `batched`: whether that gives batches, or single indices. `endless`: they mean nothing, as the
-    set is iterable.
-    """
-
-    def __init__(self, sampler: Any, *, batched: bool, endless: bool) -> None:
-        self.sampler = sampler
-        self.batched = batched
-        self.endless = endless
-        self.skipped = 0
+    sampler: Any
+    batched: bool  # whether that gives batches, or single indices
+    endless: bool  # whether they mean nothing, as the set is iterable
+    skipped: int = 0
 
     def open(self, feed: Feed) -> SourceIteration:
         """Begins an iteration."""
@@ -106,7 +96,7 @@ def source_after(source: T, batches: int) -> T:
     """A copy of a source of which every iteration leaves out so many more batches."""
     if type(batches) is not int or batches < 0:
         raise ValueError(
-            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, a whole number of at least 0."
+            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, from 0 on."
         )
     twin: Any = copy.copy(source)
     twin.skipped += batches
@@ -177,7 +167,7 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
         return loader
     if not is_batch_stream(loader):
         raise TypeError(
-            f"prepare_data_loader() was given a {type(loader).__name__}, expected a torch.utils.data.DataLoader, or an iterable of "
-            f"batches with state_dict() and load_state_dict(). prepare() takes objects of any kind."
+            f"prepare_data_loader() was given a {type(loader).__name__}, expected a torch.utils.data.DataLoader, or an "
+            f"iterable of batches with state_dict() and load_state_dict(). prepare() takes objects of any kind."
         )
     return DataLoader(BatchStream(loader), batch_size=None)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_core.base.class_override import overridden_class
 from accel_core.base.nested import to_device
 from accel_core.contract.loader_progress import Feed, Passage
-from accel_core.loading.fast_fetch import draw_base_seed, fetches_plainly, plain_batches
+from accel_core.loading.fast_fetch import fetches_plainly, plain_batches
 from accel_core.loading.index_source import (
     IndexRead,
     IndexSource,
@@ -33,22 +34,13 @@ from accel_core.loading.index_source import (
 )
 from accel_core.processes import random_state
 
-SETTLE = 0.005
-"""Seconds before workers are forked in a process that has just communicated.
-
-A thread of the backend may be about to let go of a tensor, and a worker that is forked then waits
-for ever for the lock of Python that it holds (before CPython 3.13; one worker in some thousands)."""
-
 
 @dataclass(eq=False)
 class Outlet:
-    """The feed of a prepared loader, and the device to which it moves batches (None: they stay).
-
-    Copies of a loader share the feed; a pickled one reports to a feed of its own.
-    """
+    """Where the batches of a prepared loader go. A pickled loader reports to a feed of its own, a copy to the same."""
 
     feed: Feed
-    device: torch.device | None
+    device: torch.device | None  # None: they stay
     non_blocking: bool = False  # whether copies out of pinned memory are not waited for
 
     def placed(self, batch: Any) -> Any:
@@ -71,39 +63,34 @@ class Outlet:
         return Outlet, (Feed(self.feed.lookahead), self.device, self.non_blocking)
 
 
+@dataclass(eq=False)
 class IndexBatches:
-    """Stands where the user's batch sampler stood, with its other attributes, and hands torch what the source reads.
+    """Stands where the user's batch sampler stood, with its other attributes, and hands torch what the source reads."""
 
-    `strict`: whether each batch has to be matched with its index batch, because it may be padded.
-    Where the loader's class iterates in its own way, `delivered` is the count of torch's latest
-    iterator, and `bypassed` whether the class has yielded batches without asking torch for any.
-    """
-
-    def __init__(self, source: IndexSource, outlet: Outlet, original: Any, strict: bool) -> None:
-        self.source = source
-        self.outlet = outlet
-        self.original = original
-        self.strict = strict
-        self.opened: SourceIteration | None = None
-        self.delivered: list[int] | None = None
-        self.bypassed = False
-        self._streams: dict[str, Any] | None = None
-        self._undisturbed = random_state.restored_after_first
+    source: IndexSource
+    outlet: Outlet
+    original: Any
+    strict: bool  # whether each batch has to be matched with its index batch, because it may be padded
+    opened: SourceIteration | None = None
+    delivered: list[int] | None = None  # the count of torch's latest iterator, if the loader's class has its own way
+    bypassed: bool = False  # whether that class has yielded batches without asking torch for any
+    _restored: partial[Iterator[IndexRead]] | None = None
 
     def begin(self) -> None:
         """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them."""
         # What torch and samplers draw to begin an epoch was drawn before the streams were saved; so was, between two epochs,
         # what torch draws to start workers that persist.
-        self.opened = None
-        resumes, restarts = getattr(self.source, "resumes", False), getattr(self.source, "restarts_workers", False)
-        self._streams = random_state.capture_random_state(self.outlet.device) if resumes or restarts else None
-        self._undisturbed = random_state.restored_after_first if resumes else random_state.restored_before_first
+        self.opened = self._restored = None
+        resumes, device = getattr(self.source, "resumes", False), self.outlet.device
+        if resumes or getattr(self.source, "restarts_workers", False):
+            restored = random_state.restored_after_first if resumes else random_state.restored_before_first
+            self._restored = partial(restored, before=random_state.capture_random_state(device), device=device)
 
     def open(self) -> SourceIteration:
         """Begins an iteration of the source."""
         opening = self.source.open(self.outlet.feed)
-        if self._streams is not None:
-            opening.reads = self._undisturbed(opening.reads, self._streams, self.outlet.device)
+        if self._restored is not None:
+            opening.reads = self._restored(opening.reads)
         return opening
 
     def take(self, start: bool = True) -> SourceIteration | None:
@@ -130,7 +117,7 @@ class IndexBatches:
         return getattr(self.original, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "opened": None, "delivered": None, "_streams": None}
+        return {**self.__dict__, "opened": None, "delivered": None, "_restored": None}
 
 
 class CountingIterator:
@@ -179,7 +166,8 @@ class PreparedLoader(_Base):
         indices.begin()
         if fetches_plainly(self):
             opening = indices.open()
-            draw_base_seed(self.generator)
+            # As torch does for the seeds of workers even when there are none; the random streams depend on it.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             return plain_batches(self.dataset, opening, outlet)
         inner: Any = super().__iter__()
         if isinstance(self.dataset, IterableDataset):  # its batches have no indices by which to leave them out
@@ -191,7 +179,9 @@ class PreparedLoader(_Base):
 
     def _get_iterator(self) -> Any:
         if self.num_workers and dist.is_available() and dist.is_initialized():
-            time.sleep(SETTLE)
+            # A thread of the backend may be about to let go of a tensor, and a worker that is forked then waits for ever for the
+            # lock of Python that it holds (before CPython 3.13; one worker in some thousands).
+            time.sleep(0.005)
         inner = super()._get_iterator()
         if not _iterates_by_itself(self):
             return inner
@@ -261,8 +251,8 @@ def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **
     """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes."""
     if isinstance(loader, PreparedLoader):
         raise ValueError(
-            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass the loader "
-            f"that you built, or go on with the one that prepare() returned."
+            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass "
+            f"the loader that you built, or go on with the one that prepare() returned."
         )
     twin = cast("DataLoader[Any]", _blank(overrides, type(loader)))
     # Not through setattr: torch forbids to set its attributes after the construction.
@@ -320,8 +310,8 @@ def _matched_batches(
 def unmatched_message(how: str) -> str:
     """The message for a loader class that yields `how` it takes ("more batches than"), where each may be padded."""
     return (
-        f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are padded to fill "
-        f"the last global batch cannot be told. Yield one batch for each, or leave the loader out of prepare()."
+        f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are "
+        f"padded cannot be told. Yield one batch for each (to end early, break in your loop), or do not prepare it."
     )
 
 

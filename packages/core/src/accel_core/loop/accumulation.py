@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -23,8 +24,7 @@ class Accumulation:
     """The window of one Accelerator. While it is open, optimizers and schedulers are held back.
 
     `rescale`, a bound method, multiplies the gradients that are pending when a window turns out
-    shorter than it looked when it opened. `sync_with_dataloader`: whether windows close at the end
-    of a loader. `synchronises`: whether gradients stay local until the closing backward.
+    shorter. `synchronises`: whether gradients stay local until the closing backward.
     `mean_over_steps`: whether each micro-batch weighs 1/steps, also in a shorter window.
     """
 
@@ -69,16 +69,8 @@ class Accumulation:
         self.micro_backwards = 0
         if closes is None and self.by_caller and self.open:
             closes = self.position + 1 >= self.steps
-        if closes is not None:
-            if self.position == 0:
-                self._begin_window(None)
-            self.by_caller = True
-            self.position += 1
-            if closes and self.position != self.size:
-                self._settle_size()
-            self.open = not closes
-            return closes
-        if self.steps == 1:
+        by_caller = closes is not None
+        if self.steps == 1 and not by_caller:
             if self.by_caller:
                 self._settle()
                 self.reset()
@@ -86,14 +78,17 @@ class Accumulation:
             self.serial += 1
             self.backwards = 0
             return True
-        remaining = self.feed.begin_step() if self._sync_with_dataloader else None
+        remaining = self.feed.begin_step() if self._sync_with_dataloader and not by_caller else None
         if self.position == 0:
             self._begin_window(remaining)
+        self.by_caller = by_caller
         self.position += 1
-        if remaining == 0 and self.position < self.size:
+        if closes is None:
+            closes = remaining == 0 or self.position >= self.size
+        if closes and self.position != self.size:
             self._settle_size()
-        self.open = self.position < self.size
-        return not self.open
+        self.open = not closes
+        return closes
 
     def leave(self) -> None:
         """The micro-batch has ended."""
@@ -120,7 +115,6 @@ class Accumulation:
         self._settle()
         self.serial += 1
         self.backwards = 0
-        self.by_caller = False
         self.size = self.steps if remaining is None else min(self.steps, remaining + 1)
         self.weight = self._share()
 
@@ -163,8 +157,8 @@ class Accumulation:
         """Raises `RuntimeError` for what may be assigned between two windows only, if one is open."""
         if self.open or self.inside:
             raise RuntimeError(
-                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open. Assign it before the "
-                f"first accumulate() of a window, when accelerator.sync_gradients is True."
+                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open. Assign it "
+                f"before the first accumulate() of a window, when accelerator.sync_gradients is True."
             )
 
     def resize(self, steps: int) -> None:
@@ -205,34 +199,29 @@ def is_state(value: Any) -> bool:
     return sound and (not value["open"] or 0 < value["position"] < value["size"])
 
 
+@dataclass(slots=True)
 class Accumulate:
     """The context manager behind `Accelerator.accumulate`: one micro-batch. A class, because it runs in every step."""
 
-    __slots__ = ("_accumulation", "_closes", "_contexts", "_models", "_no_sync")
-
-    def __init__(
-        self, accumulation: Accumulation, models: Sequence[nn.Module], no_sync: Any, closes: bool | None = None
-    ) -> None:
-        self._accumulation = accumulation
-        self._closes = closes
-        self._models = models
-        self._no_sync = no_sync
-        self._contexts: list[AbstractContextManager[None]] | None = None
+    accumulation: Accumulation
+    models: Sequence[nn.Module]
+    no_sync: Any
+    closes: bool | None = None
+    contexts: Sequence[AbstractContextManager[None]] = ()
 
     def __enter__(self) -> None:
-        accumulation = self._accumulation
-        if accumulation.inside:
+        if self.accumulation.inside:
             raise RuntimeError(
-                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch would be "
-                "counted twice. Name all models in one call: accumulate(generator, discriminator)."
+                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch "
+                "would be counted twice. Name all models in one call: accumulate(generator, discriminator)."
             )
-        if accumulation.enter(self._closes) or accumulation.sync_each_batch:
+        if self.accumulation.enter(self.closes) or self.accumulation.sync_each_batch:
             return
-        self._contexts = [self._no_sync(model) for model in self._models]
-        for context in self._contexts:
+        self.contexts = [self.no_sync(model) for model in self.models]
+        for context in self.contexts:
             context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        for context in reversed(self._contexts or ()):
+        for context in reversed(self.contexts):
             context.__exit__(*raised)
-        self._accumulation.leave()
+        self.accumulation.leave()

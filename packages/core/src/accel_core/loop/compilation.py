@@ -29,18 +29,16 @@ def resolve_compilation(
     if plugin is None:
         option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
         chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")
-        return option, None if chosen is None else _handed_over(TorchDynamoPlugin(backend=chosen, **outside()), chosen)
-    if not isinstance(plugin, TorchDynamoPlugin):
+        plugin = None if chosen is None else TorchDynamoPlugin(backend=chosen, **outside())
+    elif isinstance(plugin, TorchDynamoPlugin):
+        refuse_beside("dynamo_plugin", plugin, "dynamo_backend", backend, VARIABLE)
+        option = Option(plugin.backend, "argument")
+        chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
+    else:
         raise TypeError(f"dynamo_plugin is a {type(plugin).__name__}, expected TorchDynamoPlugin(...).")
-    refuse_beside("dynamo_plugin", plugin, "dynamo_backend", backend, VARIABLE)
-    chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
-    return Option(plugin.backend, "argument"), _handed_over(plugin, chosen)
-
-
-def _handed_over(plugin: TorchDynamoPlugin, backend: Any) -> Mapping[str, Any] | None:
-    given = {**plugin.to_kwargs(), "backend": backend}
-    off = given.pop("disable", False) or backend is None
-    return None if off else given
+    given = {} if plugin is None else {**plugin.to_kwargs(), "backend": chosen}
+    off = given.pop("disable", False) or chosen is None
+    return option, None if off else given
 
 
 def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -55,8 +53,8 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     regions = list(dict.fromkeys(_repeated(model))) if regional else []
     if regional and not regions:
         warnings.warn(
-            f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with members of one "
-            f"class and equal parameters. It is compiled as a whole.",
+            f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with "
+            f"members of one class and equal parameters. It is compiled as a whole.",
             stacklevel=2,
         )
     codes: dict[Hashable, CodeType] = {}
@@ -97,7 +95,7 @@ def _before(module: nn.Module) -> Callable[..., Any] | None:
 def _repeated(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         members = list(module)
-        if len({type(member) for member in members}) == 1 and len({_kind(member) for member in members}) < len(members):
+        if len(set(map(type, members))) == 1 and len(set(map(_kind, members))) < len(members):
             return members
     return [region for child in module.children() for region in _repeated(child)]
 

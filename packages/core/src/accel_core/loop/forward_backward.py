@@ -65,8 +65,8 @@ class WindowLoop:
         models = trained if any(model is each for each in trained) else [*trained, model]
         if prepared.gradients.are_elsewhere and any(map(torch.any, prepared.gradients.waiting())):
             raise RuntimeError(
-                "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel, and would "
-                "be weighed with it. Synchronise them by a backward outside of no_sync(), or drop them by zero_grad()."
+                "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel. "
+                "Let a backward outside of it synchronise them, or drop them by optimizer.zero_grad()."
             )
         earlier = prepared.gradients.set_aside(parameters)
         try:
@@ -88,14 +88,20 @@ class WindowLoop:
             if not parts:
                 raise ValueError(_EMPTY)
             relay.synchronise_gradients()
-            mean, correction = self._settle(parts)
-            prepared.gradients.scale(parameters, correction)
+            total_loss, total_weight = self._total(parts)
+            # The strategy has averaged over the ranks what is to be summed, hence the number of ranks. If nothing was
+            # summed, the gradient is zero, and there is no mean.
+            if total_weight:
+                assert self._reference is not None
+                prepared.gradients.scale(parameters, self._ranks * self._reference / total_weight)
+                self._reference = total_weight / self._ranks  # the same on all ranks, as it has to be
         except BaseException:
             prepared.gradients.drop(parameters, earlier)  # half a window is none: the call may be repeated
             raise
         finally:
             prepared.gradients.bring_back(earlier)
         exact = any(loss.dtype is torch.float64 for loss, _ in parts)
+        mean = total_loss / total_weight if total_weight else math.nan
         return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -106,17 +112,6 @@ class WindowLoop:
             lacking = [str(rank) for rank, length in enumerate(lengths) if not length]
             raise ValueError(f"{_EMPTY} Ranks without: {', '.join(lacking)}.")
         return _filled(given, max(lengths) - len(given))
-
-    def _settle(self, parts: list[Part]) -> tuple[float, float]:
-        """The mean loss over the window and the ranks, and the factor that its gradient still lacks."""
-        total_loss, total_weight = self._total(parts)
-        if total_weight == 0:
-            return math.nan, 1.0  # nothing was summed: the gradient is zero, and there is no mean
-        assert self._reference is not None
-        # The strategy has averaged over the ranks what is to be summed, hence the number of ranks.
-        correction = self._ranks * self._reference / total_weight
-        self._reference = total_weight / self._ranks  # the same on all ranks, as it has to be
-        return total_loss / total_weight, correction
 
     def _total(self, parts: list[Part]) -> tuple[float, float]:
         # Collected on the host at once, so that a device is waited for once in a window.
@@ -148,8 +143,8 @@ def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _checked(result: object) -> Part:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): the loss summed over the "
-            f"micro-batch, and over how many tokens or samples: (cross_entropy(output, y, reduction='sum'), y.numel())."
+            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): "
+            f"(cross_entropy(output, y, reduction='sum'), y.numel()), say."
         )
     loss, weight = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -1,32 +1,26 @@
-"""Methods of a model that compute under another name than `forward`: `agent.act(x)`, `model.training_step(batch)`.
-
-A strategy and a precision act in calls of the prepared model, so a marked method is run as the
-model's forward for the time of a call.
-"""
+"""Methods that compute under another name than `forward`: run as that for a call, as strategies act in calls of models."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 
+@dataclass(eq=False)
 class ForwardMethod:
-    """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own.
+    """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own."""
 
-    `path` is where the user's model is in `prepared`; `function` is not bound.
-    """
-
-    def __init__(self, prepared: nn.Module, path: str, function: Callable[..., Any]) -> None:
-        self._prepared = prepared
-        self._path = path
-        self._function = function
+    prepared: nn.Module
+    path: str  # of the user's model in it
+    function: Callable[..., Any]  # not bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the method, computed in a call of the prepared model."""
-        model = self._prepared.get_submodule(self._path)
+        model = self.prepared.get_submodule(self.path)
         own: dict[str, Any] = vars(model)
         before = {"forward": own["forward"]} if "forward" in own else {}
 
@@ -36,11 +30,11 @@ class ForwardMethod:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             restore()  # the method may call the model
-            return self._function(model, *args, **kwargs)
+            return self.function(model, *args, **kwargs)
 
         own["forward"] = forward
         try:
-            return self._prepared(*args, **kwargs)
+            return self.prepared(*args, **kwargs)
         finally:
             restore()
 

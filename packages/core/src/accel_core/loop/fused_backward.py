@@ -1,8 +1,4 @@
-"""Optimizers that update each parameter during the backward, so that gradients never exist all at once, as LOMO does.
-
-They are known by one method, `fused_backward(loss, lr)`: it runs the backward, and the parameters
-are new when it returns. Accumulation, unscaling, clipping and averages over ranks each raise.
-"""
+"""Optimizers whose method `fused_backward(loss, lr)` runs the backward, and updates each parameter in it, as LOMO does."""
 
 from __future__ import annotations
 
@@ -46,29 +42,28 @@ def fused_backward(
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if fused is None:
         raise TypeError(
-            f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters during the "
-            f"backward; prepared: {names or 'none'}. Leave learning_rate out."
+            f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters "
+            f"during the backward; prepared: {names or 'none'}. Leave learning_rate out."
         )
     asked = f"backward() was called, and {type(fused).__name__} updates parameters during the backward."
     if len(optimizers) > 1:
         raise RuntimeError(
-            f"{asked} It is one of several prepared optimizers ({names}), and which of them a loss is for cannot be known. Give "
-            f"each an Accelerator of its own."
+            f"{asked} It is one of several prepared optimizers ({names}). Give each an Accelerator of its own."
         )
     if world.size > 1:
         raise RuntimeError(
-            f"{asked} In a world of {world.size} ranks gradients are averaged at the end of the backward, after the update, so the "
-            f"ranks would drift apart. Train in one process, or use another optimizer."
+            f"{asked} In a world of {world.size} ranks gradients are averaged at the end of the backward, after the "
+            f"update."
         )
     if accumulation.steps > 1:
         raise RuntimeError(
-            f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated. Use larger batches."
+            f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated."
         )
     for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
         if (owner := owners[hook]) is not None:
             raise RuntimeError(
-                f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and what it does to the loss or at the step would "
-                f"be missed. Use mixed_precision='bf16' or 'no', and strategy='single'."
+                f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and what it does to the loss or at "
+                f"the step would be missed. Use mixed_precision='bf16' or 'no', and strategy='single'."
             )
     if learning_rate is None:
         raise TypeError(f"{asked} That needs a learning rate. Pass learning_rate=, such as scheduler.get_last_lr()[0].")
@@ -83,8 +78,8 @@ def refuse(call: str, optimizers: Sequence[Optimizer]) -> None:
     fused = next(filter(is_fused, optimizers), None)
     if fused is not None:
         raise RuntimeError(
-            f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its gradient is "
-            f"gone when that returns. Leave the call out, and use accelerator.backward(loss, learning_rate=...)."
+            f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its "
+            f"gradient is gone then. Use accelerator.backward(loss, learning_rate=...) alone."
         )
 
 
@@ -92,6 +87,6 @@ def refuse_detection(optimizer: Optimizer) -> None:
     """Raises for a fused optimizer: a backward cannot be repeated once it has changed the parameters."""
     if is_fused(optimizer):
         raise ValueError(
-            f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters during the "
-            f"backward, so a window that went wrong cannot be repeated. Leave it out, or use another optimizer."
+            f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters "
+            f"during the backward, so a window that went wrong cannot be repeated. Leave it out."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -125,8 +125,8 @@ class Gradients:
         for place, gradient in earlier[0].items():
             if place not in now:
                 raise RuntimeError(
-                    f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards gradient_state() "
-                    f"of the strategy names no gradient of {place[2]} of it, to which the former could be added."
+                    f"forward_backward() was called while the parameter {place[1]!r} had a gradient, and afterwards "
+                    f"gradient_state() of the strategy names no gradient of {place[2]} of it to add it to."
                 )
             now[place].add_(gradient)
         for parameter, gradient in earlier[1]:
@@ -137,7 +137,10 @@ class Gradients:
 
     def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[nn.Parameter]:
         """For each part of the gradients of `parameters`, a tensor whose `.grad` it is, live."""
-        return [_with_gradient(part) for _, part in self.of(parameters)]
+        found: Any = [(part, part.detach()) for _, part in self.of(parameters)]
+        for part, stand_in in found:
+            stand_in.grad = part
+        return [stand_in for _, stand_in in found]
 
     def _states(self) -> Iterator[tuple[PreparedModel, GradientState]]:
         if self._state is not None:
@@ -146,18 +149,9 @@ class Gradients:
                     yield record, self._state(record.original, record.prepared)
 
 
-def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
-    stand_in = gradient.detach()
-    stand_in.grad = gradient
-    return stand_in  # type: ignore[return-value]
-
-
-# The layouts take milliseconds to import, which only strategies that own the hook need spend.
-
-
 def _arrived(record: PreparedModel, state: GradientState) -> Iterator[tuple[Place, torch.Tensor]]:
     """The parts of gradients that have travelled, each with its place."""
-    from accel_core.contract.tensor_layouts import Elementwise
+    from accel_core.contract.tensor_layouts import Elementwise  # milliseconds, which only owners of the hook need spend
 
     for name, terms in state.items():
         for term in terms:

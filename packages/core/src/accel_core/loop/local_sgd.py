@@ -1,8 +1,4 @@
-"""Local SGD: every rank trains by itself, and parameters are averaged now and then instead of gradients at every step.
-
-Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), says how much the ranks may
-drift. With plain SGD and `local_sgd_steps=1` the results are those of DDP.
-"""
+"""Local SGD (Stich, ICLR 2019): every rank trains by itself, and parameters are averaged now and then, not gradients."""
 
 from __future__ import annotations
 
@@ -25,34 +21,31 @@ class LocalSGD:
     """A block in which gradients stay local, and parameters are averaged over the data-parallel ranks every few steps.
 
     `step()`, behind `optimizer.step()`, is a collective when an average is due, as is the end of the
-    block, after which all ranks hold the same model. Averaged is what was trained in the block;
-    buffers are those of the first rank, optimizers keep their own state. An exception leaves the
-    block without communication. `enabled=False`: it does nothing, as in a world of one. Raises
-    `ValueError` for a model that is not prepared for training, or a strategy that keeps no whole
-    parameters.
+    block, after which all ranks hold the same model: the mean of what was trained in it, and the
+    buffers of the first rank. Optimizers keep their own state. `enabled=False`: it does nothing, as
+    in a world of one. Raises `ValueError` for a model that is not prepared for training, or a
+    strategy that keeps no whole parameters.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if type(local_sgd_steps) is not int or local_sgd_steps < 1:
             raise ValueError(
-                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected an integer of at least 1, the number of steps between two "
-                f"averages. Pass enabled=False to train without LocalSGD."
+                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected an integer of at least 1, the number of "
+                f"steps between two averages."
             )
-        self._accelerator = accelerator
-        self._model = model
-        self._steps = local_sgd_steps
+        self._accelerator, self._model, self._steps = accelerator, model, local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
         record = accelerator._prepared.find_model(model)
         if enabled and (record is None or record.evaluation or record.prepared is not model):
             raise ValueError(
-                f"LocalSGD was given a {type(model).__name__} that this Accelerator has not prepared for training, so its "
-                f"gradients could not be kept local. Pass what accelerator.prepare(model) returned."
+                f"LocalSGD was given a {type(model).__name__} that this Accelerator has not prepared for training, so "
+                f"its gradients could not be kept local. Pass what accelerator.prepare(model) returned."
             )
         strategy = accelerator._parts.strategy
         if self.enabled and not strategy.replicates_parameters:
             raise ValueError(
-                f"LocalSGD averages whole parameters over the ranks, and the strategy {type(strategy).__name__} does not say "
-                f"that every data-parallel rank holds them (replicates_parameters = True). Choose strategy='ddp', or pass "
+                f"LocalSGD averages whole parameters, and the strategy {type(strategy).__name__} does not say that "
+                f"every data-parallel rank holds them (replicates_parameters). Choose strategy='ddp', or pass "
                 f"enabled=False."
             )
         self._local = ExitStack()
@@ -86,9 +79,7 @@ class LocalSGD:
         Ranks that have not called it equally often raise `CollectiveMismatchError`.
         """
         if not self._inside:
-            raise RuntimeError(
-                "LocalSGD.step() was called outside of its block. Call it inside `with LocalSGD(...) as local_sgd:`."
-            )
+            raise RuntimeError("LocalSGD.step() was called outside of its block, `with LocalSGD(...) as local_sgd:`.")
         if not self.enabled:
             return
         self._calls += 1
@@ -108,8 +99,7 @@ class LocalSGD:
         world, group = self._accelerator._world, self._accelerator._layout.data_group
         if self._accelerator._feed.joining:
             raise RuntimeError(
-                "LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended. Leave one of the two out; "
-                "even_batches=True gives all ranks equally many batches."
+                "LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended. Leave one out."
             )
         ranks = reduce_gather.gather(torch.tensor([[self._calls, self._steps, ending]]), world, group).tolist()
         if any(rank != ranks[0] for rank in ranks):

@@ -40,10 +40,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Drops references, and gives back the memory of what nobody else holds: `model, loss = release_memory(model, loss)`.
+    """A None for each object, once what nobody else holds is freed: `model, loss = release_memory(model, loss)`.
 
-    Returns a None for each object. No collective. What an Accelerator has prepared is forgotten by
-    `Accelerator.free_memory`.
+    No collective. What an Accelerator has prepared is forgotten by `Accelerator.free_memory`.
     """
     count = len(objects)
     del objects
@@ -56,9 +55,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The error of a broken connection quotes that of the rank which broke it.
-    if not isinstance(error, RuntimeError) or is_broken_connection(error):
-        return False
-    return any(part in str(error) for part in OUT_OF_MEMORY_MESSAGES)
+    own = isinstance(error, RuntimeError) and not is_broken_connection(error)
+    return own and any(part in str(error) for part in OUT_OF_MEMORY_MESSAGES)
 
 
 def find_executable_batch_size(
@@ -80,11 +78,8 @@ def find_executable_batch_size(
     no size fits or the ranks cannot go on together.
     """
     if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-            patience=patience,
+        return lambda each: find_executable_batch_size(
+            each, starting_batch_size, reduce_batch_size_fn, patience=patience
         )
     if type(starting_batch_size) is not int or starting_batch_size < 1:
         raise ValueError(
@@ -105,11 +100,19 @@ def find_executable_batch_size(
             result = None  # of a rank that had room, where another had none
             clear_device_cache(garbage_collection=True)
             tried.append(size)
-            size = _reduced(size, reduce_batch_size_fn)
+            if reduce_batch_size_fn is None:
+                size = int(size * 0.9)
+                continue
+            takes_size = inspect.signature(reduce_batch_size_fn).parameters
+            size = reduce_batch_size_fn(size) if takes_size else reduce_batch_size_fn()
+            if type(size) is not int or size >= tried[-1]:
+                raise ValueError(
+                    f"reduce_batch_size_fn returned {size!r} after a batch size of {tried[-1]}, which did not fit. "
+                    f"Return a smaller int, or 0 to end the search."
+                )
         raise RuntimeError(
-            f"`{name}` was called with {len(tried)} batch sizes, from {tried[0]} to {tried[-1]}, and memory sufficed for none. "
-            f"The last attempt: {problem or 'there was room on this rank, but not on another one'}. Free what else is in "
-            f"memory (accelerator.free_memory() at the beginning of the function), or make model or inputs smaller."
+            f"`{name}` was called with {len(tried)} batch sizes, from {tried[0]} to {tried[-1]}, and memory sufficed "
+            f"for none. The last attempt: {problem or 'there was room on this rank, but not on another one'}."
         )
 
     return search
@@ -125,32 +128,10 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
             with contextlib.suppress(dist.DistError):  # the error matters more than the store
                 _vote(name, size, f"raised {type(error).__name__}: {error}")
             raise
-        _clear_frames(error)
+        traceback.clear_frames(
+            error.__traceback__
+        )  # whose local variables keep tensors alive as long as the error lives
         return None, str(error).partition("\n")[0] or type(error).__name__
-
-
-def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
-    if reduce is None:
-        return int(size * 0.9)
-    smaller = reduce(size) if inspect.signature(reduce).parameters else reduce()
-    if type(smaller) is not int or smaller >= size:
-        raise ValueError(
-            f"reduce_batch_size_fn returned {smaller!r} after a batch size of {size}, which did not fit. Return a smaller int, "
-            f"or 0 to end the search."
-        )
-    return smaller
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Empties the frames of a failed attempt, whose local variables keep tensors alive as long as an error of it lives."""
-    waiting: list[BaseException | None] = [error]
-    cleared = set()
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in cleared:
-            cleared.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            waiting += (each.__cause__, each.__context__)
 
 
 def _vote(function: str, size: int, outcome: str) -> tuple[dist.Store, list[str]] | None:
@@ -180,10 +161,10 @@ def _all_had_room(function: str, size: int, problem: str | None, patience: timed
         votes = [json.loads(store.get(key)) for key in keys]
     if votes is None:  # outside of the handler: behind an error of a store, this one would pass for another rank's
         raise RuntimeError(
-            f"`{function}` was tried with a batch size of {size}, and {problem or 'there was room on this rank'}; but ranks "
-            f"{[rank for rank, key in enumerate(keys) if not store.check([key])]} have not ended the attempt. A rank that runs "
-            f"out of memory alone leaves the others in a collective, which cannot be taken back. Start again with a smaller "
-            f"starting_batch_size; if the attempt just takes long on the others, give a larger patience."
+            f"`{function}` was tried with a batch size of {size}, and {problem or 'there was room on this rank'}; but "
+            f"ranks {[rank for rank, key in enumerate(keys) if not store.check([key])]} have not ended the attempt. A "
+            f"rank that runs out of memory alone leaves the others in a collective. Start with a smaller size, or more "
+            f"patience."
         )
     table = "".join(
         f"\n  rank {rank}: `{called}` with a batch size of {tried} {outcome}, after {begun} collectives"

@@ -1,9 +1,8 @@
 """Gating optimizers: `step` and `zero_grad` do nothing while a window of accumulation is open.
 
-Both are shadowed on the *instance*. A swapped class is bypassed as soon as an LR scheduler exists
-(it captures `step`), recurses through loss scalers and cannot be pickled; a proxy object makes fused
-optimizers compute wrong moments. The functions are bound to the optimizer and not to the gate,
-because LR schedulers take the `__func__` of `optimizer.step` and bind it to the optimizer again.
+Both are shadowed on the *instance*: a swapped class is bypassed by LR schedulers, recurses through
+loss scalers and cannot be pickled, and a proxy makes fused optimizers compute wrong moments. They
+are bound to the optimizer, for LR schedulers bind the `__func__` of `optimizer.step` to it again.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class OptimizerGate:
         """Gives the optimizer its own methods back. Raises `ValueError` if something was configured for it alone."""
         if self.keeps:
             raise ValueError(
-                f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator has its own "
-                f"for all optimizers. Prepare it without, and choose Accelerator(mixed_precision=...)."
+                f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator "
+                f"has its own for all optimizers. Prepare it without, and choose Accelerator(mixed_precision=...)."
             )
         self.accumulation.optimizers -= 1
         attributes = vars(optimizer)
@@ -118,8 +117,8 @@ class OptimizerGate:
         if args or kwargs:
             if accumulation.steps > 1 and accumulation.serial > 0:
                 raise RuntimeError(
-                    f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches, of which a closure would "
-                    f"use one. Use gradient_accumulation_steps=1, with a closure that goes over all micro-batches."
+                    f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches, of which a "
+                    f"closure would use one. Use gradient_accumulation_steps=1, and a closure over all of them."
                 )
             if self._check_hook is not None and args and callable(args[0]):
                 args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
@@ -191,8 +190,8 @@ class OptimizerGate:
         outside = self.settled == -1 and accumulation.steps > 1 and not accumulation.serial
         if outside and accumulation.total_backwards - self.seen_backwards == 1:
             warnings.warn(
-                f"gradient_accumulation_steps={accumulation.steps} was asked for, but optimizer.step() was called after one backward, "
-                f"outside of accumulate(): every batch is a step, with 1/{accumulation.steps} of its gradient. Write `with "
+                f"gradient_accumulation_steps={accumulation.steps}, but optimizer.step() was called after one "
+                f"backward, outside of accumulate(): every batch is a step. Write `with "
                 f"accelerator.accumulate(model):` around the body of the loop.",
                 stacklevel=level_of_the_user(),
             )
@@ -202,9 +201,9 @@ class OptimizerGate:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {listed(thawed)}. Their model was "
-                f"frozen as a whole when it was prepared, so nobody averages their gradients. Unfreeze before prepare(); or call "
-                f"accelerator.free_memory(), and prepare the model and its optimizer again."
+                f"{type(optimizer).__name__} trains parameters that were unfrozen after prepare(): {listed(thawed)}. "
+                f"Nobody averages their gradients. Unfreeze before prepare(); or call accelerator.free_memory(), and "
+                f"prepare again."
             )
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
@@ -224,9 +223,9 @@ class OptimizerGate:
             found = f"no accelerator.backward(loss) ran in this window of {accumulation.size} micro-batches"
         elif accumulation.lacks_synchronisation:
             raise RuntimeError(
-                f"optimizer.step() was called, but the micro-batch that closes this window of {accumulation.size} ran no backward, "
-                f"which is what averages the gradients over the ranks. Leave the step out together with the backward, on all "
-                f"ranks, and call optimizer.zero_grad()."
+                f"optimizer.step() was called, but the micro-batch that closes this window of {accumulation.size} ran "
+                f"no backward, which averages the gradients. Leave the step out together with the backward, and call "
+                f"optimizer.zero_grad()."
             )
         elif self._needs_backward and self.seen_backwards == accumulation.total_backwards:
             found = "no accelerator.backward(loss) ran since its last step"

@@ -154,8 +154,8 @@ class Prepared:
 
     def await_copies(self) -> None:
         """Returns when nobody copies what an optimizer is about to change."""
-        wait, self._copying = self._copying, None
-        if wait is not None:
+        if (wait := self._copying) is not None:
+            self._copying = None
             wait()
 
     def rescale(self, factor: float) -> None:
@@ -176,9 +176,10 @@ class Prepared:
                 orphans = [name for name, parameter in _named(optimizer) if id(parameter) not in known]
                 if orphans:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} holds parameters that belong to no prepared model: {listed(orphans)}. In a world of "
-                        f"{self._world.size} nobody averages their gradients. Pass their model to prepare(), or build the optimizer from "
-                        f"the parameters of the model that you prepare; what a model got after it was prepared is averaged by nobody."
+                        f"{type(optimizer).__name__} holds parameters that belong to no prepared model: "
+                        f"{listed(orphans)}. In a world of {self._world.size} nobody averages their gradients. Pass "
+                        f"their model to prepare(), or build the optimizer from the parameters of the model that you "
+                        f"prepare; what a model got after it was prepared is averaged by nobody."
                     )
         self.unchecked = False
 
@@ -190,12 +191,8 @@ class Prepared:
             return {}
         averaged = {id(each) for record in trained if not record.frozen for each in record.parameters}
         held = {id(each) for each in held_by(optimizer)} - averaged
-        return {
-            f"{name} of {type(record.original).__name__}": each
-            for record in frozen
-            for name, each in record.named.items()
-            if id(each) in held
-        }
+        named = ((type(record.original).__name__, *item) for record in frozen for item in record.named.items())
+        return {f"{name} of {model}": each for model, name, each in named if id(each) in held}
 
     def release_models(self, hook: Callable[[nn.Module, nn.Module], None]) -> None:
         """Calls `release_model` for each model, once."""
@@ -234,11 +231,8 @@ class ParameterReplacement:
     def apply(self, move: MoveState | None = None) -> None:
         """Puts the present parameters into `group["params"]`; `move` makes the state of a former one fit its successor."""
         after = dict(self._model.named_parameters(remove_duplicate=False))
-        successor = {
-            id(old): (old, after[name])
-            for name, old in self._before.items()
-            if name in after and after[name] is not old
-        }
+        replaced = {name: old for name, old in self._before.items() if after.get(name, old) is not old}
+        successor = {id(old): (old, after[name]) for name, old in replaced.items()}
         for optimizer in self._optimizers if successor else ():
             for group in optimizer.param_groups:
                 group["params"][:] = [successor.get(id(each), (each, each))[1] for each in group["params"]]
@@ -265,15 +259,15 @@ def kind_of(obj: object) -> Kind:
         return "loader"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:
         raise TypeError(
-            "prepare() was given a tensor that requires a gradient, which no strategy can synchronise by itself. Make it a "
-            "parameter of a torch.nn.Module, and prepare that."
+            "prepare() was given a tensor that requires a gradient, which nobody averages. Make it a parameter of a "
+            "module."
         )
     members = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
     for member in members:
         if isinstance(member, (*_KINDS, nn.Parameter)) or is_scheduler(member):
             raise TypeError(
-                f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the objects "
-                f"themselves: prepare(*objects), which returns them in the same order."
+                f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the "
+                f"objects themselves: prepare(*objects), which returns them in the same order."
             )
     return "other"
 
@@ -292,14 +286,11 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
         return
     as_sequence("device_placement", given)
     if places_models:
-        raise ValueError(
-            f"prepare(device_placement={list(given)}) was given, but the chosen strategy places models by itself. "
-            f"Leave device_placement out."
-        )
+        raise ValueError("prepare(): the chosen strategy places models by itself. Leave device_placement out.")
     if len(given) != len(objects):
         raise ValueError(
-            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. "
-            f"Give one True or False per object."
+            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. Give one True "
+            f"or False each."
         )
 
 
@@ -311,9 +302,9 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
         left = [key for key, kept in states if isinstance(key, torch.Tensor) and id(key) not in held and kept]
         if left:
             raise ValueError(
-                f"{type(optimizer).__name__} has stepped before prepare(), and the strategy has replaced its parameters: its state "
-                f"of {len(left)} of them (shapes {[tuple(key.shape) for key in left[:4]]}) would be lost. Prepare it before its "
-                f"first step; state from a checkpoint comes back by load_state()."
+                f"{type(optimizer).__name__} has stepped before prepare(), and the strategy has replaced its "
+                f"parameters: its state of {len(left)} of them (shapes {[tuple(key.shape) for key in left[:4]]}) would "
+                f"be lost. Prepare it before its first step, or use load_state()."
             )
 
 
@@ -324,14 +315,13 @@ def check_reading(feed: Feed, ranks: int) -> None:
     for each in gc.get_objects():
         if not issubclass(type(each), _BaseDataLoaderIter):  # proxies and lazy objects are not to be asked
             continue
-        sampler = (
-            each._index_sampler
-        )  # others than torch's, and iterable data sets, may share samples out by themselves
+        # Others than torch's samplers, and iterable data sets, may share samples out by themselves.
+        sampler = each._index_sampler
         if type(getattr(sampler, "sampler", sampler)) in (SequentialSampler, RandomSampler):
             warnings.warn(
-                f"{ranks} data-parallel ranks train on a loader over a {type(each._dataset).__name__} that was not prepared: unless "
-                f"its data set differs by rank, each reads all of it. Loop over what accelerator.prepare(loader) returns, or give "
-                f"it a torch.utils.data.DistributedSampler.",
+                f"{ranks} data-parallel ranks train on a loader over a {type(each._dataset).__name__} that was not "
+                f"prepared, so each may read all of it. Loop over what accelerator.prepare(loader) returns, or use a "
+                f"DistributedSampler.",
                 stacklevel=level_of_the_user(),
             )
             return
@@ -341,8 +331,8 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
     """Warns if a prepared loader has no batch, so that a loop over it does nothing. Of those without a length nobody knows."""
     if length_of(loader) == 0:
         warnings.warn(
-            f"The prepared {type(loader).__name__} has no batch on this rank, so loops over it do nothing: its data set is empty, or "
-            f"drop_last leaves nothing of it. Look at len(loader.dataset), and take a smaller batch size.",
+            f"The prepared {type(loader).__name__} has no batch on this rank, so loops over it do nothing. Look at "
+            f"len(loader.dataset) and drop_last, and take a smaller batch size.",
             stacklevel=level_of_the_user(),
         )
 
@@ -351,16 +341,16 @@ def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) 
     """Raises for a device map in a larger world, or with weights that nobody can cast to `param`."""
     if world.size > 1 and has_device_map(model):
         raise ValueError(
-            f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes were "
-            f"started, which would each spread it over the same ones. Load it without a device map, or start one process."
+            f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes "
+            f"were started. Load it without a device map, or start one process."
         )
     if param is not None and stays_in_place(model):
         offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
         if offloaded:
             raise ValueError(
-                f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, {offloaded[0]!r} for one, "
-                f"are offloaded by its hf_device_map, where nobody casts them. Load the model in that dtype, or choose a precision "
-                f"that leaves parameters alone, such as mixed_precision='bf16'."
+                f"The precision asks for parameters in {param}, but {len(offloaded)} of {type(model).__name__}, "
+                f"{offloaded[0]!r} for one, are offloaded by its hf_device_map. Load the model in that dtype, or use "
+                f"mixed_precision='bf16'."
             )
 
 
@@ -377,7 +367,10 @@ def has_device_map(model: nn.Module) -> bool:
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     for index, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
         for position, parameter in enumerate(group["params"]):
-            name = names[position] if names else f"param_groups[{index}]['params'][{position}]"
+            name = (
+                group["param_names"][position]
+                if "param_names" in group
+                else f"param_groups[{index}]['params'][{position}]"
+            )
             yield f"{name} {tuple(parameter.shape)}", parameter

@@ -72,7 +72,8 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
         if handler.on_trace_ready is not None:
             handler.on_trace_ready(profiler)
         if folder is not None:
-            profiler.export_chrome_trace(str(_new_file(folder, f"profile_{world.rank}")))
+            names = (f"profile_{world.rank}{f'_{number}' if number else ''}.json" for number in count())
+            profiler.export_chrome_trace(str(next(path for path in map(folder.joinpath, names) if not path.exists())))
 
     profiler = handler.build()
     profiler.on_trace_ready = ready
@@ -81,15 +82,9 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
     if not recorded:
         warnings.warn(
             f"ProfileKwargs(schedule_option={handler.schedule_option!r}) was asked for, but nothing was recorded: "
-            f"step() of the profiler was called {profiler.step_num} times. Call it at the end of every step of the loop.",
+            f"step() of the profiler was called {profiler.step_num} times. Call it in every step.",
             stacklevel=3,  # the `with` statement, below contextlib
         )
-
-
-def _new_file(folder: Path, stem: str) -> Path:
-    """A name in the folder that is free; ranks have stems of their own."""
-    names = (f"{stem}_{number}.json" if number else f"{stem}.json" for number in count())
-    return next(path for path in map(folder.joinpath, names) if not path.exists())
 
 
 def _activity(given: str | ProfilerActivity) -> ProfilerActivity:
@@ -99,6 +94,6 @@ def _activity(given: str | ProfilerActivity) -> ProfilerActivity:
     if activity not in possible:  # torch would leave some of them out in silence
         raise ValueError(
             f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only "
-            f"{', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out to record what there is."
+            f"{', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out."
         )
     return cast("ProfilerActivity", activity)

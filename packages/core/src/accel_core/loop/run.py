@@ -81,13 +81,14 @@ class Run:
         bad = [f"{index}: a {type(each).__name__}" for index, each in enumerate(objects) if not has_state(each)]
         if bad:
             raise ValueError(
-                f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(), which these have not "
-                f"(by position in the call): {', '.join(bad)}."
+                f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(), which these have "
+                f"not: {', '.join(bad)}. Give them these."
             )
         for each in objects:
             if any(each is other for other in self.registered):
                 raise ValueError(
-                    f"register_for_checkpointing() was given a {type(each).__name__} that is registered already, and would be saved twice."
+                    f"register_for_checkpointing() was given a {type(each).__name__} that is registered already, and "
+                    f"would be saved twice."
                 )
         self.registered.extend(objects)
 
@@ -102,9 +103,9 @@ class Run:
     def _check_layout(self) -> None:
         if not (self.declares_layout or self.strategy.replicates_parameters):
             raise CheckpointError(
-                f"The strategy {type(self.strategy).__name__} does not say how it lays out models and optimizers, so their state "
-                f"cannot be saved or loaded. It has to implement the hooks {', '.join(LAYOUT_HOOKS)}; or to declare "
-                f"replicates_parameters = True, if every rank holds all of it."
+                f"The strategy {type(self.strategy).__name__} does not say how it lays out its state, so it cannot be "
+                f"saved or loaded. It has to implement the hooks {', '.join(LAYOUT_HOOKS)}, or declare "
+                f"replicates_parameters = True."
             )
 
 

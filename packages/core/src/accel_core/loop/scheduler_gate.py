@@ -1,7 +1,7 @@
 """Gating LR schedulers: one `scheduler.step()` is one step per real optimizer step.
 
-The gate is a class override, because instance attributes would appear in the scheduler's
-`state_dict`. For the same reason the rule lives on the optimizer that the scheduler drives.
+Instance attributes would appear in the scheduler's `state_dict`: so the gate is a class override,
+and the rule lives on the optimizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(
-            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them out."
+            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one "
+            f"of them out."
         )
     return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
 
@@ -59,10 +60,11 @@ class _Gated(ClassOverride):
         optimizer = self.optimizer  # type: ignore[attr-defined]
         gate = gate_of(optimizer)
         rule = vars(optimizer).get(_RULE) if gate is not None else None
+        # Schedules of a fixed length (OneCycleLR) raise beyond their last step; repeated steps must not run over it.
+        total = getattr(self, "total_steps", None) if rule is not None and rule.stops else None
         for _ in range(1 if rule is None else rule.steps(gate)):
-            if rule is not None and rule.stops and _is_exhausted(self):
-                return
-            super().step(*args, **kwargs)  # type: ignore[misc]
+            if total is None or self.last_epoch < total - 1:  # type: ignore[attr-defined]
+                super().step(*args, **kwargs)  # type: ignore[misc]
 
 
 def is_scheduler(obj: object) -> bool:
@@ -76,9 +78,9 @@ def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
     asked = rule.with_optimizer, rule.others
     if old is not None and old.by_hand and not rule.by_hand and (old.with_optimizer, old.others) != asked:
         raise ValueError(
-            f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with step_with_optimizer={old.with_optimizer} "
-            f"and {1 + len(old.others)} optimizer(s), which preparing it would undo. Leave one of the two out; "
-            f"Accelerator(step_scheduler_with_optimizer=False) never holds a scheduler back."
+            f"This {type(scheduler).__name__} was made by AcceleratedScheduler() with "
+            f"step_with_optimizer={old.with_optimizer} and {1 + len(old.others)} optimizer(s), which preparing would "
+            f"undo. Leave one of the two out."
         )
     vars(scheduler.optimizer)[_RULE] = rule
     override_class(scheduler, _Gated)
@@ -86,19 +88,11 @@ def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
 
 def rule_on(scheduler: object) -> SchedulerRule | None:
     """The rule of a gated scheduler; None for any other, a copy of a gated one included."""
-    if not isinstance(scheduler, _Gated):
-        return None
-    rule: SchedulerRule | None = vars(scheduler.optimizer).get(_RULE)  # type: ignore[attr-defined]
-    return rule
+    optimizer: Any = scheduler.optimizer if isinstance(scheduler, _Gated) else None  # type: ignore[attr-defined]
+    return None if optimizer is None else vars(optimizer).get(_RULE)
 
 
 def ungate_scheduler(scheduler: Any) -> None:
     """Gives the scheduler its original class back."""
     restore_class(scheduler, _Gated)
     vars(scheduler.optimizer).pop(_RULE, None)
-
-
-def _is_exhausted(scheduler: Any) -> bool:
-    # Schedules of a fixed length (OneCycleLR) raise beyond their last step; repeated steps must not run over it.
-    total = getattr(scheduler, "total_steps", None)
-    return total is not None and scheduler.last_epoch >= total - 1

@@ -1,9 +1,8 @@
 """Training loops that end at different batches on different ranks, under a strategy whose models can join.
 
-torch's `Join` does the work: a rank that has ended takes part in the others' collectives until all
-have ended, and then every rank takes parameters and buffers of the one that went on longest. Here
-optimizers and schedulers come from that rank too, else the ranks would drift apart, and the joining
-mode is put back. Meanwhile windows of accumulation close by count alone (see `Feed.begin_step`).
+torch's `Join` does the work, and every rank takes parameters and buffers of the one that went on
+longest. Here optimizers and schedulers come from that rank too, else the ranks would drift apart,
+and the joining mode is put back. Meanwhile windows close by count alone (see `Feed.begin_step`).
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def as_joinables(given: Sequence[Any]) -> list[Joinable]:
     for each in found:
         if not isinstance(each, Joinable):
             raise TypeError(
-                f"join_uneven_inputs() was given a {type(each).__name__}, which cannot join: it is no "
-                f"torch.distributed.algorithms.join.Joinable, as models are that prepare() returns under the strategy 'ddp'. Pass "
-                f"the prepared model that is trained; or give all ranks equally many batches, with even_batches=True."
+                f"join_uneven_inputs() was given a {type(each).__name__}, which cannot join, as models do that "
+                f"prepare() returns under the strategy 'ddp'. Pass those; or give all ranks equally many, by "
+                f"even_batches=True."
             )
     return found
 
@@ -75,8 +74,7 @@ def joined(
         if accumulation.open:
             warnings.warn(
                 f"join_uneven_inputs() ended inside a window of accumulation on this rank: {accumulation.position} of "
-                f"{accumulation.size} micro-batches had run, and their gradients are dropped, as the ranks are at different places "
-                f"of their windows. Use gradient_accumulation_steps=1 with uneven inputs, or even_batches=True.",
+                f"{accumulation.size} micro-batches had run, and are dropped. Use gradient_accumulation_steps=1.",
                 RuntimeWarning,
                 stacklevel=4,
             )

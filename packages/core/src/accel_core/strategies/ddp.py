@@ -87,8 +87,8 @@ class DDP(Strategy):
                 raise ValueError(f"DDP(comm_{option}={value!r}): expected one of {known}.")
         if comm_hook != "power_sgd" and (comm_state_option or comm_wrapper != "no"):
             raise ValueError(
-                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but comm_hook is "
-                f"{comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
+                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but "
+                f"comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
             )
         self._options: dict[str, Any] = {
             "forward_sync_buffers": broadcast_buffers,  # its older name is deprecated in torch
@@ -107,19 +107,14 @@ class DDP(Strategy):
         """Pure data parallelism. Raises `WorldError` in a world of one."""
         if world.group is None:
             raise WorldError(
-                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with `torchrun "
-                f"--nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
+                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with "
+                f"`torchrun --nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
             )
         self._world = world
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_model(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],  # noqa: ARG002  (parameters stay what they are)
-        request: PrepareRequest,
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:  # noqa: ARG002
         """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated."""
         # The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
         # buckets, so that gradients still travel while the backward goes on.
@@ -150,8 +145,8 @@ class DDP(Strategy):
             return
         if model.find_unused_parameters:
             raise ValueError(
-                "trigger_sync_in_backward() was called under DDP with find_unused_parameters=True, which finds them in a forward "
-                "that synchronises, and there was none. Run the last forward outside no_sync(), or leave the option out."
+                "trigger_sync_in_backward() was called under DDP with find_unused_parameters=True, which finds them in "
+                "a forward that synchronises. Run the last forward outside no_sync(), or leave the option out."
             )
         before = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
@@ -198,8 +193,8 @@ class DDP(Strategy):
             wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.reduce)
             if wanted is None or name not in ("no", wanted):
                 raise ValueError(
-                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. Leave it out "
-                    f"for float16 and bfloat16; other dtypes DDP cannot reduce in."
+                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. "
+                    f"Leave it out for float16 and bfloat16; other dtypes DDP cannot reduce in."
                 )
             name = wanted
         if name != "no":
@@ -208,9 +203,7 @@ class DDP(Strategy):
         return wrapper  # type: ignore[no-any-return]
 
 
-_ENDED = (
-    "its process group had ended (end_training() was called). Use the model inside it, accelerator.unwrap_model(model)."
-)
+_ENDED = "its process group had ended by end_training(). Use the model inside it, accelerator.unwrap_model(model)."
 
 
 class _Wrapper(ClassOverride):
@@ -239,8 +232,8 @@ class _Wrapper(ClassOverride):
     def __getstate__(self) -> Any:
         if vars(self)["_comm_hooks"]:
             raise TypeError(
-                "This DDP model was to be copied or pickled, but torch would not give its communication hook (comm_hook=) to the "
-                "copy. Copy or pickle the model inside it, accelerator.unwrap_model(model), and prepare the copy."
+                "This DDP model was to be copied or pickled, but torch would not copy its communication hook. Copy the "
+                "model inside it, accelerator.unwrap_model(model), and prepare that."
             )
         if "reducer" not in vars(self):
             raise RuntimeError(f"This DDP model was to be copied or pickled after {_ENDED}")
@@ -265,16 +258,15 @@ class _Wrapper(ClassOverride):
             sync = _renew_reducer(self, sync)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        except AttributeError as error:
-            if "reducer" in vars(self):
-                raise
-            raise RuntimeError(f"This DDP model was called after {_ENDED}") from error
-        except RuntimeError as error:
-            names = _unused_parameters(self, str(error))
-            if not names:
-                explain(error)
-                raise
-            raise RuntimeError(left_out_of_loss(names, "the previous iteration")) from error
+        except (AttributeError, RuntimeError) as error:
+            if "reducer" not in vars(self):
+                raise RuntimeError(f"This DDP model was called after {_ENDED}") from error
+            if found := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error)):
+                names = [name for name, each in self.module.named_parameters() if each.requires_grad]
+                left_out = [names[int(index)] for index in found[1].split()]
+                raise RuntimeError(left_out_of_loss(left_out, "the previous iteration")) from error
+            explain(error)
+            raise
         if sync is not None:
             if self.require_backward_grad_sync:
                 sync.announce(self)  # type: ignore[arg-type]
@@ -293,9 +285,9 @@ def _renew_reducer(wrapper: Any, sync: GradientSync) -> GradientSync:
     """Has gradients averaged of parameters that were unfrozen since: a new reducer, made as torch makes that of a copy."""
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise RuntimeError(
-            f"{sum(each.requires_grad for each in sync.frozen)} parameters were unfrozen after prepare(), and comm_hook='power_sgd' "
-            f"has an error of each of the others by its place. Unfreeze before prepare(); or take the model out with "
-            f"accelerator.unwrap_model(model), call accelerator.free_memory(), and prepare the model and its optimizer again."
+            f"{sum(each.requires_grad for each in sync.frozen)} parameters were unfrozen after prepare(), and "
+            f"comm_hook='power_sgd' has an error of each of the others by its place. Unfreeze before prepare(); or "
+            f"call accelerator.free_memory(), and prepare the model and its optimizer again."
         )
     sync.settle(wrapper)
     wrapper._remove_autograd_hooks()
@@ -311,36 +303,26 @@ def _renew_reducer(wrapper: Any, sync: GradientSync) -> GradientSync:
     return renewed
 
 
-def _unused_parameters(wrapper: Any, message: str) -> list[str]:
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-    if found is None:
-        return []
-    names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
-    return [names[int(index)] for index in found[1].split()]
-
-
+@dataclass(slots=True)
 class _NoSync:
     """The effect of DDP's own `no_sync`, without its generator: this runs in every micro-batch."""
 
-    __slots__ = ("_before", "_model")
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        self._before = True
+    model: Any
+    before: bool = True
 
     def __enter__(self) -> None:
-        model = self._model
+        model = self.model
         if not isinstance(model, DistributedDataParallel):
             return  # frozen, or prepared for evaluation only
-        self._before = model.require_backward_grad_sync
+        self.before = model.require_backward_grad_sync
         # A static graph learns its order in the first backward, which has to synchronise. That changes no result: the
         # mean over the ranks of a mean over the ranks is the same.
         if not (model.static_graph and not model._static_graph_delay_allreduce_enqueued):
             model.require_backward_grad_sync = False
 
     def __exit__(self, *raised: object) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.require_backward_grad_sync = self._before
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = self.before
 
 
 def _comm_hook(name: str, wrapper: str, options: dict[str, Any], group: Any) -> tuple[Any, Any]:

@@ -165,22 +165,21 @@ def check(optimizer: Optimizer, models: Sequence[tuple[DistributedDataParallel, 
         if local:
             names = [name for name, each in wrapper.module.named_parameters() if each in local]
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called, but gradients of {len(names)} of its parameters have not been averaged "
-                f"over the ranks since their last backward, which would let the ranks drift apart: {listed(names)}. Gradients are "
-                f"averaged in the first backward behind a call of the model that prepare() returned: call that, and neither the model "
-                f"inside it (accelerator.unwrap_model) nor a part of it, outside of no_sync(); mark other methods by "
-                f"accelerator.mark_forward_method(model, name); run a second backward through one graph by accelerator.backward(loss) "
-                f"too. Gradients that are not to be used are dropped by optimizer.zero_grad()."
+                f"{type(optimizer).__name__}.step() was called, but gradients of {len(names)} of its parameters have "
+                f"not been averaged over the ranks since their last backward: {listed(names)}. They are in the first "
+                f"backward behind a call of the model that prepare() returned: call that, and neither the model inside "
+                f"it (accelerator.unwrap_model) nor a part of it, outside of no_sync(); "
+                f"accelerator.mark_forward_method(model, name) is for other methods, accelerator.backward(loss) for a "
+                f"second backward."
             )
 
 
 def left_out_of_loss(names: Sequence[str], where: str) -> str:
     """The message for parameters without which the reducer does not end."""
     return (
-        f"{len(names)} parameters took no part in the loss of {where}, so the gradients of the others never arrived on the other "
-        f"ranks: {listed(names)}. If that is intended, pass kwargs_handlers=[DistributedDataParallelKwargs("
-        f"find_unused_parameters=True)] (or strategy=DDP(find_unused_parameters=True)) to the Accelerator; else use them in the "
-        f"loss, or set requires_grad_(False) on them before prepare."
+        f"{len(names)} parameters took no part in the loss of {where}, so the gradients of the others never arrived: "
+        f"{listed(names)}. Use them, set requires_grad_(False) on them before prepare(), or pass "
+        f"kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]."
     )
 
 

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_alike(model: nn.Module, world: World) -> None:
-    """Compares names, shapes and dtypes of parameters and buffers over the ranks, and which are trained. A collective.
-
-    Raises `CollectiveMismatchError` on every rank if they differ.
-    """
+    """Raises `CollectiveMismatchError` on every rank if parameters and buffers of a model differ over them. A collective."""
     if world.size == 1:
         return
     from accel_core.processes.channel import Letter
@@ -34,7 +31,7 @@ def check_alike(model: nn.Module, world: World) -> None:
     )
     channel = world.channel()
     letter = channel.letters.get(leaves)
-    if letter is None:
+    if letter is None:  # the channel keeps every letter
         letter = channel.letters[leaves] = Letter(describe("prepare()", "", leaves), (), (), channel.device)
     channel.exchange(letter, ())
 
@@ -57,21 +54,10 @@ def _move(model: nn.Module, device: torch.device) -> None:
     """`model.to(device)`, which by itself replaces parameters where torch cannot put the new data into the old tensor."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     sources = {parameter.device for parameter in model.parameters()}
-    swap = before or any(_replaces(source, device) for source in sources)
-    torch.__future__.set_swap_module_params_on_conversion(swap)
+    target = torch.empty(0, device=device)
+    fits = all(torch._has_compatible_shallow_copy_type(torch.empty(0, device=source), target) for source in sources)
+    torch.__future__.set_swap_module_params_on_conversion(before or not fits)
     try:
         model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _replaces(source: torch.device, target: torch.device) -> bool:
-    """Whether a tensor on `source` cannot become one on `target`: torch tells by refusing."""
-    if source.type == target.type:
-        return False
-    probe = torch.empty(0, device=source)
-    try:
-        probe.data = torch.empty(0, device=target)
-    except RuntimeError:
-        return True
-    return False

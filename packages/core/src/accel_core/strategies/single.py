@@ -31,18 +31,13 @@ class Single(Strategy):
         """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
         if world.size > 1:
             raise WorldError(
-                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, which would "
-                f"train {world.size} separate models. Leave strategy= out (the default here is 'ddp'), or start one process."
+                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, "
+                f"which would train {world.size} separate models. Leave strategy= out, or start one process."
             )
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_model(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],  # noqa: ARG002  (parameters stay what they are)
-        request: PrepareRequest,
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:  # noqa: ARG002
         """Places, casts and compiles the model in place. Gradients do not travel, so any `reduce` dtype holds."""
         place_model(model, request)
         return model
