@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 from accel_core import WorldError
+from accel_launch.errors import LaunchError
 from accel_launch.options import LaunchOptions
-from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.plan import make_plan
-from accel_launch.starting.program import Program
-from accel_launch.starting.start import start
+from accel_launch.starting.program import Program, start
 
 
 def main() -> int:

@@ -83,7 +83,7 @@ def _result(folder: Path) -> Result:
 
 
 def main() -> None:
-    from accel_launch.starting import report  # noqa: F401  (so that no launcher has to import it)
+    from accel_launch.starting import supervision  # noqa: F401  (so that no launcher has to import it)
 
     folder = Path(sys.argv[1])
     launches = [Launch(**each) for each in json.load(sys.stdin)]
@@ -155,8 +155,7 @@ def _fork(launch: Launch, own: Path) -> int:
 def _launch(launch: Launch, own: Path) -> int:
     from accel_launch.options import LaunchOptions
     from accel_launch.starting.plan import make_plan
-    from accel_launch.starting.program import Program
-    from accel_launch.starting.start import start
+    from accel_launch.starting.program import Program, start
 
     options = dict(launch.options)
     if "log_dir" in options:

@@ -68,7 +68,7 @@ def test_options_that_only_python_can_express_are_listed_as_such():
 
 def test_choices_say_who_brings_them_and_what_they_are():
     fsdp = next(choice for choice in CATALOG.choices("strategy") if choice.name == "fsdp")
-    assert fsdp.provider.startswith("accel-fsdp")
+    assert fsdp.offer.provider.startswith("accel-fsdp")
     assert fsdp.summary.startswith("Fully sharded data parallelism")
     assert fsdp.problem == ""
 
@@ -113,10 +113,3 @@ def test_options_of_the_data_are_those_of_the_loader_that_is_chosen():
     other = CATALOG.with_loader("sharded")
     assert other is CATALOG
     assert Catalog([]).data == {}
-
-
-def test_backends_of_the_compiler_are_those_of_torch():
-    names = [choice.name for choice in CATALOG.choices("dynamo_backend")]
-    assert names[0] == "no"
-    assert {"eager", "inductor"} < set(names)
-    assert len(names) == len(set(names))

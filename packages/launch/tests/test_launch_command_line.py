@@ -14,9 +14,9 @@ import pytest
 from accel_core import PluginError
 from accel_core.api.launcher import Offer
 from accel_launch.commands import launch
+from accel_launch.errors import SettingsError
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Given, is_flag, parse
-from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile
 from accel_launch.settings.peer_options import PEER_OPTIONS
 from accel_launch.settings.resolution import resolve

@@ -8,7 +8,7 @@ import pytest
 
 from accel_core import NotInstalledError
 from accel_launch.commands import config
-from accel_launch.settings.errors import SettingsError
+from accel_launch.errors import SettingsError
 from accel_launch.settings.files import own_path, read
 
 

@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator
+from accel_core import Accelerator, PluginError
 from accel_core.api.launcher import list_offers
 from accel_launch import LaunchError, RankFailedError, debug_launcher, notebook_launcher
 from accel_launch.notebook import channel, function_pickle, rank
 from accel_launch.notebook.function_pickle import Told, failure_told, packed, result_told, unpacked
 from accel_launch.notebook.running import raise_first, result_of
-from accel_launch.starting.devices import Accelerators
+from accel_launch.starting.devices import Accelerators, usable_cores
 from accel_launch.starting.failures import Failure
-from accel_launch.starting.threads import usable_cores
 
 SCRIPT = """
 import os
@@ -102,9 +101,7 @@ def test_an_unknown_precision_is_refused_at_once_with_the_list():
         notebook_launcher(os.getpid, mixed_precision="bf61", num_processes=2)
     for offer in list_offers("accel.precisions"):
         assert repr(offer.name) in str(raised.value)
-    with pytest.raises(
-        LaunchError, match=r"mixed_precision=torch.bfloat16 was given, which is no name .* such as 'bf16'"
-    ):
+    with pytest.raises(PluginError, match="The precision 'torch.bfloat16' was asked for"):
         notebook_launcher(os.getpid, mixed_precision=torch.bfloat16)
 
 
@@ -146,11 +143,9 @@ def test_more_processes_than_accelerators_are_refused_in_the_words_of_python(mon
             {"num_nodes": 2},
             r"num_nodes=2 was given, and not at which port of node 0 \(127.0.0.1\) they meet. Add use_port=29500",
         ),
-        ({"monitor_interval": "1"}, "monitor_interval='1' was given, expected a number of seconds"),
         ({"node_rank": 1}, "node_rank=1 was given, and there are num_nodes=1, .*or the right num_nodes, the same"),
         ({"rdzv_backend": "c10d", "num_nodes": 2}, "c10d was given, .*use_port None. Add rdzv_endpoint=HOST:PORT"),
         ({"rdzv_conf": {"timeout": 3}}, r"rdzv_conf was given, .*Add rdzv_backend=c10d"),
-        ({"log_line_prefix_template": "${host}"}, r"has \$\{host\}. It may have \$\{local_rank\}, \$\{rank\}"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):

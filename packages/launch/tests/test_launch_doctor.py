@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from accel_core.api.launcher import Place
-from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_job, doctor_page
+from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_job
 from accel_launch.checking.doctor_findings import examine
 from accel_launch.commands.doctor import main
 
@@ -71,7 +71,7 @@ def test_two_processes_are_examined_for_real(tmp_path, monkeypatch):
 def test_healthy_reports_have_no_findings_and_make_a_page(capsys):
     reports = [report(0), report(1, machine=1)]
     assert examine(reports, 2) == []
-    doctor_page.print_page(reports, [], 2)
+    doctor_findings.print_page(reports, [], 2)
     page = capsys.readouterr().out
     assert page.splitlines()[-1] == "✓ 2 processes on 2 machines: all met, and all reach each other."
     assert [line.split() for line in page.splitlines() if line.startswith(("0     1 ", "1     0 "))][-1][-2:] == [
@@ -162,11 +162,11 @@ def test_each_finding_says_what_and_what_to_do(case, capsys):
     (finding,) = examine(reports, 2)
     assert (finding.is_problem, finding.text) == (is_problem, text)
     assert advice in finding.advice
-    doctor_page.print_page(reports, [finding], 2)
+    doctor_findings.print_page(reports, [finding], 2)
     page = capsys.readouterr().out
     assert f"{'✗' if is_problem else '!'} {text}\n    {finding.advice}\n" in page
     assert page.rstrip().endswith("1 problem, see above." if is_problem else "all reach each other, 1 remark above.")
-    assert doctor_page.as_json(reports, [finding])["healthy"] is not is_problem
+    assert doctor_findings.as_json(reports, [finding])["healthy"] is not is_problem
 
 
 def test_problems_stand_before_remarks():

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from accel_core.api.launcher import LOADER_OPTIONS, from_data
-from accel_launch.commands.config_import import import_file
+from accel_launch.errors import SettingsError
 from accel_launch.importing.blocks import BLOCKS
+from accel_launch.importing.command import import_file
 from accel_launch.importing.rules import PREFIXES
 from accel_launch.importing.table import TOP
 from accel_launch.importing.translation import translate
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine
-from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile, read
 from accel_launch.settings.resolution import resolve
 

@@ -26,10 +26,10 @@ from accel_core.api.launcher import (
     read_section,
     to_data,
 )
+from accel_launch.errors import SettingsError
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import ROLES, SEVERAL, Catalog
 from accel_launch.settings.command_line import CommandLine, parse
-from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile
 from accel_launch.settings.files import read as load_file
 from accel_launch.settings.resolution import resolve

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from start_many import Launch, run_together
 
+from accel_launch.errors import LaunchError
 from accel_launch.options import LaunchOptions
-from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.plan import Plan, make_plan
 
 JOB = str(os.getpid())

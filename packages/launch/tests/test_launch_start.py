@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from start_many import HERE, Launch, Result, run_together
 
-from accel_launch.starting.errors import LaunchError
+from accel_launch.errors import LaunchError
 from accel_launch.starting.program import Program
 
 SHOW = "$echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_PORT $OMP_NUM_THREADS"

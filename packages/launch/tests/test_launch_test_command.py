@@ -229,7 +229,7 @@ def test_a_check_that_broke_off_is_no_pass(monkeypatch, capsys):
 
 def test_what_is_no_option_is_said(tmp_path):
     with pytest.raises(
-        ValueError, match="script.py was given, and accel test starts a program of its own. Leave it out"
+        ValueError, match="script.py was given, and accel test starts a program of its own; accel launch"
     ):
         main(["script.py"])
     with pytest.raises(ValueError, match="--folder .*absent was given, and there is no such folder. Make it: mkdir -p"):

@@ -14,9 +14,9 @@ import pytest
 from accel_core import Tracker
 from accel_core.api.launcher import CHANNEL, Offer, given_outside
 from accel_launch.commands import launch, plugins
+from accel_launch.errors import SettingsError
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import parse
-from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile
 from accel_launch.settings.resolution import resolve
 

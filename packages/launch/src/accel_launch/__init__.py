@@ -6,17 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_launch.notebook.errors import RankFailedError
+    from accel_launch.errors import LaunchError, RankFailedError
     from accel_launch.notebook.launchers import debug_launcher, notebook_launcher
-    from accel_launch.starting.errors import LaunchError
 
 __all__ = ["LaunchError", "RankFailedError", "debug_launcher", "notebook_launcher"]
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "LaunchError": "starting.errors",
-    "RankFailedError": "notebook.errors",
+    "LaunchError": "errors",
+    "RankFailedError": "errors",
     "debug_launcher": "notebook.launchers",
     "notebook_launcher": "notebook.launchers",
 }

@@ -49,26 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
-    if not given:
+    name, rest = given[0] if given else "", given[1:]
+    if name in {"", "-h", "--help"}:
         _help()
-        return WRONG
-    name, rest = given[0], given[1:]
-    if name in {"-h", "--help"}:
-        _help()
-        return 0
-    if name == "--version":
-        say(_version())
-        return 0
-    if name == "--completion":
-        say(_completion(rest))
+        return 0 if name else WRONG
+    if name in {"--version", "--completion"}:
+        say(_version() if name == "--version" else _completion(rest))
         return 0
     if name.startswith("-"):
         raise ValueError(
-            f"{name} was given, and no command. The options of accel itself are -h, --version, --traceback and --completion bash; "
-            f"those of a command stand behind its name: accel launch {name} …"
+            f"{name} was given, and no command. The options of accel itself are -h, --version, --traceback and "
+            f"--completion bash; those of a command stand behind its name: accel launch {name} …"
         )
-    status = _command(name)(rest)
-    return 0 if status is None else int(status)
+    return int(_command(name)(rest) or 0)
 
 
 def _command(name: str) -> Callable[..., int | None]:
@@ -117,12 +110,8 @@ def _completion(given: Sequence[str]) -> str:
             f"zsh reads it after `autoload -U bashcompinit && bashcompinit`."
         )
     names = " ".join(dict.fromkeys(offer.name for offer in list_offers("accel.commands")))
-    return (
-        f"_accel() {{\n"
-        f'  [ "$COMP_CWORD" -eq 1 ] && COMPREPLY=($(compgen -W "{names} --help --version" -- "${{COMP_WORDS[1]}}"))\n'
-        f"}}\n"
-        f"complete -o default -F _accel accel"
-    )
+    words = f'COMPREPLY=($(compgen -W "{names} --help --version" -- "${{COMP_WORDS[1]}}"))'
+    return f'_accel() {{\n  [ "$COMP_CWORD" -eq 1 ] && {words}\n}}\ncomplete -o default -F _accel accel'
 
 
 def _words(error: Exception) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 GOOD, BAD, DOUBTFUL = "green", "bold red", "yellow"
 """Styles for `say`."""
@@ -47,12 +46,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def say(text: str = "", style: str = "") -> None:
-    """Prints text to standard output, at once.
-
-    Args:
-        text: taken as it is.
-        style: for terminals: `GOOD`, `BAD`, `DOUBTFUL`, or any style of rich's.
-    """
+    """Prints text to standard output, at once; on terminals in a `style`: `GOOD`, `BAD`, `DOUBTFUL`, or any of rich's."""
     _print(text, style, sys.stdout)
 
 
@@ -80,19 +74,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "")
         return
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     drawn = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     for name in header:
         drawn.add_column(name, overflow="fold")
     for row in rows or [("none", *[""] * (len(header) - 1))]:
-        drawn.add_row(*map(_text, row))
+        drawn.add_row(*map(Text, row))
     console().print(drawn, soft_wrap=False)
-
-
-def _text(cell: str) -> Text:
-    from rich.text import Text
-
-    return Text(cell)
 
 
 def _print(text: str, style: str, stream: TextIO) -> None:

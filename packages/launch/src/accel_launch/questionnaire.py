@@ -12,15 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_core.api.launcher import KNOWN_PROVIDERS, choices, expected, from_data, to_data
+from accel_launch.errors import SettingsError
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import BAD, DOUBTFUL, say, table
-from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names
+from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, flag_of
 from accel_launch.settings.command_line import CommandLine
-from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import ConfigFile, own_path, read, write
 from accel_launch.settings.help_page import shown_value
 from accel_launch.settings.resolution import resolve
@@ -51,29 +50,26 @@ def _has_accelerators(answers: Answers) -> bool:
     return "cpu" in answers or find_accelerators().count > 0
 
 
-QUESTIONS: Mapping[str, Callable[[Answers], bool]] = MappingProxyType(
-    {
-        "num_machines": _always,
-        "machine_rank": _numbered_machines,
-        "main_process_ip": _several_machines,
-        "main_process_port": _several_machines,
-        "num_processes": _always,
-        "cpu": _has_accelerators,
-        "strategy": _always,
-        "mixed_precision": _always,
-        "gradient_accumulation_steps": _always,
-        "log_with": _always,
-    }
-)
+QUESTIONS: Mapping[str, Callable[[Answers], bool]] = {
+    "num_machines": _always,
+    "machine_rank": _numbered_machines,
+    "main_process_ip": _several_machines,
+    "main_process_port": _several_machines,
+    "num_processes": _always,
+    "cpu": _has_accelerators,
+    "strategy": _always,
+    "mixed_precision": _always,
+    "gradient_accumulation_steps": _always,
+    "log_with": _always,
+}
 """Option → whether it is asked for, given the answers so far. What is not asked for is taken back."""
 
 
 def ask(catalog: Catalog, path: Path) -> int:
     """Asks about a run, and writes the answers to a configuration file.
 
-    Returns 0 if the file was written, 1 if the user decided against it, 130 if Ctrl-C ended it: then
-    nothing was written. Raises `ValueError` if there is no terminal that questions can be asked on, or
-    if the file that is there is not valid.
+    Returns 0 if it was written, 1 if the user decided against it, 130 after Ctrl-C. Raises `ValueError` if there is no terminal
+    that questions can be asked on, or if the file that is there is not valid.
     """
     _check_terminal()
     before = _read(catalog, path)
@@ -89,14 +85,13 @@ def ask(catalog: Catalog, path: Path) -> int:
 
 
 def _check_terminal() -> None:
-    name = os.environ.get("TERM", "")
-    if sys.stdin.isatty() and sys.stdout.isatty() and name != "dumb":
-        return
-    found = "TERM=dumb, which cannot move its cursor" if name == "dumb" else "no terminal"
-    raise ValueError(
-        f"accel config asks questions on a terminal, and found {found}. Type `accel config default` to write a file without questions, "
-        f"edit the file that `accel config path` names, or give options to `accel launch`."
-    )
+    is_dumb = os.environ.get("TERM") == "dumb"
+    if is_dumb or not sys.stdin.isatty() or not sys.stdout.isatty():
+        raise ValueError(
+            f"accel config asks questions on a terminal, and found {'TERM=dumb' if is_dumb else 'no terminal'}. Type `accel "
+            "config default` to write a file without questions, edit the file that `accel config path` names, or give "
+            "options to `accel launch`."
+        )
 
 
 def _read(catalog: Catalog, path: Path) -> Answers:
@@ -106,8 +101,7 @@ def _read(catalog: Catalog, path: Path) -> Answers:
     file = read(path)
     if is_of_peer(file.data):
         raise SettingsError(
-            f"{path} is in Accelerate's format, and its answers would be lost. Type `accel config import {path}` to carry them over, or "
-            f"`accel config --config-file PATH` to write another file."
+            f"{path} is in Accelerate's format, and its answers would be lost. Type `accel config import {path}`."
         )
     resolve(catalog, CommandLine(), file, {}, thorough=True)
     return {key: value for key, value in copy.deepcopy(dict(file.data)).items() if value is not None}
@@ -129,9 +123,8 @@ def _converse(catalog: Catalog, path: Path, before: Answers) -> int:
             for note in resolved.notes:
                 say(note, DOUBTFUL)
             ways = ["write", "answer again", "leave"]
-        table(
-            ("option", "value"), [(key, _shown(value)) for key, value in answers.items()] or [("none", "defaults hold")]
-        )
+        rows = [(key, _shown(value)) for key, value in answers.items()]
+        table(("option", "value"), rows or [("none", "defaults hold")])
         picked = questionary.select(f"Write this to {path}?", ways).unsafe_ask()
         if picked == "write":
             return _write(catalog, path, answers)
@@ -148,9 +141,8 @@ def _interview(catalog: Catalog, before: Answers) -> Answers:
             answers.pop(name, None)
             continue
         current = answers.get(name, to_data(option.field.default))
-        told = (
-            _pick(catalog, option, current) if name in ROLES or choices(option.field.type) else _type(option, current)
-        )
+        is_known = name in ROLES or choices(option.field.type)
+        told = _pick(catalog, option, current) if is_known else _type(option, current)
         if told == to_data(option.field.default):
             answers.pop(name, None)
         elif told != current:
@@ -164,9 +156,8 @@ def _pick(catalog: Catalog, option: Option, current: Any) -> Any:
 
     name = option.field.name
     if name not in ROLES:
-        return questionary.confirm(
-            f"{name}: {option.help}", default=str(current).lower() in {"true", "yes", "on", "1"}
-        ).unsafe_ask()
+        default = str(current).lower() in {"true", "yes", "on", "1"}
+        return questionary.confirm(f"{name}: {option.help}", default=default).unsafe_ask()
     hints = [each for each in KNOWN_PROVIDERS[ROLES[name]] if each not in catalog.names(name)]
     about = f"{name}: {option.help}" + (f" Not installed: {', '.join(hints)}." if hints else "")
     names = chosen_names(name, current)
@@ -221,9 +212,8 @@ def _write(catalog: Catalog, path: Path, answers: Answers) -> int:
     say(f"{path} is written.")
     sections = [name for role in ROLES for name in chosen_names(role, answers.get(role)) if name in catalog.sections]
     for name in sections:
-        say(
-            f"`accel launch --{name.replace('_', '-')} -h` shows the options of {name}, which stand in the file as `{name}: {{option: value}}`."
-        )
+        place = f"which stand in the file as `{name}: {{option: value}}`"
+        say(f"`accel launch {flag_of(name)} -h` shows the options of {name}, {place}.")
     option = "" if path.resolve() == own_path().resolve() else f" --config-file {path}"
     say(f"Type `accel launch{option} script.py` to start a script with it, `accel test{option}` to try it.")
     return 0

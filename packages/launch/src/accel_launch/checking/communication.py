@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_core import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
-from accel_launch.checking.steps import CheckError
+from accel_launch.checking.steps import CheckError, Passed
 
 if TYPE_CHECKING:
     from accel_core import World
@@ -26,7 +26,7 @@ class _Card(NamedTuple):
     core: str
 
 
-def check_processes(world: World) -> str:
+def check_processes(world: World) -> Passed:
     """That all ranks came, none of them twice, each with a device of its own and the same versions. Collective."""
     own = _Card(world.rank, socket.gethostname(), str(world.device), torch.__version__, metadata.version("accel-core"))
     cards: list[_Card] = gather_object([own])
@@ -36,7 +36,7 @@ def check_processes(world: World) -> str:
     if shared and world.device.type != "cpu":
         raise CheckError(
             f"Each rank should have a device of its own, and several have {shared[0][1]} on {shared[0][0]}. Start fewer "
-            f"processes there, or make more devices visible."
+            "processes there, or make more devices visible."
         )
     for what in ("torch", "core"):
         versions = {getattr(card, what): card.host for card in cards}
@@ -47,21 +47,19 @@ def check_processes(world: World) -> str:
             )
     hosts = len({card.host for card in cards})
     where = f"{hosts} machines" if hosts > 1 else "1 machine"
-    return f"{world.size} {'process' if world.size == 1 else 'processes'} on {where}, {world.device.type}"
+    return Passed(f"{world.size} {'process' if world.size == 1 else 'processes'} on {where}, {world.device.type}")
 
 
-def check_collectives(world: World) -> str:
+def check_collectives(world: World) -> Passed:
     """That collectives bring the values that they should, of nested structures. Collective."""
     found, expected = _found(world), _expected(world)
     # All have run before anything is raised: the ranks stay in step.
-    wrong = [name for name in expected if not _equal(found[name], expected[name])]
-    if wrong:
-        name = wrong[0]
+    if wrong := [name for name in expected if _plain(found[name]) != _plain(expected[name])]:
         raise CheckError(
-            f"{', '.join(wrong)} gave other values than the ranks sent. Of {name}, expected was {expected[name]}, and found "
-            f"{found[name]}. `accel doctor` says which pair of ranks cannot talk."
+            f"{', '.join(wrong)} gave other values than the ranks sent. Of {wrong[0]}, expected was "
+            f"{expected[wrong[0]]}, and found {found[wrong[0]]}. `accel doctor` says which pair of ranks cannot talk."
         )
-    return f"{len(expected)} kinds, of nested structures, with the values checked"
+    return Passed(f"{len(expected)} kinds, of nested structures, with the values checked")
 
 
 def _found(world: World) -> dict[str, Any]:
@@ -105,13 +103,10 @@ def _nested(rank: int, device: torch.device) -> dict[str, Any]:
     return {"numbers": numbers, "flag": torch.tensor([rank % 2 == 0], device=device)}
 
 
-def _equal(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
-    if type(found) is not type(expected):
-        return False
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
-    if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(map(_equal, found, expected))
-    return bool(found == expected)
+def _plain(tree: Any) -> Any:
+    """A nested structure that can be compared, with the dtype and the values of each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype, tree.tolist()
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return type(tree)(map(_plain, tree)) if isinstance(tree, (list, tuple)) else tree

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from accel_launch.starting.interfaces import address_towards
+from accel_launch.starting.interfaces import address_towards, addresses_of
 
 PATIENCE = 3.0
 """Seconds that a rank may take to answer."""
@@ -25,10 +25,9 @@ class Door(NamedTuple):
 
 
 class DoorKeeper:
-    """Answers the others with one byte."""
+    """Answers the others with one byte, at the address of this machine that lies towards `towards`, the meeting point."""
 
     def __init__(self, towards: str) -> None:
-        """Opens a door at the address of this machine that lies towards `towards`, the meeting point."""
         host = bound_address() or address_towards(towards) or socket.gethostname()
         self._server = socket.create_server(("", 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.door = Door(host, self._server.getsockname()[1])
@@ -48,12 +47,8 @@ class DoorKeeper:
 
 
 def bound_address() -> str | None:
-    """The IPv4 address of the interface that gloo was told to use; None if it was told none."""
+    """The first address of the interface that gloo was told to use; None if it was told none."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if not name:
-        return None
-    from accel_launch.starting.interfaces import addresses_of
-
     return next(iter(addresses_of(name)), None)
 
 

@@ -19,7 +19,7 @@ from accel_launch.starting.interfaces import own_addresses
 if TYPE_CHECKING:
     from accel_core.api.launcher import Place
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
 _OWN = re.compile(
     r"RANK|.*_RANK|.*LOCALID|.*NODEID|.*PROCID|.*_PID|TORCHELASTIC_.*|.*LOCALRANKID|GLOO_SOCKET_IFNAME|SLURMD_NODENAME|"
     r"SLURM_(LAUNCH|TASK|TOPOLOGY).*|PMIX_.*|ACCELERATE_MACHINE_RANK"
@@ -29,6 +29,8 @@ _OWN = re.compile(
 
 def facts(place: Place) -> dict[str, Any]:
     """Versions, variables, limits and names of this process's machine, as JSON has them. No collective."""
+    names = sorted({str(each.metadata["Name"]) for each in metadata.distributions()})
+    ours = {name: metadata.version(name) for name in names if name.startswith("accel-")}
     return {
         "rank": place.rank,
         "machine": int(os.environ.get("GROUP_RANK") or place.rank // place.local_size),
@@ -36,37 +38,22 @@ def facts(place: Place) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "addresses": own_addresses(),
-        "host resolves to": resolved(),
+        "host resolves to": _resolved(),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **ours},
         "variables": {name: value for name, value in relevant(os.environ).items() if not _OWN.fullmatch(name)},
-        "shared memory": shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None,
+        "shared memory": shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.exists() else None,
         "open files": _open_files(),
     }
 
 
-def resolved() -> list[str]:
+def _resolved() -> list[str]:
     """The addresses of this host's name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return []
     return sorted({str(each[4][0]) for each in found})
-
-
-def versions() -> dict[str, str]:
-    """The versions that have to be equal on all machines: Python, torch and our packages."""
-    names = sorted({str(each.metadata["Name"]) for each in metadata.distributions()})
-    ours = {name: metadata.version(name) for name in names if name.startswith("accel-")}
-    return {"python": platform.python_version(), "torch": torch.__version__, **ours}
-
-
-def device_of(device: torch.device) -> str:
-    """The device in words."""
-    if device.type == "cpu":
-        return "cpu"
-    name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device)
-    return f"{device} {name}".strip()
 
 
 def _open_files() -> int | None:

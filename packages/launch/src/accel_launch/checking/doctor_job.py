@@ -6,60 +6,53 @@ says where it was stuck.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from accel_core import PartialState
 from accel_core.api.launcher import Place, open_store, read_place
-from accel_launch.checking import doctor_doors, doctor_facts, doctor_group
-from accel_launch.checking.doctor_findings import Report, examine
-from accel_launch.checking.doctor_page import as_json, print_page
+from accel_launch.checking import doctor_doors, doctor_facts, verdict
+from accel_launch.checking.doctor_findings import Report, as_json, examine, print_page
 
 _GRACE = 5.0  # seconds that rank 0 waits longer than the others try
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examines this rank; rank 0 prints the page."""
-    options = _options(arguments)
+    parser = verdict.options()
+    parser.add_argument("--patience", type=float, required=True)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
     place = read_place(os.environ)
     report: Report = doctor_facts.facts(place)
     if place.size == 1:
-        _examine_in_time(report, lambda: _group(report), options.patience)
-        verdict = _conclude([report], place, options)
+        _examine_in_time(report, lambda: _try_group(report), options.patience)
+        is_well = _conclude([report], place, as_page=not options.json)
     else:
         store = _meet(place, options.patience)
         # With a connection of its own: one that waits lets nobody else through.
         _examine_in_time(report, lambda: _examine(report, place, _meet(place, options.patience)), options.patience)
         store.set(f"report/{place.rank}", json.dumps(report))
         if place.rank == 0:
-            verdict = _conclude(_collect(report, place, store), place, options)
-            store.set("verdict", verdict)
-        else:
-            store.wait(["verdict"], timedelta(seconds=options.patience + 2 * _GRACE))
-            verdict = store.get("verdict").decode()
+            store.set("well", str(_conclude(_collect(report, place, store), place, as_page=not options.json)))
+        store.wait(["well"], timedelta(seconds=options.patience + 2 * _GRACE))
+        is_well = store.get("well") == b"True"
         store.set(f"read/{place.rank}", "")
         if place.rank == 0:  # which keeps the store
             store.wait([f"read/{rank}" for rank in range(place.size)], timedelta(seconds=_GRACE))
-    return _leave(verdict, place, options, stuck="stuck" in report)
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--verdict", type=Path, required=True)
-    parser.add_argument("--launcher", type=int, required=True)
-    parser.add_argument("--patience", type=float, required=True)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args(arguments)
+    status = verdict.leave(options, is_good=is_well)
+    if "stuck" in report:
+        os._exit(status)  # nothing that is stuck holds this up
+    return status
 
 
 def _meet(place: Place, patience: float) -> dist.Store:
@@ -68,7 +61,7 @@ def _meet(place: Place, patience: float) -> dist.Store:
     return dist.PrefixStore("accel-doctor", store)
 
 
-def _examine_in_time(report: Report, examination: Any, patience: float) -> None:
+def _examine_in_time(report: Report, examination: Callable[[], None], patience: float) -> None:
     """Runs an examination for as long as there is patience, and notes in the report how it ended."""
 
     def examined() -> None:
@@ -105,14 +98,27 @@ def _examine(report: Report, place: Place, store: dist.Store) -> None:
     store.wait(["all have knocked"])
     keeper.close()
     if not store.add("closed doors", 0):
-        _group(report)
+        _try_group(report)
 
 
-def _group(report: Report) -> None:
-    def note(step: str) -> None:
-        report["step"] = step
-
-    report["group"] = doctor_group.try_group(note)
+def _try_group(report: Report) -> None:
+    """Meets the others, and computes a sum, as they do in training. Collective."""
+    report["step"] = "meeting the others"
+    start = time.perf_counter()
+    state = PartialState()
+    size, device, name = state.num_processes, state.device, ""
+    if device.type != "cpu":
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device)
+    found = {"device": f"{device} {name}".strip(), "met": time.perf_counter() - start}
+    if size > 1:
+        report["step"] = "a sum over all ranks"
+        start = time.perf_counter()
+        total = torch.full((1024,), float(state.process_index + 1), device=device)
+        dist.all_reduce(total)
+        found |= {"sum": total[-1].item(), "expected": size * (size + 1) / 2, "took": time.perf_counter() - start}
+        report["step"] = "the end"
+        dist.barrier()
+    report["group"] = found
 
 
 def _collect(own: Report, place: Place, store: dist.Store) -> list[Report]:
@@ -127,26 +133,15 @@ def _collect(own: Report, place: Place, store: dist.Store) -> list[Report]:
     return reports
 
 
-def _conclude(reports: list[Report], place: Place, options: argparse.Namespace) -> str:
-    """Prints the page, and returns the verdict."""
+def _conclude(reports: list[Report], place: Place, *, as_page: bool) -> bool:
+    """Prints the page, and returns whether all is well."""
     findings = examine(reports, place.size)
-    if options.json:
-        sys.stdout.write(json.dumps(as_json(reports, findings), indent=2) + "\n")
-    else:
+    if as_page:
         print_page(reports, findings, place.size)
+    else:
+        sys.stdout.write(json.dumps(as_json(reports, findings), indent=2) + "\n")
     sys.stdout.flush()
-    return "ill" if any(finding.is_problem for finding in findings) else "well"
-
-
-def _leave(verdict: str, place: Place, options: argparse.Namespace, *, stuck: bool) -> int:
-    """The exit status: this rank's own if it has become the command, else 0: the launcher then reads the verdict."""
-    is_command = options.launcher == os.getpid()
-    if place.local_rank == 0 and not is_command:
-        options.verdict.write_text(verdict, encoding="ascii")
-    status = 1 if verdict == "ill" and is_command else 0
-    if stuck:
-        os._exit(status)  # nothing that is stuck holds this up
-    return status
+    return not any(finding.is_problem for finding in findings)
 
 
 if __name__ == "__main__":

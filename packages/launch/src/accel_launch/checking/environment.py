@@ -32,11 +32,7 @@ _GIB = 1 << 30
 
 
 def describe(config_file: str | None = None) -> dict[str, Any]:
-    """Everything, as JSON has it: section → what → value.
-
-    Args:
-        config_file: whose content is shown; None: the user's own.
-    """
+    """Everything, as JSON has it: section → what → value. `config_file` is whose content is shown; None: the user's own."""
     return {
         "system": _system(),
         "torch": _torch(),
@@ -50,15 +46,14 @@ def describe(config_file: str | None = None) -> dict[str, Any]:
 
 def text(found: Mapping[str, Any]) -> str:
     """The facts that `describe` has found, as lines of text."""
-    blocks = []
+    lines = []
     for section, content in found.items():
         width = max(map(len, content), default=0)
-        lines = [
-            f"  {name.ljust(width)}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-            for name, value in content.items()
-        ]
-        blocks.append("\n".join([section, *(lines or ["  none"])]))
-    return "\n".join(blocks)
+        lines += [section, *([] if content else ["  none"])]
+        for name, value in content.items():
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines.append(f"  {name.ljust(width)}  {shown}")
+    return "\n".join(lines)
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -98,12 +93,11 @@ def _memory() -> str:
 
 def _torch() -> dict[str, str]:
     """Its version, what it was built with, and what ranks can talk by."""
-    built = {
-        name: str(version)
-        for name in ("cuda", "hip", "xpu", "git_version")
-        if (version := getattr(torch.version, name, None)) is not None
+    built = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu", "git_version")}
+    found = {
+        "version": torch.__version__,
+        **{name: str(version) for name, version in built.items() if version is not None},
     }
-    found = {"version": torch.__version__, **built}
     if (library := torch.backends.cudnn.version()) is not None:
         found["cudnn"] = str(library)
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if getattr(dist, f"is_{name}_available")()]
@@ -125,17 +119,13 @@ def _distributions() -> dict[str, str]:
     """Ours, those that offer anything to accel-core, and what these wrap: versions of what is installed."""
     installed = {_folded(each.metadata["Name"]): each for each in metadata.distributions() if each.metadata["Name"]}
     ours = {
-        name: each
+        name
         for name, each in installed.items()
         if name.startswith("accel-") or any(point.group.startswith("accel.") for point in each.entry_points)
     }
-    needed = {
-        _folded(match[0])
-        for each in ours.values()
-        for need in each.requires or ()
-        if (match := re.match(r"[\w.-]+", need))
-    }
-    names = [*sorted(ours), *sorted((needed & installed.keys()) - ours.keys())]
+    needs = [need for name in ours for need in installed[name].requires or ()]
+    needed = {_folded(match[0]) for need in needs if (match := re.match(r"[\w.-]+", need))}
+    names = [*sorted(ours), *sorted((needed & installed.keys()) - ours)]
     return {name: installed[name].version for name in names}
 
 

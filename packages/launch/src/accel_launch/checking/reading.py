@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_launch.checking.steps import CheckError
+from accel_launch.checking.steps import CheckError, Passed
 
 if TYPE_CHECKING:
     from accel_core import Accelerator, Shard
 
 _ROUNDS, _ROWS = 5, 2
+_FAULT = "The loader is at fault: `accel plugins` says who brings it."
 
 
-def check_order(accelerator: Accelerator, shard: Shard) -> str:
+def check_order(accelerator: Accelerator, shard: Shard) -> Passed:
     """That `gather_for_metrics` over a prepared loader gives what one process would read. Collective."""
     rows = _ROWS * shard.count if accelerator.split_batches else _ROWS
     # A tail that does not divide has to be filled up, and not counted; where nothing is filled up, ranks would come apart.
@@ -27,22 +28,17 @@ def check_order(accelerator: Accelerator, shard: Shard) -> str:
     in_order = _read(accelerator, plain)
     epochs = [_read(accelerator, shuffled) for _ in range(2)]
     if in_order != list(range(samples)):
-        raise CheckError(
-            f"Of {samples} samples without shuffling, 0 to {samples - 1} were expected in order. Found {_difference(in_order, samples)}. "
-            f"The loader is at fault: `accel plugins` says who brings it."
-        )
+        found = _difference(in_order, samples)
+        raise CheckError(f"Of {samples} samples without shuffling, all were expected in order. Found {found}. {_FAULT}")
     for number, epoch in enumerate(epochs):
         if sorted(epoch) != list(range(samples)):
+            found = _difference(epoch, samples)
             raise CheckError(
-                f"Of {samples} shuffled samples, each was expected once in epoch {number}. Found {_difference(epoch, samples)}. "
-                f"The loader is at fault: `accel plugins` says who brings it."
+                f"Of {samples} shuffled samples, each was expected once in epoch {number}. Found {found}. {_FAULT}"
             )
     if epochs[0] == epochs[1]:
-        raise CheckError(
-            f"Two epochs of {samples} shuffled samples came in the same order. The loader is at fault: `accel plugins` says who "
-            f"brings it."
-        )
-    return f"{samples} samples, each once, in the order of one process; shuffled, too"
+        raise CheckError(f"Two epochs of {samples} shuffled samples came in the same order. {_FAULT}")
+    return Passed(f"{samples} samples, each once, in the order of one process; shuffled, too")
 
 
 def _read(accelerator: Accelerator, loader: Any) -> list[int]:

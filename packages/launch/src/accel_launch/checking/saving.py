@@ -6,55 +6,49 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from accel_core import broadcast_object_list, gather_object
-from accel_launch.checking.steps import CheckError, Doubt
+from accel_launch.checking.steps import CheckError, Passed
 from accel_launch.checking.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accel_core import Accelerator, Layout, Shard, World
+    from accel_core import Accelerator, Shard, World
 
 _AFTER = 3
 _SHARE = "To check a folder that all machines see: accel test --folder FOLDER"
+_FAULT = "The strategy is at fault: `accel plugins` says who brings it."
 
 
-class Where(Protocol):
-    """The facts about this rank: its world, its layout, and whether all ranks have all parameters."""
-
-    world: World
-    layout: Layout
-    replicated: bool
-
-
-def check_checkpoint(make: Callable[[bool], Accelerator], where: Where, folder: Path | None) -> str | tuple[str, Doubt]:
+def check_checkpoint(
+    make: Callable[[bool], Accelerator], world: World, shard: Shard, replicated: bool, folder: Path | None
+) -> Passed:
     """That weights and optimizer come back as they were saved. Collective.
 
-    Args:
-        make: gives an Accelerator as configured, which saves on each machine by itself if that is
-            asked for.
-        where: this rank.
-        folder: in which a new folder is made, and removed again; None: that for temporary files of
-            each machine.
+    `make` gives an Accelerator as configured, which saves on each machine by itself if that is asked for. A new folder is made in
+    `folder`, and removed again; None: in that for temporary files of each machine.
     """
-    apart = where.world.local_size != where.world.size and folder is None
-    if apart and not where.replicated:
-        return "", Doubt(f"not looked at: parts of a checkpoint would lie on different machines. {_SHARE}")
-    root = _make_folder(where.world, folder, apart)
+    apart = world.local_size != world.size and folder is None
+    if apart and not replicated:
+        return Passed("", f"not looked at: parts of a checkpoint would lie on different machines. {_SHARE}")
+    root = _make_folder(world, folder, apart)
     try:
-        problem = _round_trip(make(apart), where.layout.shard, root)
-        where.world.barrier()
+        problem = _round_trip(make(apart), shard, root)
+        world.barrier()
     finally:
-        if where.world.is_local_main if apart else where.world.is_main:
-            _remove(root, apart)
+        if world.is_local_main if apart else world.is_main:
+            shutil.rmtree(root, ignore_errors=True)  # what is left of temporary files is nothing to fail for
+        if apart and world.is_local_main:
+            with suppress(OSError):  # another machine may have a part in it: the last one removes it
+                root.parent.rmdir()
     if problem:
         raise CheckError(problem)
-    text = f"saved and loaded, and {_AFTER} steps went on as before"
-    return (text, Doubt(f"each machine saved by itself. {_SHARE}")) if apart else text
+    doubt = f"each machine saved by itself. {_SHARE}" if apart else ""
+    return Passed(f"saved and loaded, and {_AFTER} steps went on as before", doubt)
 
 
 def _round_trip(accelerator: Accelerator, shard: Shard, root: Path) -> str:
@@ -68,16 +62,12 @@ def _round_trip(accelerator: Accelerator, shard: Shard, root: Path) -> str:
     accelerator.load_state(root / "checkpoint")
     loaded = training.weights()
     found = [training.step(batch) for batch in later]
-    changed = [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
-    if changed:
-        return (
-            f"load_state() should bring back what save_state() saved, and other values came for {', '.join(changed)}. The "
-            f"strategy is at fault: `accel plugins` says who brings it."
-        )
+    if changed := [name for name, value in saved.items() if not torch.equal(value, loaded[name])]:
+        return f"load_state() should bring back what save_state() saved, and other values came for {', '.join(changed)}. {_FAULT}"
     if not torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4):
         return (
-            f"After load_state(), training should go on as it did after save_state(), with the losses {expected}. Found {found}: "
-            f"the state of the optimizer did not come back. The strategy is at fault: `accel plugins` says who brings it."
+            f"After load_state(), training should go on as it did after save_state(), with the losses {expected}. Found "
+            f"{found}: the state of the optimizer did not come back. {_FAULT}"
         )
     return ""
 
@@ -92,19 +82,11 @@ def _make_folder(world: World, folder: Path | None, apart: bool) -> Path:
             path.mkdir(parents=True)
         world.barrier()
     # Where it is not there, it would be made anew, and nobody would miss the other parts.
-    unseen = [rank for rank, sees in enumerate(gather_object([path.is_dir()])) if not sees]
-    if unseen:
+    if unseen := [str(rank) for rank, sees in enumerate(gather_object([path.is_dir()])) if not sees]:
         if world.is_main:
             path.rmdir()
         raise CheckError(
-            f"--folder {folder} was to be one that all machines see, and what rank 0 makes there is not seen by the ranks "
-            f"{', '.join(map(str, unseen))}. Give the folder of a network file system, or leave --folder out."
+            f"--folder {folder} was to be one that all machines see, and what rank 0 makes there is not seen by the "
+            f"ranks {', '.join(unseen)}. Give the folder of a network file system, or leave --folder out."
         )
     return path
-
-
-def _remove(path: Path, apart: bool) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # what is left of temporary files is nothing to fail for
-    if apart:
-        with suppress(OSError):  # another machine may have a part in it: the last one removes it
-            path.parent.rmdir()

@@ -18,67 +18,54 @@ class CheckError(Exception):
     """A check has found something: what was expected, what was found, what to do. Raised on any rank."""
 
 
-class Doubt(NamedTuple):
-    """The part that a passed check could not examine, and the command that examines it."""
+class Passed(NamedTuple):
+    """What a check that passed has looked at, in words (empty: at nothing), and what it could not."""
 
     text: str
+    doubt: str = ""
 
 
-class _Outcome(NamedTuple):
-    """Of one check on one rank: what was checked, or what is wrong; of errors that no check expects, where they came from."""
+class _Failed(NamedTuple):
+    """What is wrong on one rank; of errors that no check expects, where they came from."""
 
-    passed: bool
     text: str
     where: str = ""
 
 
 class Steps:
-    """Runs checks and prints what comes of each, on the main process.
-
-    Args:
-        world: all ranks call `run` with the same checks in the same order.
-    """
+    """Runs checks and prints what comes of each, on the main process. All ranks run the same ones in the same order."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.failed: list[str] = []
 
-    def run(self, name: str, check: Callable[[], str | tuple[str, Doubt]]) -> bool:
-        """Runs one check; collective. Returns whether it has passed on every rank.
-
-        The check returns what was checked, in words (nothing, if nothing was), and perhaps what could not
-        be; or raises. Where it raises on one rank only, no other rank may be left in a collective.
-        """
+    def run(self, name: str, check: Callable[[], Passed]) -> None:
+        """Runs one check; collective. Where it raises on one rank only, no other rank may be left in a collective."""
         start = time.perf_counter()
-        doubt = None
+        outcome: Passed | _Failed
         try:
-            found = check()
-            text, doubt = found if isinstance(found, tuple) else (found, None)
-            outcome = _Outcome(True, text)
+            outcome = check()
         except CheckError as error:
-            outcome = _Outcome(False, str(error))
+            outcome = _Failed(str(error))
         except Exception as error:  # noqa: BLE001  (whatever is wrong with what is checked)
-            outcome = _Outcome(False, f"{type(error).__name__}: {error}", traceback.format_exc())
-        outcomes = gather_object([outcome])
-        seconds = time.perf_counter() - start
-        wrong = [(rank, each) for rank, each in enumerate(outcomes) if not each.passed]
+            outcome = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+        outcomes = enumerate(gather_object([outcome]))
+        wrong = {str(rank): each for rank, each in outcomes if isinstance(each, _Failed)}
         if wrong:
             self.failed.append(name)
         if self._world.is_main:
-            _print(name, outcome.text, wrong, seconds)
-            if doubt is not None and not wrong:
-                say(f"{mark(DOUBTFUL)} {name}: {doubt.text}", DOUBTFUL)
-        return not wrong
+            _print(name, outcome, wrong, f"({time.perf_counter() - start:.1f} s)")
 
 
-def _print(name: str, text: str, wrong: list[tuple[int, _Outcome]], seconds: float) -> None:
-    if not wrong:
-        if text:
-            say(f"{mark(GOOD)} {name}: {text} ({seconds:.1f} s)", GOOD)
+def _print(name: str, outcome: Passed | _Failed, wrong: dict[str, _Failed], took: str) -> None:
+    if not wrong and isinstance(outcome, Passed):
+        if outcome.text:
+            say(f"{mark(GOOD)} {name}: {outcome.text} {took}", GOOD)
+        if outcome.doubt:
+            say(f"{mark(DOUBTFUL)} {name}: {outcome.doubt}", DOUBTFUL)
         return
-    first, outcome = wrong[0]
-    ranks = ", ".join(str(rank) for rank, _ in wrong)
-    say(f"{mark(BAD)} {name}: on {'rank' if len(wrong) == 1 else 'ranks'} {ranks} ({seconds:.1f} s)", BAD)
-    say("\n".join(f"    {line}" for line in outcome.text.splitlines()))
-    if outcome.where:
-        warn(f"Rank {first} raised:\n{outcome.where}")
+    first, failed = next(iter(wrong.items()))
+    say(f"{mark(BAD)} {name}: on {'rank' if len(wrong) == 1 else 'ranks'} {', '.join(wrong)} {took}", BAD)
+    say("\n".join(f"    {line}" for line in failed.text.splitlines()))
+    if failed.where:
+        warn(f"Rank {first} raised:\n{failed.where}")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import broadcast_object_list
-from accel_launch.checking.steps import CheckError
+from accel_launch.checking.steps import CheckError, Passed
 
 if TYPE_CHECKING:
     from accel_core import Accelerator, Shard
@@ -20,24 +20,16 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 WIDTH, ROWS, STEPS = 32, 16, 6
 
-_TOLERANCES = {"no": 1e-4, "fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
-_ROUGH = 0.2
-"""How far weights may be from those of one process in full precision, as a part of the way that they have come. Ranks that do not
-average their gradients are further off than that way itself; of precisions that are not known here,
-the coarsest is assumed."""
+_TOLERANCES, _ROUGH = {"no": 1e-4, "fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}, 0.2
+"""By precision, and for others: how far weights may be from those of one process in full precision, as a part of the way that they
+have come. Ranks that do not average their gradients are further off than that way itself."""
 
 
 class Training:
-    """A small model that trains as configured, on data that differs between the ranks.
-
-    Args:
-        accelerator: its strategy and precision are what is checked.
-        shard: which part of each batch this rank has.
-    """
+    """A small model that trains as configured, on data that differs between the ranks, which have the `shard` of each batch."""
 
     def __init__(self, accelerator: Accelerator, shard: Shard) -> None:
-        self.accelerator = accelerator
-        self.shard = shard
+        self.accelerator, self.shard = accelerator, shard
         user_model = _make_model()
         self.reference = copy.deepcopy(user_model).to(accelerator.device)
         self.initial = copy.deepcopy(self.reference).state_dict()
@@ -90,27 +82,23 @@ class Training:
         return deviation
 
 
-def check_training(accelerator: Accelerator, shard: Shard, micro_batches: int = 1) -> str:
+def check_training(accelerator: Accelerator, shard: Shard, micro_batches: int = 1) -> Passed:
     """That some steps, each of as many micro-batches as are accumulated, end where those of one process do. Collective."""
     training = Training(accelerator, shard)
     losses = []
     for batch in training.take(STEPS):
         losses.append(training.step(batch, micro_batches))
         training.follow(batch)
-    deviation, allowed = training.deviation(), tolerance(accelerator.mixed_precision)
+    deviation, allowed = training.deviation(), _TOLERANCES.get(accelerator.mixed_precision, _ROUGH)
     steps = f"{STEPS} steps" + (f" of {micro_batches} micro-batches" if micro_batches > 1 else "")
     if not deviation <= allowed:  # nan is no pass
         raise CheckError(
-            f"After {steps} the weights should be those of one process, give or take {allowed:g} of the way that they have come. "
-            f"They are {deviation:.2g} of it apart, with the losses {', '.join(f'{loss:.4f}' for loss in losses)}. The strategy "
-            f"or the precision is at fault: try again with --mixed-precision no, and with another --strategy."
+            f"After {steps} the weights should be those of one process, give or take {allowed:g} of the way that they "
+            f"have come. They are {deviation:.2g} of it apart, with the losses "
+            f"{', '.join(f'{loss:.4f}' for loss in losses)}. The strategy or the precision is at fault: try again with "
+            "--mixed-precision no, and with another --strategy."
         )
-    return f"{steps} equal one process to {deviation:.1e} (allowed: {allowed:g})"
-
-
-def tolerance(precision: str) -> float:
-    """The largest `deviation` that the dtypes of a precision explain, by the precision's name."""
-    return _TOLERANCES.get(precision, _ROUGH)
+    return Passed(f"{steps} equal one process to {deviation:.1e} (allowed: {allowed:g})")
 
 
 def _squares(first: torch.Tensor, second: torch.Tensor) -> float:

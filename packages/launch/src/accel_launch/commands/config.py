@@ -13,34 +13,28 @@ from typing import Any, NamedTuple
 from accel_core.api.component import nearest
 from accel_core.api.launcher import to_data, variable_of
 from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
+from accel_launch.errors import SettingsError
 from accel_launch.output import GOOD, say, table, warn
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
-from accel_launch.settings.errors import SettingsError
-from accel_launch.settings.files import chosen_path, load, write
+from accel_launch.settings.files import chosen_path, load, own_path, write
 from accel_launch.settings.resolution import resolve
+from accel_launch.starting.devices import find_accelerators
 
 _HELP = Switch("this", short="h")
-_TARGET = Switch("the file, instead of the user's own", "PATH")
-_FORCE = Switch("replace a file that is there already")
+_TARGET: Mapping[str, Switch] = {"config_file": Switch("the file, instead of the user's own", "PATH"), "help": _HELP}
+_TO_WRITE: Mapping[str, Switch] = {**_TARGET, "force": Switch("replace a file that is there already")}
+_TO_READ: Mapping[str, Switch] = {"config_file": CONFIG_FILE, "help": _HELP}
 
 
 class Part(NamedTuple):
-    """One subcommand.
+    """One subcommand."""
 
-    Args:
-        run: does it, given its command line, and returns the exit status.
-        switches: its own options.
-        about: what it does.
-        operand: what may stand behind the options; empty for nothing.
-        takes_options: whether it takes the options of `accel launch` as well.
-    """
-
-    run: Callable[[CommandLine, Catalog], int]
-    switches: Mapping[str, Switch]
-    about: str
-    operand: str = ""
-    takes_options: bool = False
+    run: Callable[[CommandLine, Catalog], int]  # does it, given its command line, and returns the exit status
+    switches: Mapping[str, Switch]  # its own options
+    about: str  # what it does
+    operand: str = ""  # what may stand behind the options; empty for nothing
+    takes_options: bool = False  # whether it takes the options of `accel launch` as well
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,12 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if arguments is None else arguments)
     name = given.pop(0) if given and not given[0].startswith("-") else ""
     if name not in PARTS:
-        meant = nearest(name, [each for each in PARTS if each])
+        known = [each for each in PARTS if each]
+        meant = nearest(name, known)
         hint = f"Type `accel config {meant}` if that was meant." if meant else "`accel config -h` says what each does."
-        known = ", ".join(each for each in PARTS if each)
-        raise SettingsError(
-            f"accel config {name} was asked for, and there is no such subcommand. Known: {known}. {hint}"
-        )
+        about = f"there is no such subcommand. Known: {', '.join(known)}. {hint}"
+        raise SettingsError(f"accel config {name} was asked for, and {about}")
     part, catalog = PARTS[name], Catalog()
     command_line = parse(given, catalog, part.switches)
     if command_line.switch("help"):
@@ -69,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _help(name: str, part: Part, catalog: Catalog, command_line: CommandLine) -> None:
     from accel_launch.settings.help_page import show_help, show_switches
 
-    words = ["accel config", name, "[options]", part.operand]
-    usage = " ".join(word for word in words if word)
+    usage = " ".join(filter(None, ("accel config", name, "[options]", part.operand)))
     if part.takes_options:
         show_help(catalog, usage, part.about, part.switches, command_line.mentioned)
         return
@@ -82,17 +74,13 @@ def _help(name: str, part: Part, catalog: Catalog, command_line: CommandLine) ->
 
 
 def _check_operands(name: str, part: Part, command_line: CommandLine) -> None:
-    most = 1 if part.operand else 0
-    command = f"accel config {name}".strip()
+    most, command = 1 if part.operand else 0, f"accel config {name}".strip()
+    end = f"`{command} -h` says what it takes."
     if len(command_line.rest) > most:
-        raise SettingsError(
-            f"{command} was given {' '.join(command_line.rest)}, and it takes {'one file' if most else 'no file'}. `{command} -h` says "
-            f"what it takes."
-        )
+        files = "one file" if most else "no file"
+        raise SettingsError(f"{command} was given {' '.join(command_line.rest)}, and it takes {files}. {end}")
     if command_line.given and not part.takes_options:
-        raise SettingsError(
-            f"{command_line.given[0].source} was given, and {command} takes no option of a run. `{command} -h` says what it takes."
-        )
+        raise SettingsError(f"{command_line.given[0].source} was given, and {command} takes no option of a run. {end}")
 
 
 def _ask(command_line: CommandLine, catalog: Catalog) -> int:
@@ -106,14 +94,13 @@ def _write_default(command_line: CommandLine, catalog: Catalog) -> int:
     target = _target(command_line)
     if target.exists() and not command_line.switch("force"):
         raise SettingsError(
-            f"{target} is there already, and would be replaced: nothing was written. Add --force to replace it, or give another file "
-            f"with --config-file."
+            f"{target} is there already, and would be replaced: nothing was written. Add --force, or another --config-file."
         )
     resolved = resolve(catalog, command_line, None, {}, thorough=True)
     data: dict[str, Any] = {}
     comments: dict[str, str] = {}
     if ("", "num_processes") not in resolved.given:
-        data["num_processes"] = _processes(cpu=bool(resolved.get("cpu").value))
+        data["num_processes"] = 1 if resolved.get("cpu").value else max(1, find_accelerators().count)
         comments["num_processes"] = catalog.direct["num_processes"].help
     for value in resolved.given.values():
         options = resolved.catalog.section(value.section) if value.section else resolved.catalog.own
@@ -124,13 +111,6 @@ def _write_default(command_line: CommandLine, catalog: Catalog) -> int:
     say(f"{target} is written.", GOOD)
     say("Type `accel launch script.py` to start a script with it, and `accel config show` to see what holds.")
     return 0
-
-
-def _processes(*, cpu: bool) -> int:
-    """The number of processes for this machine: that of its accelerators; 1 without any or with `cpu`."""
-    import torch
-
-    return 1 if cpu else max(1, torch.accelerator.device_count())
 
 
 def _show(command_line: CommandLine, catalog: Catalog) -> int:
@@ -150,19 +130,14 @@ def _validate(command_line: CommandLine, catalog: Catalog) -> int:
     try:
         file = load(asked, os.environ)
         if file is None:
-            say(
-                f"There is no configuration file, so defaults hold. Type `accel config` to write {chosen_path(None, os.environ)}."
-            )
+            say(f"There is no configuration file, so defaults hold. Type `accel config` to write {own_path()}.")
             return 0
         resolved = resolve(catalog, CommandLine(), file, {}, thorough=True)
-        backend = _check_backend(resolved.get("dynamo_backend").value, catalog)
+        _check_backend(resolved.get("dynamo_backend").value)
     except SettingsError as error:
         warn(f"{len(error.problems)} mistake{'s' if len(error.problems) > 1 else ''}:")
         for problem in error.problems:
             warn(textwrap.indent(problem, "  "))
-        return 1
-    if backend:
-        warn(backend)
         return 1
     for note in resolved.notes:
         warn(note)
@@ -171,16 +146,19 @@ def _validate(command_line: CommandLine, catalog: Catalog) -> int:
     return 0
 
 
-def _check_backend(name: str, catalog: Catalog) -> str:
-    """The problem with a backend of `torch.compile`, or empty; slow (imports its compiler), so for files only."""
-    if name.lower() == "no":
-        return ""
-    known = [choice.name for choice in catalog.choices("dynamo_backend")]
-    if name.lower() in known:
-        return ""
-    meant = nearest(name, known)
-    hint = f" Type {meant!r} if that was meant." if meant else ""
-    return f"dynamo_backend={name!r} is not a backend of torch.compile. Known: {', '.join(known)}.{hint}"
+def _check_backend(name: str) -> None:
+    """Raises `SettingsError` for what is no backend of `torch.compile`; slow (imports its compiler), so for files only."""
+    if name.lower() in {"no", "eager"}:
+        return
+    import torch
+
+    known = torch.compiler.list_backends(exclude_tags=())
+    if name.lower() not in known:
+        meant = nearest(name, known)
+        hint = f" Type {meant!r} if that was meant." if meant else ""
+        raise SettingsError(
+            f"dynamo_backend={name!r} is not a backend of torch.compile. Known: {', '.join(known)}.{hint}"
+        )
 
 
 def _path(command_line: CommandLine, _: Catalog) -> int:
@@ -195,7 +173,7 @@ def _path(command_line: CommandLine, _: Catalog) -> int:
 
 
 def _import(command_line: CommandLine, _: Catalog) -> int:
-    from accel_launch.commands.config_import import import_file
+    from accel_launch.importing.command import import_file
 
     source = Path(command_line.rest[0]).expanduser() if command_line.rest else None
     return import_file(source, _target(command_line), command_line.switch("force"))
@@ -205,10 +183,8 @@ def _target(command_line: CommandLine) -> Path:
     return chosen_path(command_line.text("config_file"), os.environ)
 
 
-_TO_WRITE: Mapping[str, Switch] = {"config_file": _TARGET, "force": _FORCE, "help": _HELP}
-_JSON = Switch("print JSON, for programs")
 PARTS: Mapping[str, Part] = {
-    "": Part(_ask, {"config_file": _TARGET, "help": _HELP}, "Asks questions, and writes the configuration file."),
+    "": Part(_ask, _TARGET, "Asks questions, and writes the configuration file."),
     "default": Part(
         _write_default,
         {**_TO_WRITE, "help": HELP},
@@ -217,17 +193,12 @@ PARTS: Mapping[str, Part] = {
     ),
     "show": Part(
         _show,
-        {"json": _JSON, "config_file": CONFIG_FILE, "help": HELP},
+        {"json": Switch("print JSON, for programs"), "config_file": CONFIG_FILE, "help": HELP},
         "Shows every option, its value, and where that was given; takes the options of `accel launch`.",
         takes_options=True,
     ),
-    "validate": Part(
-        _validate,
-        {"config_file": CONFIG_FILE, "help": _HELP},
-        "Checks a file, and lists all mistakes in it.",
-        "[FILE]",
-    ),
-    "path": Part(_path, {"config_file": CONFIG_FILE, "help": _HELP}, "Prints where the file lies."),
+    "validate": Part(_validate, _TO_READ, "Checks a file, and lists all mistakes in it.", "[FILE]"),
+    "path": Part(_path, _TO_READ, "Prints where the file lies."),
     "import": Part(_import, _TO_WRITE, "Writes a file of our own from one of Accelerate's.", "[FILE]"),
 }
 """The subcommands; the one without a name is `accel config` itself."""

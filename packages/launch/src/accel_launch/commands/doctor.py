@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from accel_launch.commands.examination import Examination
-from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
-from accel_launch.output import BAD, mark, say
+from accel_launch.commands.examination import examine
+from accel_launch.commands.launch import CONFIG_FILE, HELP
+from accel_launch.errors import SettingsError
+from accel_launch.output import BAD, mark, warn
 from accel_launch.settings.command_line import Switch
-from accel_launch.settings.errors import SettingsError
+
+if TYPE_CHECKING:
+    from accel_launch.settings.command_line import CommandLine
 
 SWITCHES: Mapping[str, Switch] = {
     "json": Switch("print what was found as JSON"),
@@ -18,7 +23,6 @@ SWITCHES: Mapping[str, Switch] = {
     "config_file": CONFIG_FILE,
     "help": HELP,
 }
-_JOB = "accel_launch.checking.doctor_job"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,26 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     script. Under Slurm, MPI or torchrun it examines the processes that are there. The exit status
     is 1 if there is a problem.
     """
-    examination = Examination("accel doctor", main.__doc__ or "", SWITCHES, _JOB)
-    given = examination.read(arguments)
-    if given is None:
-        return 0
-    command_line, catalog = given
-    patience, as_json = _seconds(command_line.text("patience")), command_line.switch("json")
-    told = ["--patience", str(patience), *(["--json"] if as_json else [])]
-    status, verdict = examination.run(resolve_line(command_line, catalog), told)
-    if not verdict and not as_json:
-        say(f"{mark(BAD)} The examination broke off. What stands above says where.", BAD)
-    return status or (0 if verdict == "well" else 1)
+    job = "accel_launch.checking.doctor_job"
+    status, is_well = examine("doctor", main.__doc__ or "", SWITCHES, arguments, job, _words)
+    if is_well is None:
+        warn(f"{mark(BAD)} The examination broke off. What stands above says where.", BAD)
+    return status or int(not is_well)
 
 
-def _seconds(text: str | None) -> float:
-    try:
-        seconds = 60.0 if text is None else float(text)
-    except ValueError:
-        seconds = 0.0
+def _words(command_line: CommandLine) -> list[str]:
+    text, seconds = command_line.text("patience") or "60", 0.0
+    with suppress(ValueError):
+        seconds = float(text)
     if not 0 < seconds < float("inf"):
         raise SettingsError(
             f"--patience {text} was given, which is no number of seconds. Give one above 0, such as --patience 60."
         )
-    return seconds
+    return ["--patience", text, *(["--json"] if command_line.switch("json") else [])]

@@ -6,17 +6,16 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from accel_core.api.launcher import CHANNEL
+from accel_core.api.launcher import CHANNEL, masked_words
+from accel_launch.errors import SettingsError
+from accel_launch.output import say, table, warn
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
-from accel_launch.settings.errors import SettingsError
 from accel_launch.settings.files import load
 from accel_launch.settings.resolution import Resolved, resolve
-
-if TYPE_CHECKING:
-    from accel_launch.starting.program import Program
+from accel_launch.starting.plan import make_plan
+from accel_launch.starting.program import Program, start
 
 CONFIG_FILE = Switch("the configuration file, instead of the user's own; `accel config path` shows which", "PATH")
 HELP = Switch("this; behind --fsdp or an option of fsdp, what options that has", short="h")
@@ -52,30 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
-    """Resolves a command line, this process's environment and the file; prints notes to standard error.
-
-    Raises:
-        SettingsError: with every mistake that was found.
-    """
+    """Resolves a command line, this process's environment and the file; prints notes to standard error."""
     file = load(command_line.text("config_file"), os.environ)
     resolved = resolve(catalog, command_line, file, os.environ)
-    if resolved.notes:
-        from accel_launch.output import warn
-
-        for note in resolved.notes:
-            warn(f"accel: {note}")
+    for note in resolved.notes:
+        warn(f"accel: {note}")
     return resolved
 
 
 def run(resolved: Resolved, program: Program) -> int:
-    """Starts a program as it was resolved, and returns its exit status.
-
-    Raises:
-        LaunchError: if it cannot be started so on this machine.
-    """
-    from accel_launch.starting.plan import make_plan
-    from accel_launch.starting.start import start
-
+    """Starts a program as it was resolved, and returns its exit status. Raises `LaunchError` if this machine cannot start it so."""
     program.check(os.environ)
     plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
     return start(plan, program, {**os.environ, CHANNEL: resolved.channel})
@@ -83,17 +68,14 @@ def run(resolved: Resolved, program: Program) -> int:
 
 def _program(command_line: CommandLine) -> Program:
     """The program that a command line asks to start."""
-    from accel_launch.starting.program import Program
-
     is_module, is_program = command_line.switch("module"), command_line.switch("no_python")
     if is_module and is_program:
         raise SettingsError(
-            "--module and --no-python were both given, and what is started is a module of Python or another program. Leave one out."
+            "--module and --no-python were both given, and a program is one or the other. Leave one out."
         )
     if not command_line.rest:
         raise SettingsError(
-            "Nothing was given that could be started. Type the script behind the options: accel launch --num-processes 2 script.py; or "
-            "`accel launch -h` to see them all."
+            "Nothing was given that could be started. Type a script behind the options: accel launch --cpu script.py"
         )
     target, *arguments = command_line.rest
     return Program("module" if is_module else "program" if is_program else "script", target, tuple(arguments))
@@ -101,10 +83,7 @@ def _program(command_line: CommandLine) -> Program:
 
 def _show(resolved: Resolved, program: Program | None) -> int:
     """Prints what holds and what would be started."""
-    from accel_core.api.launcher import masked_words
-    from accel_launch.output import say, table
     from accel_launch.settings.showing import rows
-    from accel_launch.starting.plan import make_plan
 
     if program is not None:
         program.check(os.environ)

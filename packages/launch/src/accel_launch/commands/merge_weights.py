@@ -17,38 +17,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     given = _parser().parse_args(arguments)
     with _progress() as report:
-        written = export_weights(
-            given.checkpoint,
-            given.output,
-            given.max_shard_size,
-            model=given.model,
-            overwrite=given.force,
-            report=report,
-        )
+        options = {"model": given.model, "overwrite": given.force, "report": report}
+        written = export_weights(given.checkpoint, given.output, given.max_shard_size, **options)
     tied = f", {written.aliases} more names of tied ones" if written.aliases else ""
-    say(
-        f"{written.tensors} tensors, {written.nbytes} bytes{tied}: {given.output / written.files[0]}"
-        + (f" and {len(written.files) - 1} parts" if len(written.files) > 1 else ""),
-        GOOD,
-    )
+    parts = f" and {len(written.files) - 1} parts" if len(written.files) > 1 else ""
+    say(f"{written.tensors} tensors, {written.nbytes} bytes{tied}: {given.output / written.files[0]}{parts}", GOOD)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="a folder of save_state, whatever strategy and number of processes saved it; or weights in one file or in parts",
+    about = (
+        "a folder of save_state, whatever strategy and number of processes saved it; or weights in one file or in parts"
     )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (5GB)",
-    )
+    about = "of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (5GB)"
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=about)
     parser.add_argument("--model", type=int, metavar="N", help="which one of a checkpoint that holds several")
     parser.add_argument("--force", action="store_true", help="replace weights that are in OUTPUT")
     return parser

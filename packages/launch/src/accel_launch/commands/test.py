@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from accel_launch.commands.examination import Examination
-from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
+from accel_launch.commands.examination import examine
+from accel_launch.commands.launch import CONFIG_FILE, HELP
+from accel_launch.errors import SettingsError
 from accel_launch.output import BAD, mark, say
 from accel_launch.settings.command_line import Switch
-from accel_launch.settings.errors import SettingsError
+
+if TYPE_CHECKING:
+    from accel_launch.settings.command_line import CommandLine
 
 SWITCHES: Mapping[str, Switch] = {
     "folder": Switch("a folder that all machines see, in which a checkpoint is saved and loaded", "PATH"),
     "config_file": CONFIG_FILE,
     "help": HELP,
 }
-_JOB = "accel_launch.checking.setup_job"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,23 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Takes the options of `accel launch`, reads the same configuration, and ends with a verdict; the
     exit status is 1 if anything does not work.
     """
-    examination = Examination("accel test", main.__doc__ or "", SWITCHES, _JOB)
-    given = examination.read(arguments)
-    if given is None:
-        return 0
-    command_line, catalog = given
-    folder = command_line.text("folder")
-    told = [] if folder is None else ["--folder", str(_existing(folder))]
-    status, verdict = examination.run(resolve_line(command_line, catalog), told)
-    if verdict:
-        return 0 if verdict == "works" else 1
-    if status:
+    job = "accel_launch.checking.setup_job"
+    status, works = examine("test", main.__doc__ or "", SWITCHES, arguments, job, _words)
+    if works is None and status:
         say(f"{mark(BAD)} This set-up does not work: the check broke off. What stands above says where.", BAD)
-    return status
+    return status if works is None else int(not works)
 
 
-def _existing(folder: str) -> Path:
+def _words(command_line: CommandLine) -> list[str]:
+    folder = command_line.text("folder")
+    if folder is None:
+        return []
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise SettingsError(f"--folder {folder} was given, and there is no such folder. Make it: mkdir -p {path}")
-    return path
+    return ["--folder", str(path)]

@@ -22,25 +22,18 @@ import torch
 import torch.distributed as dist
 
 from accel_core import Accelerator, World
-from accel_launch.starting.errors import LaunchError
+from accel_launch.errors import LaunchError
 
 _OF_ONE_PROCESS = (Accelerator, World, dist.ProcessGroup, dist.Store)
 
 
 class Told(NamedTuple):
-    """The report of a rank whose function has ended.
+    """The report of a rank whose function has ended."""
 
-    Args:
-        result: what it returned, pickled; None if it raised, or if what it returned cannot travel.
-        error: what it raised, pickled; None if it returned, or if that cannot travel.
-        text: why the result cannot travel; or the traceback.
-        raised: whether it raised.
-    """
-
-    result: bytes | None = None
-    error: bytes | None = None
-    text: str = ""
-    raised: bool = False
+    result: bytes | None = None  # what it returned, pickled; None if it raised, or if what it returned cannot travel
+    error: bytes | None = None  # what it raised, pickled; None if it returned, or if that cannot travel
+    text: str = ""  # why the result cannot travel; or the traceback
+    raised: bool = False  # whether it raised
 
 
 class _StaysError(Exception):
@@ -51,14 +44,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Refuses what belongs to one process, puts tensors of a device on the CPU, and notes what is of `__main__`.
 
     A device's index means another device to another rank.
-
-    Attributes:
-        own: classes and functions of `__main__` that it has met, by name.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
-        self.own: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}  # classes and functions of `__main__` that it has met, by name
 
     def reducer_override(self, obj: Any) -> Any:
         """Is asked about every object that is not of a simple built-in type, and about every class and function."""
@@ -81,8 +71,7 @@ def _on_cpu(tensor: torch.Tensor) -> Any:
 def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickles a function with its arguments and all of the notebook that it uses.
 
-    Raises `LaunchError`, which begins with `call`, naming the variable or argument that cannot travel,
-    with its type.
+    Raises `LaunchError`, which begins with `call`, naming the variable or argument that cannot travel, with its type.
     """
     with _by_value(function):
         try:
@@ -145,15 +134,14 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
 def _stays(call: str, function: Callable[..., Any], args: Sequence[Any], error: Exception) -> LaunchError:
     """The error for what cannot travel, with the name of the variable if there is one."""
     name = getattr(function, "__name__", type(function).__name__)
-    found = _culprit(function)
-    if found is None:
-        at = next((number for number, value in enumerate(args) if _reason(value)), None)
-        found = (f"was given args[{at}]", args[at], _reason(args[at])) if at is not None else None
-    what, advice = f"cannot be sent to them ({error})", "Pass what it needs as args."
-    if found is not None:
-        how, value, reason = found
-        what = f"{how}: {_article(value)}, which cannot be sent to them ({reason})"
-        advice = "Make it inside of the function, from plain data."
+    given = ((f"was given args[{at}]", value, reason) for at, value in enumerate(args) if (reason := _reason(value)))
+    how, value, reason = _culprit(function) or next(given, ("", None, ""))
+    what, advice = (
+        f"{how}: {_article(value)}, which cannot be sent to them ({reason})",
+        "Make it inside of the function, from plain data.",
+    )
+    if not how:
+        what, advice = f"cannot be sent to them ({error})", "Pass what it needs as args."
     return LaunchError(f"{call} was to run {name}() in other processes, and {name}() {what}. {advice}")
 
 

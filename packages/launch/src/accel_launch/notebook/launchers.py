@@ -12,12 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_core.api.launcher import CHANNEL, find, flag, given_outside, read_place, variable_of
+from accel_launch.errors import LaunchError
 from accel_launch.options import LaunchOptions
-from accel_launch.starting.checks import check_output
-from accel_launch.starting.devices import VISIBILITY
-from accel_launch.starting.errors import LaunchError
+from accel_launch.starting.devices import THREADS, VISIBILITY
 from accel_launch.starting.plan import Plan, make_plan
-from accel_launch.starting.threads import VARIABLE as THREADS
 
 _OWN_NAMES = {
     "num_machines": "num_nodes",
@@ -57,13 +55,11 @@ def notebook_launcher(
         loss = notebook_launcher(train, (1e-3,), num_processes=2)
 
     One process on one machine, without restarts, is this process itself. Otherwise new processes
-    are started, and the function is sent to them with its arguments and all that it uses of the
-    notebook, as it is now: what it changes there stays there, so return what is wanted here. It can
-    be defined in a cell, and torch may have computed before, on any device. What belongs to this
-    process cannot be sent (an Accelerator, a process group, an open file, a lock): make it inside
-    of the function. Data that fills the memory is better opened there, too, for each process gets a
-    copy. The output of all processes appears in the cell. When one of them fails, the others are
-    ended. Interrupting the cell ends all.
+    are started, and the function, which may be defined in a cell, is sent to them with its
+    arguments and all that it uses of the notebook. What it changes there stays there, so return
+    what is wanted here. What belongs to this process (an Accelerator, an open file, a lock) is made
+    inside of the function, and large data is opened there, for each process gets a copy. When one
+    of them fails, the others are ended; interrupting the cell ends all.
 
     Args:
         function: what every process calls.
@@ -103,12 +99,11 @@ def notebook_launcher(
     said = _precision(mixed_precision)
     count = _whole("num_processes", num_processes, least=1)
     nodes = _whole("num_nodes", num_nodes, least=1) or 1
-    check_output(LaunchOptions(log_line_prefix_template=log_line_prefix_template, tee="3"), 1)
     launch = LaunchOptions(
         num_processes=None if count is None else count * nodes,
         num_machines=nodes,
         max_restarts=_whole("max_restarts", max_restarts) or 0,
-        monitor_interval=_seconds("monitor_interval", monitor_interval),
+        monitor_interval=monitor_interval,
         role="notebook",
         **_meeting(nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id),
     )
@@ -150,8 +145,8 @@ def _run(
 ) -> Any:
     if not hasattr(os, "pread"):
         raise LaunchError(
-            f"{call} was to start {plan.here} processes, which needs files of Unix, and this system has none. Start one process here; "
-            f"or start a script with `accel launch`, or the notebook in a Linux system (WSL)."
+            f"{call} was to start {plan.here} processes, which needs files of Unix, and this system has none. Start one "
+            "process here, or a script with `accel launch`."
         )
     from accel_launch.notebook.function_pickle import packed
     from accel_launch.notebook.running import run
@@ -184,20 +179,15 @@ def _refuse_in_a_run(call: str) -> None:
         rank, size, source = dist.get_rank(), dist.get_world_size(), "are in torch's process group"
     if size > 1:
         raise LaunchError(
-            f"{call} was called on rank {rank} of {size}, which {source}: each of them would start "
-            f"processes of its own. Call the function itself; or start this program once, with plain python."
+            f"{call} was called on rank {rank} of {size}, which {source}: each of them would start processes of its "
+            "own. Call the function itself; or start this program once, with plain python."
         )
 
 
 def _precision(name: object) -> dict[str, Any]:
-    """The precision's entry for the channel. Raises if there is none of that name, or it is no name."""
+    """The precision's entry for the channel. Raises `PluginError` if there is none of that name."""
     if name is None:
         return {}
-    if not isinstance(name, str):
-        raise LaunchError(
-            f"mixed_precision={name!r} was given, which is no name of a precision. Give a name, such as 'bf16'; or leave it out, "
-            f"and make Accelerator(mixed_precision=...) with it inside of the function."
-        )
     chosen = str(getattr(name, "value", name))
     find("accel.precisions", chosen)
     return {variable_of("mixed_precision"): [chosen, f"notebook_launcher(mixed_precision={chosen!r})"]}
@@ -214,23 +204,24 @@ def _meeting(
     name: str | None,
 ) -> dict[str, Any]:
     """The options that say where and how nodes meet."""
-    port = _whole("use_port", use_port)
-    name = None if name == "none" else name
-    by_rank = backend is None or (backend == "static" and not conf and name is None)
-    by_rank = by_rank and not endpoint
+    port, name = _whole("use_port", use_port), None if name == "none" else name
+    is_static = backend in {None, "static"}
+    by_rank = (backend is None or (is_static and not conf and name is None)) and not endpoint
     if by_rank and nodes > 1 and not port:
         raise LaunchError(
-            f"num_nodes={nodes} was given, and not at which port of node 0 ({master_addr}) they meet. Add use_port=29500, say: one "
-            f"that is free there, the same on every node."
+            f"num_nodes={nodes} was given, and not at which port of node 0 ({master_addr}) they meet. Add "
+            "use_port=29500, say: one that is free there, the same on every node."
         )
-    said: dict[str, Any] = {"machine_rank": _whole("node_rank", node_rank) if nodes > 1 or node_rank else None}
-    said |= {"main_process_port": port, "main_process_ip": master_addr if nodes > 1 or port else None}
-    said |= {"rdzv_id": name, "rdzv_conf": {key: str(value) for key, value in conf.items()} if conf else None}
-    if not by_rank:
-        said |= {"rdzv_backend": backend or "static", "rdzv_endpoint": endpoint or None}
-        if backend not in {None, "static"}:
-            said["machine_rank"] = None  # such a rendezvous numbers nodes as they come
-    return said
+    has_rank = is_static and (nodes > 1 or node_rank)  # another rendezvous numbers nodes as they come
+    return {
+        "machine_rank": _whole("node_rank", node_rank) if has_rank else None,
+        "main_process_port": port,
+        "main_process_ip": master_addr if nodes > 1 or port else None,
+        "rdzv_id": name,
+        "rdzv_conf": {key: str(value) for key, value in conf.items()} if conf else None,
+        "rdzv_backend": None if by_rank else backend or "static",
+        "rdzv_endpoint": endpoint or None,
+    }
 
 
 def _whole(name: str, value: object, least: int = 0) -> int | None:
@@ -243,24 +234,16 @@ def _whole(name: str, value: object, least: int = 0) -> int | None:
     return int(text)
 
 
-def _seconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise LaunchError(f"{name}={value!r} was given, expected a number of seconds.")
-    return value
-
-
 def _name(function: object, args: object) -> str:
     """The function's name. Raises `LaunchError` if it is not callable, or `args` is no tuple or list."""
     if not callable(function):
         raise LaunchError(
-            f"A launcher was called with {function!r}, expected a function. Give the function itself, without parentheses, and what "
-            f"it is called with as args: notebook_launcher(train, (1e-3,))."
+            f"A launcher was called with {function!r}, expected a function: notebook_launcher(train, (1e-3,))."
         )
     name = str(getattr(function, "__name__", type(function).__name__))
     if not isinstance(args, tuple | list):
         raise LaunchError(
-            f"args={args!r} was given for {name}(), expected a tuple of its arguments. For a single one put a comma behind it: "
-            f"args=({args!r},)."
+            f"args={args!r} was given for {name}(), expected a tuple of its arguments. Of one: args=({args!r},)."
         )
     return name
 
@@ -275,14 +258,12 @@ def _added_to_channel(said: Mapping[str, Any]) -> str:
 @contextmanager
 def _channel(said: Mapping[str, Any]) -> Iterator[None]:
     """A block in which this process is told `said`."""
-    if not said:
-        yield
-        return
     before = os.environ.get(CHANNEL)
-    os.environ[CHANNEL] = _added_to_channel(said)
+    if said:
+        os.environ[CHANNEL] = _added_to_channel(said)
     try:
         yield
     finally:
-        os.environ.pop(CHANNEL)
+        os.environ.pop(CHANNEL, None)
         if before is not None:
             os.environ[CHANNEL] = before

@@ -23,12 +23,8 @@ class Output(threading.Thread):
     """A block in which what ranks write to files of a folder is copied to `sys.stdout` and `sys.stderr`, line by line.
 
     Kernels that watch their file descriptors stop doing so at the first character that arrives in
-    two parts, so that it is not left to them.
-
-    Args:
-        folder: of files such as stdout-RANK-LOCAL_RANK.
-        prefix: what lines begin with; may contain ${rank}, ${local_rank} and ${role_name}.
-        role: the name of the processes.
+    two parts, so that it is not left to them. Files have names such as stdout-RANK-LOCAL_RANK. `prefix` is what lines begin
+    with; it may contain ${rank}, ${local_rank} and ${role_name}, the `role`.
     """
 
     def __init__(self, folder: Path, prefix: str | None, role: str) -> None:

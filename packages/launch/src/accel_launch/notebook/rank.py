@@ -13,10 +13,8 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
 
 
 def main() -> None:
@@ -36,14 +34,15 @@ def main() -> None:
     try:
         told = _run(job["work"])
     except KeyboardInterrupt:
-        sys.excepthook = _show("")
+        sys.excepthook = lambda *_: None
         raise
     except Exception as error:
         text = "".join(traceback.format_exception(type(error), error, _of_the_function(error)))
         channel.append(descriptor, rank, _failure(error, text))
         # What is started again shows its error itself; else the cell does.
         again = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
-        sys.excepthook = _show(text if again else "")
+        # The interpreter notes the exception all the same, for who asks at exit.
+        sys.excepthook = lambda *_: sys.stderr.write(text if again else "")
         raise
     channel.append(descriptor, rank, told)
 
@@ -93,15 +92,6 @@ def _failure(error: Exception, text: str) -> bytes:
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
     return failure_told(error, text)
-
-
-def _show(text: str) -> Callable[..., None]:
-    """An excepthook that shows `text` and no more. The interpreter has noted the exception already, for who asks at exit."""
-
-    def show(*_: Any) -> None:
-        sys.stderr.write(text)
-
-    return show
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,11 +25,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from accel_launch.errors import LaunchError, RankFailedError
 from accel_launch.notebook import channel, rank
-from accel_launch.notebook.errors import RankFailedError
 from accel_launch.notebook.function_pickle import Told, cells, unpacked
 from accel_launch.notebook.output import Output, is_replaced
-from accel_launch.starting.errors import LaunchError
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals
 from accel_launch.starting.supervision import supervise
@@ -62,7 +61,7 @@ def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix
             failures = _supervise(call, plan, Program("script", rank.__file__))
             reports = channel.records(descriptor)
     first = failures[0].local_rank if failures else 0
-    told: Told | None = pickle.loads(reports[first]) if reports.get(first) else None  # noqa: S301  (of a rank that was started here)
+    told: Told | None = pickle.loads(reports[first]) if reports.get(first) else None  # noqa: S301  (of a rank from here)
     if failures is not None:
         raise_first(call, plan.processes, failures, told)
     return result_of(call, told)
@@ -80,8 +79,8 @@ def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
     except (RendezvousError, dist.DistError) as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise LaunchError(
-            f"{call} was to meet {plan.meeting}, and that has failed: {reason}. See that every node is given the same address, port "
-            f"and number of nodes; `accel doctor` tries the connections."
+            f"{call} was to meet {plan.meeting}, and that has failed: {reason}. See that every node is given the same "
+            "address, port and number of nodes; `accel doctor` tries the connections."
         ) from error
     else:
         if ended.result is None:
@@ -99,8 +98,8 @@ def result_of(call: str, told: Told | None) -> Any:
         return None
     if told.result is None:
         warnings.warn(
-            f"{call} has ended, and what its function returned stays with rank 0, for it cannot be sent here: {told.text}. "
-            f"None is returned. Return plain data or tensors; save a model with the Accelerator.",
+            f"{call} has ended, and what its function returned stays with rank 0, for it cannot be sent here: "
+            f"{told.text}. None is returned. Return plain data or tensors; save a model with the Accelerator.",
             stacklevel=5,  # the line that calls the launcher
         )
         return None
@@ -111,21 +110,16 @@ def raise_first(call: str, size: int, failures: Sequence[Failure], said: Told | 
     """Raises what the rank raised that failed first: `failures` has it in front, and `said` is what it said."""
     if not failures:
         raise RankFailedError(
-            f"{call}: no rank of this machine has failed; the run was ended because of another one. See what is raised there."
+            f"{call}: no rank of this machine has failed; the run was ended because of another one: look there."
         )
     first = failures[0]
     begin = f"{call}: rank {first.rank} of {size} (process {first.pid}) failed first"
     if said is None or not said.raised:
         raise RankFailedError(f"{begin}, and raised nothing: {first.how()}. What it printed may say why.")
     trace = RankFailedError(f"{begin}. It raised:\n\n{said.text.rstrip()}")
-    if said.error is None:
-        raise trace
-    raise _exception(said.error, trace) from trace
-
-
-def _exception(error: bytes, trace: RankFailedError) -> BaseException:
-    try:
-        found = unpacked(error)[0]
-    except Exception:  # noqa: BLE001  (of the user's classes, which differ here from what the rank had; the text says all)
-        return trace
-    return found if isinstance(found, BaseException) else trace
+    error = None
+    with suppress(Exception):  # of the user's classes, which differ here from what the rank had; the text says all
+        error = unpacked(said.error)[0] if said.error is not None else None
+    if isinstance(error, BaseException):
+        raise error from trace
+    raise trace

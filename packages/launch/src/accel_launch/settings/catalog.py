@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, Union
 
 from accel_core import LoggerType, PluginError
@@ -36,14 +36,12 @@ from accel_core.api.launcher import (
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.documentation import option_help, summary
 
-ROLES: Mapping[str, Group] = MappingProxyType(
-    {
-        "strategy": "accel.strategies",
-        "mixed_precision": "accel.precisions",
-        "loader": "accel.loaders",
-        "log_with": "accel.trackers",
-    }
-)
+ROLES: Mapping[str, Group] = {
+    "strategy": "accel.strategies",
+    "mixed_precision": "accel.precisions",
+    "loader": "accel.loaders",
+    "log_with": "accel.trackers",
+}
 """The options that choose a component by its name, and where such names come from."""
 
 SEVERAL = ("log_with",)
@@ -52,62 +50,36 @@ SEVERAL = ("log_with",)
 ALL = LoggerType.ALL.value
 """The name that stands for everything that is installed for one of `SEVERAL`, and works."""
 
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "processes": ("num_processes", "cpu", "device_ids", "num_cpu_threads_per_process", "numa_binding"),
-        "training": (
-            "strategy",
-            "mixed_precision",
-            "gradient_accumulation_steps",
-            "dynamo_backend",
-            "project_dir",
-            "log_with",
-        ),
-        "data": ("loader", *LOADER_OPTIONS),
-        "machines": (
-            "num_machines",
-            "machine_rank",
-            "main_process_ip",
-            "main_process_port",
-            "local_addr",
-            "min_machines",
-            "meeting_timeout",
-            "rdzv_backend",
-            "rdzv_endpoint",
-            "rdzv_id",
-            "rdzv_conf",
-        ),
-        "failures": ("max_restarts", "monitor_interval", "shutdown_timeout", "debug", "detect_nonfinite"),
-        "output": (
-            "log_level",
-            "log_dir",
-            "redirects",
-            "tee",
-            "local_ranks_filter",
-            "log_line_prefix_template",
-            "role",
-        ),
-    }
-)
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    group: tuple(names.split())
+    for group, names in {
+        "processes": "num_processes cpu device_ids num_cpu_threads_per_process numa_binding",
+        "training": "strategy mixed_precision gradient_accumulation_steps dynamo_backend project_dir log_with",
+        "data": f"loader {' '.join(LOADER_OPTIONS)}",
+        "machines": "num_machines machine_rank main_process_ip main_process_port local_addr min_machines meeting_timeout rdzv_backend "
+        "rdzv_endpoint rdzv_id rdzv_conf",
+        "failures": "max_restarts monitor_interval shutdown_timeout debug detect_nonfinite",
+        "output": "log_level log_dir redirects tee local_ranks_filter log_line_prefix_template role",
+    }.items()
+}
 """How the options without a section are shown: group → names, in order."""
+
+
+def flag_of(name: str) -> str:
+    """`--num-processes`."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option."""
 
-    Args:
-        section: the component that it belongs to, under the name that chooses it; empty for options
-            without a section.
-        field: name, type and default.
-        group: of `GROUPS`, or the section.
-        owner: the constructor that declares it.
-    """
-
-    section: str
-    field: Field
-    group: str
-    owner: Callable[..., Any]
+    section: (
+        str  # the component that it belongs to, under the name that chooses it; empty for options without a section
+    )
+    field: Field  # name, type and default
+    group: str  # of `GROUPS`, or the section
+    owner: Callable[..., Any]  # the constructor that declares it
 
     @property
     def key(self) -> str:
@@ -117,7 +89,7 @@ class Option:
     @property
     def flag(self) -> str:
         """`--fsdp.cpu-offload`, or `--num-processes`."""
-        return f"--{self.key.replace('_', '-')}"
+        return flag_of(self.key)
 
     @property
     def variable(self) -> str:
@@ -135,29 +107,24 @@ class Choice:
     """One value of an option that chooses among what is installed."""
 
     name: str
-    provider: str
-    offer: Offer | None = None
-    offers: tuple[Offer, ...] = ()
-
-    @property
-    def summary(self) -> str:
-        """The first line of the component's docstring; empty if it is broken. Imports it."""
-        return "" if self.offer is None or self.problem else summary(self.offer.load())
+    offer: Offer
+    state: str
 
     @property
     def problem(self) -> str:
-        """The reason why it cannot be chosen: broken, misfit, in conflict, or unusable here; else empty. Imports it."""
-        told = "ok" if self.offer is None else offer_state(self.offer, self.offers, load=True)
-        return "" if told == "ok" else told
+        """The reason why it cannot be chosen: broken, misfit, in conflict, or unusable here; else empty."""
+        return "" if self.state == "ok" else self.state
+
+    @property
+    def summary(self) -> str:
+        """The first line of the component's docstring; empty if it is broken."""
+        return "" if self.problem else summary(self.offer.load())
 
 
 class Catalog:
-    """The options of what is installed.
+    """The options of what is installed: of `offers`, None for `list_offers()`.
 
-    Args:
-        offers: what is installed; None: `list_offers()`.
-        loader: the loader component whose options stand beside those of the Accelerator; None: the
-            default one, if it is installed.
+    `loader` is the component whose options stand beside those of the Accelerator; None: the default one, if it is installed.
     """
 
     def __init__(self, offers: Sequence[Offer] | None = None, loader: str | None = None) -> None:
@@ -171,77 +138,63 @@ class Catalog:
 
     def names(self, role: str) -> list[str]:
         """The names to choose from for one of `ROLES`. Imports nothing."""
-        return list(dict.fromkeys(offer.name for offer in self.offers if offer.group == ROLES[role]))
+        return list(dict.fromkeys(offer.name for offer in self._offers(role)))
 
     def working(self, role: str) -> list[str]:
         """Those of `names` that can be chosen by their name, whether or not they can be used on this machine. Imports them all."""
-        mine = [offer for offer in self.offers if offer.group == ROLES[role]]
-        return [
-            offer.name
-            for offer in mine
-            if offer_state(offer, self.offers, load=True).partition(":")[0] in {"ok", "unusable"}
-        ]
+        states = {offer: offer_state(offer, self.offers, load=True).partition(":")[0] for offer in self._offers(role)}
+        return [offer.name for offer, state in states.items() if state in {"ok", "unusable"}]
 
     def roles(self, name: str) -> list[str]:
         """Those of `ROLES` for which a name can be chosen. Imports nothing."""
         return [role for role in ROLES if name in self.names(role)]
 
     def choices(self, role: str) -> list[Choice]:
-        """The choices for one of `ROLES`, or for "dynamo_backend", which takes torch's compiler a second or two."""
-        if role == "dynamo_backend":
-            import torch
-
-            names = dict.fromkeys(["no", "eager", *torch.compiler.list_backends(exclude_tags=())])
-            return [Choice(name, "torch") for name in names]
-        mine = [offer for offer in self.offers if offer.group == ROLES[role]]
+        """The choices for one of `ROLES`. Imports them all."""
+        mine = self._offers(role)
         every = [offer.name for offer in mine]
         return [
             Choice(
-                offer.name if every.count(offer.name) == 1 else f"{offer.distribution}:{offer.name}",
-                offer.provider,
-                offer,
-                self.offers,
+                each.name if every.count(each.name) == 1 else f"{each.distribution}:{each.name}",
+                each,
+                offer_state(each, self.offers, load=True),
             )
-            for offer in mine
+            for each in mine
         ]
+
+    def _offers(self, role: str) -> list[Offer]:
+        return [offer for offer in self.offers if offer.group == ROLES[role]]
 
     @cached_property
     def direct(self) -> Mapping[str, Option]:
         """The options without a section that need no component: those of starting, and those of the Accelerator."""
         from accel_core import Accelerator
 
-        starting = {name: _own(field, LaunchOptions) for name, field in fields_of(LaunchOptions).items()}
-        fields = fields_of(Accelerator)
-        training = {name: _own(self._adapted(name, fields[name]), Accelerator) for name in OPTIONS}
-        return MappingProxyType({**starting, **training})
+        starting, fields = fields_of(LaunchOptions), fields_of(Accelerator)
+        return {
+            **{name: _own(field, LaunchOptions) for name, field in starting.items()},
+            **{name: _own(self._adapted(name, fields[name]), Accelerator) for name in OPTIONS},
+        }
 
     @cached_property
     def data(self) -> Mapping[str, Option]:
         """The options of the loader that stand beside those of the Accelerator; none where no loader is there. Imports it."""
         if self.loader is None:
-            return MappingProxyType({})
+            return {}
         owner = self.component(self.loader, "loader").load()
-        fields = fields_of(owner)
-        return MappingProxyType(
-            {
-                name: _own(replace(fields[name], type=_without_none(fields[name].type)), owner)
-                for name in LOADER_OPTIONS
-                if name in fields
-            }
-        )
+        fields = [field for name, field in fields_of(owner).items() if name in LOADER_OPTIONS]
+        return {field.name: _own(replace(field, type=_without_none(field.type)), owner) for field in fields}
 
     @cached_property
     def own(self) -> Mapping[str, Option]:
         """Every option without a section, in the order in which they are shown. Imports the loader."""
         known = {**self.direct, **self.data}
         shown = [name for names in GROUPS.values() for name in names if name in known]
-        return MappingProxyType({name: known[name] for name in (*shown, *known)})
+        return {name: known[name] for name in (*shown, *known)}
 
     def option(self, name: str) -> Option | None:
         """The option without a section of this name. Imports the loader only for options of its own."""
-        if name in LOADER_OPTIONS:
-            return self.data.get(name)
-        return self.direct.get(name)
+        return (self.data if name in LOADER_OPTIONS else self.direct).get(name)
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -251,14 +204,13 @@ class Catalog:
     def section_called(self, spelling: str) -> str | None:
         """The section that goes by a name of which letter case and hyphens may be lost, as in a variable; None if there is none.
 
-        Raises:
-            PluginError: if several do.
+        Raises `PluginError` if several do.
         """
         found = [name for name in self.sections if section_name(name) == section_name(spelling)]
         if len(found) > 1:
             raise PluginError(
-                f"variables cannot tell {' and '.join(map(repr, found))} apart, which are both installed. Give their options in the code, or "
-                f"uninstall what is not needed; `accel plugins` shows who brings them."
+                f"variables cannot tell {' and '.join(map(repr, found))} apart, which are both installed. Give their "
+                "options in the code; `accel plugins` shows who brings them."
             )
         return found[0] if found else None
 
@@ -269,15 +221,13 @@ class Catalog:
         of that name, if several are meant by it, or if it is broken.
         """
         if name not in self._sections:
-            self._sections[name] = MappingProxyType(self._read_section(name))
+            self._sections[name] = self._read_section(name)
         return self._sections[name]
 
     def component(self, name: str, role: str = "") -> Offer:
-        """The component that a name chooses. Imports nothing; raises `PluginError` as `find` does.
+        """The component that a name chooses, for one of `ROLES` (empty: whichever has it). Imports nothing; raises as `find` does.
 
-        Args:
-            name: may be qualified by its distribution.
-            role: one of `ROLES`; empty: whichever has it.
+        The name may be qualified by its distribution.
         """
         if role:
             return find(ROLES[role], name, self.offers)
@@ -286,8 +236,8 @@ class Catalog:
         if len(roles) > 1:
             choosing = " and ".join(str(self.component(name, role)) for role in roles)
             raise PluginError(
-                f"Options of {plain!r} were given, and both a {' and a '.join(roles)} go by that name: {choosing}. Give them "
-                f"in the code, to the constructor of the one that is meant."
+                f"Options of {plain!r} were given, and both a {' and a '.join(roles)} go by that name: {choosing}. Give "
+                "them in the code, to the constructor of the one that is meant."
             )
         known = (role for role, group in ROLES.items() if plain in KNOWN_PROVIDERS.get(group, {}))
         return find(ROLES[roles[0] if roles else next(known, "strategy")], name, self.offers)
@@ -300,11 +250,8 @@ class Catalog:
             offer = self.component(name)
             owner, name = offer.load(), offer.name
             elsewhere = LOADER_OPTIONS if offer.group == ROLES["loader"] else ()
-        return {
-            field.name: Option(name, field, name, owner)
-            for field in fields_of(owner).values()
-            if field.name not in elsewhere
-        }
+        fields = [field for field in fields_of(owner).values() if field.name not in elsewhere]
+        return {field.name: Option(name, field, name, owner) for field in fields}
 
     def _adapted(self, name: str, field: Field) -> Field:
         """A parameter of the Accelerator as an option: by name instead of by object, and with the default that holds."""

@@ -12,14 +12,15 @@ What is given stays text here: `accel_launch.settings.resolution` makes values o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from accel_core import PluginError
 from accel_core.api.launcher import expected, from_data, members, section_name
-from accel_launch.settings.catalog import ROLES, SEVERAL, chosen_names
-from accel_launch.settings.errors import SettingsError
+from accel_launch.errors import SettingsError
+from accel_launch.settings.catalog import ROLES, SEVERAL, chosen_names, flag_of
 from accel_launch.settings.unknown import unknown_option
 
 if TYPE_CHECKING:
@@ -33,35 +34,21 @@ CHOOSING = ("strategy", "mixed_precision")
 
 
 class Switch(NamedTuple):
-    """An option of one command alone, which stands in no file.
+    """An option of one command alone, which stands in no file."""
 
-    Args:
-        help: what it does, for the user.
-        takes: what its value is called in help; empty for a flag.
-        short: its letter, if any.
-    """
-
-    help: str
-    takes: str = ""
-    short: str = ""
+    help: str  # what it does, for the user
+    takes: str = ""  # what its value is called in help; empty for a flag
+    short: str = ""  # its letter, if any
 
 
 class Given(NamedTuple):
-    """One value that was given.
+    """One value that was given."""
 
-    Args:
-        section: of the option; empty for options without one.
-        option: its name.
-        data: text, or data as JSON has them.
-        source: where it was given, as tables show it: a flag, a variable, a file.
-        place: the same with the line of a file; empty if there is none.
-    """
-
-    section: str
-    option: str
-    data: Any
-    source: str
-    place: str = ""
+    section: str  # of the option; empty for options without one
+    option: str  # its name
+    data: Any  # text, or data as JSON has them
+    source: str  # where it was given, as tables show it: a flag, a variable, a file
+    place: str = ""  # the same with the line of a file; empty if there is none
 
     @property
     def key(self) -> str:
@@ -76,22 +63,15 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The content of a command line.
+    """The content of a command line."""
 
-    Args:
-        given: values of options; each option at most once.
-        switches: what was given for the command's own switches: a text, or True.
-        mentioned: the components that it names, by an option of theirs or by choosing them, in
-            order.
-        rest: the program and its arguments.
-        notes: what the user should know of how it was read.
-    """
-
-    given: tuple[Given, ...] = ()
+    given: tuple[Given, ...] = ()  # values of options; each option at most once
+    # what was given for the command's own switches: a text, or True
     switches: Mapping[str, str | bool] = field(default_factory=dict)
+    # The components that it names, by an option of theirs or by choosing them, in order.
     mentioned: tuple[str, ...] = ()
-    rest: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()  # the program and its arguments
+    notes: tuple[str, ...] = ()  # what the user should know of how it was read
 
     def switch(self, name: str) -> bool:
         """Whether a flag of the command was given."""
@@ -107,8 +87,7 @@ def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Swi
     """Reads a command line: what stands behind the name of the command.
 
     `switches` are the command's own options, by name with underscores. Raises `SettingsError` for an
-    option that does not exist, lacks its value, or contradicts another one; `PluginError` for one of a
-    component that is not installed or broken.
+    option that does not exist, lacks its value, or contradicts another one; `PluginError` for a component that is broken.
     """
     # What words mean depends on what is chosen, perhaps behind them; where the program begins depends on what words mean. So the words
     # that choose are looked for everywhere first, then before the last one that may be the program's own, and so on.
@@ -129,16 +108,15 @@ def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Swi
 
 def is_flag(kind: Any) -> bool:
     """Whether an option may be given without a value: a truth value is among what it admits, and not just any word is."""
+    return bool in members(kind) and not _is_value(kind, "script.py")
+
+
+def _is_value(kind: Any, text: str) -> bool:
+    """Whether a text is a value of an option, and none of its truth values."""
     others = tuple(member for member in members(kind) if member not in {bool, NoneType})
-    return bool in members(kind) and not (others and _fits(Union[others], "script.py"))  # noqa: UP007
-
-
-def _fits(kind: Any, text: str) -> bool:
-    try:
-        from_data(kind, text)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(others) and from_data(Union[others], text) is not ...  # noqa: UP007
+    return False
 
 
 def _chooses(word: str) -> str:
@@ -165,11 +143,9 @@ class _Reader:
     def __init__(
         self, words: list[str], catalog: Catalog, switches: Mapping[str, Switch], chosen: Mapping[str, str]
     ) -> None:
-        self._words = words
+        self._words, self._catalog, self._switch_table = words, catalog, switches
         names = [name for role, given in chosen.items() for name in chosen_names(role, given)]
         self._references = {name.rpartition(":")[2]: name for name in names}
-        self._catalog = catalog
-        self._switch_table = switches
         self._letters = {switch.short: name for name, switch in switches.items() if switch.short}
         self._given: dict[tuple[str, str], Given] = {}
         self._switches: dict[str, str | bool] = {}
@@ -187,43 +163,37 @@ class _Reader:
         self._check_flag()
         if self._bare and "help" not in self._switches:
             word, section = self._bare[0]
-            choosing = "".join(
-                f" --{role.replace('_', '-')} {section} chooses it." for role in self._catalog.roles(section)
-            )
+            choosing = "".join(f" {flag_of(role)} {section} chooses it." for role in self._catalog.roles(section))
             raise SettingsError(
-                f"{word} was given, which has options but is none. Give one of them, {word}.OPTION; `accel launch {word} -h` shows "
-                f"them.{choosing}"
+                f"{word} was given, which has options but is none. Give one of them, {word}.OPTION; `accel launch "
+                f"{word} -h` shows them.{choosing}"
             )
+        mentioned = tuple(dict.fromkeys(self._mentioned))
         return CommandLine(
-            tuple(self._given.values()),
-            self._switches,
-            tuple(dict.fromkeys(self._mentioned)),
-            tuple(self._words),
-            tuple(self._notes),
+            tuple(self._given.values()), self._switches, mentioned, tuple(self._words), tuple(self._notes)
         )
 
     def _option(self, word: str) -> None:
         self._last_flag = ""
-        if not word.startswith("--"):
-            name, equals, value = self._letters.get(word[1:], word), "", ""
-        else:
-            written, equals, value = word[2:].partition("=")
-            name = written.replace("-", "_")
-        text = value if equals else None
+        is_long = word.startswith("--")
+        written, equals, value = word[2:].partition("=") if is_long else (self._letters.get(word[1:], word), "", "")
+        name, text = written.replace("-", "_"), value if equals else None
         if name in self._switch_table:
-            self._switch(name, word, text)
-        elif word.startswith("--") and "." in name and not self._component_flag(word)[1]:
+            takes = self._switch_table[name].takes
+            if not takes and text is not None:
+                raise SettingsError(
+                    f"{word} was given, and {word.partition('=')[0]} takes no value. Leave {text!r} out."
+                )
+            self._switches[name] = self._value(word, text, takes) if takes else True
+        elif is_long and "." in name and not self._component_flag(word)[1]:
             self._of_section(name, word, text)
-        elif word.startswith("--"):
+        elif is_long:
             self._of_run(name, word, text)
         else:
-            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+            raise self._unknown(word)
 
-    def _switch(self, name: str, word: str, text: str | None) -> None:
-        takes = self._switch_table[name].takes
-        if not takes and text is not None:
-            raise SettingsError(f"{word} was given, and {word.partition('=')[0]} takes no value. Leave {text!r} out.")
-        self._switches[name] = self._value(word, text, takes) if takes else True
+    def _unknown(self, word: str) -> SettingsError:
+        return unknown_option(word, self._catalog, self._switch_table, self._mentioned)
 
     def _of_run(self, name: str, word: str, text: str | None) -> None:
         """An option without a section, or a component's name as a flag."""
@@ -233,28 +203,26 @@ class _Reader:
             self._take(option, word, text, negated)
             return
         role, chosen = self._component_flag(word)
-        part = self._catalog.section_called(name)
-        if not chosen and part is not None and text is None:
+        if not chosen:
+            part = self._catalog.section_called(name)
+            if part is None or text is not None:
+                raise self._unknown(word)
             self._mentioned.append(part)
             self._bare.append((word, part))
             return
-        if not chosen:
-            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
         if text is not None:
             raise SettingsError(
-                f"{word} was given, and --{chosen} chooses the {role.replace('_', ' ')}: it takes no value. Type --{chosen} alone, and its "
-                f"options as `accel launch --{chosen} -h` shows them."
+                f"{word} was given, and --{chosen} chooses the {role.replace('_', ' ')}: it takes no value."
             )
         self._put(Given("", role, chosen, word))
 
     def _component_flag(self, word: str) -> tuple[str, str]:
         """The role and the name that a flag such as `--fsdp` chooses; two empty texts if it is none."""
         written = section_name(word[2:].partition("=")[0])
-        found = [
-            (role, name) for role in CHOOSING for name in self._catalog.names(role) if section_name(name) == written
-        ]
+        known = [(role, name) for role in CHOOSING for name in self._catalog.names(role)]
+        found = [(role, name) for role, name in known if section_name(name) == written]
         if len(found) > 1:
-            ways = " or ".join(f"--{role.replace('_', '-')} {name}" for role, name in found)
+            ways = " or ".join(f"{flag_of(role)} {name}" for role, name in found)
             raise SettingsError(f"{word} was given, and more than one thing goes by that name. Type {ways}.")
         return found[0] if found else ("", "")
 
@@ -262,13 +230,13 @@ class _Reader:
         spelled, _, wanted = name.rpartition(".")
         section = self._catalog.section_called(spelled)
         if section is None:
-            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+            raise self._unknown(word)
         self._mentioned.append(section)
         # Where two distributions offer the name, it was chosen with the one that is meant.
         options = self._catalog.section(self._references.get(section, section))
         option, negated = _find(options.get, wanted)
         if option is None:
-            raise unknown_option(word, self._catalog, self._switch_table, self._mentioned)
+            raise self._unknown(word)
         self._take(option, word, text, negated)
 
     def _take(self, option: Option, word: str, text: str | None, negated: bool) -> None:
@@ -281,21 +249,14 @@ class _Reader:
         elif text is not None or option.field.python_only:
             data = text if text is not None else True
         elif is_flag(kind):
-            data = self._optional(kind)
-            self._last_flag = option.flag if data is True else ""
+            takes = self._words and not self._words[0].startswith("-") and _is_value(kind, self._words[0])
+            data = self._words.pop(0) if takes else True
+            self._last_flag = "" if takes else option.flag
         else:
             names = self._catalog.names(option.key) if option.key in ROLES else []
             which = "names between commas, of" if option.key in SEVERAL else "one of"
             data = self._value(word, None, f"{which} {', '.join(names)}" if names else expected(kind))
         self._put(Given(option.section, option.field.name, data, flag))
-
-    def _optional(self, kind: Any) -> Any:
-        """The value of a flag that may also have a number or a word: only what is one, and no truth value, is taken."""
-        following = self._words[0] if self._words else ""
-        others = tuple(member for member in members(kind) if member not in {bool, NoneType})
-        if not others or following.startswith("-"):
-            return True
-        return self._words.pop(0) if _fits(Union[others], following) else True  # noqa: UP007
 
     def _value(self, word: str, text: str | None, wanted: str) -> str:
         if text is not None:
@@ -310,12 +271,12 @@ class _Reader:
         key = (given.section, given.option)
         before = self._given.pop(key, None)
         if before is not None and before.data != given.data:
+            both = f"{_written(before)} and {_written(given)} were both given"
             if given.option in CHOOSING and not given.section and given.source != before.source:
                 raise SettingsError(
-                    f"{_written(before)} and {_written(given)} were both given, and a run has one {given.option.replace('_', ' ')}. Leave one "
-                    f"of them out."
+                    f"{both}, and a run has one {given.option.replace('_', ' ')}. Leave one of them out."
                 )
-            self._notes.append(f"{_written(before)} and {_written(given)} were both given: the last one holds.")
+            self._notes.append(f"{both}: the last one holds.")
         self._given[key] = given
         if given.option in CHOOSING and not given.section:
             self._mentioned.append(given.data.rpartition(":")[2])
@@ -325,8 +286,8 @@ class _Reader:
         following = self._words[0] if self._words else ""
         if self._last_flag and following.lower() in {"true", "false", "yes", "no", "0", "1", "on", "off"}:
             raise SettingsError(
-                f"{self._last_flag} {following} was given, and a flag takes no next word, which is the program to start. Type "
-                f"{self._last_flag}={following}."
+                f"{self._last_flag} {following} was given, and a flag takes no next word, which is the program to "
+                f"start. Type {self._last_flag}={following}."
             )
 
 

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accel_core.api.launcher import masked, variable_of
+from accel_launch.errors import SettingsError
 from accel_launch.importing.places import is_of_peer, peer_paths
-from accel_launch.settings.errors import SettingsError
 
 _FILE_VARIABLE = variable_of("config_file")
-_NOTHING: Mapping[tuple[str, ...], int] = MappingProxyType({})
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
-
-
-_MOST, _DEEPEST, _LARGEST = 100_000, 100, 1 << 20
-"""Values in a file, levels of them, and bytes of it."""
+_MOST, _LARGEST = 100_000, 1 << 20  # values in a file, where aliases count as what they stand for; and bytes of it
+Positions = dict[tuple[str, ...], int]
 
 
 class Unusual(int):
@@ -35,20 +29,12 @@ class Unusual(int):
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of a configuration file.
+    """The content of a configuration file."""
 
-    Args:
-        path: where it lies.
-        data: its content; empty for an empty file.
-        positions: the line of each key, by the keys that lead to it, from 1; empty where lines mean
-            nothing.
-        notes: what the user should know of how it was read.
-    """
-
-    path: Path
-    data: Mapping[str, Any]
-    positions: Mapping[tuple[str, ...], int] = field(default_factory=lambda: _NOTHING)
-    notes: tuple[str, ...] = ()
+    path: Path  # where it lies
+    data: Mapping[str, Any]  # its content; empty for an empty file
+    positions: Positions = field(default_factory=dict)  # of each key, by the keys that lead to it: its line, from 1
+    notes: tuple[str, ...] = ()  # what the user should know of how it was read
 
     def place(self, *keys: str) -> str:
         """The position of a key: `config.yaml, line 7`."""
@@ -73,10 +59,8 @@ def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
     """Reads the file that holds; None if none was asked for and the user has none.
 
     If the user has no file of ours but one of Accelerate's, that one is translated, and so is a
-    file of that kind that was asked for. `ConfigFile.notes` says so.
-
-    Raises:
-        SettingsError: if a file that was asked for does not exist, or if one cannot be read.
+    file of that kind that was asked for. `ConfigFile.notes` says so. Raises `SettingsError` if a file
+    that was asked for does not exist, or if one cannot be read.
     """
     path = chosen_path(option, environ)
     if path.exists():
@@ -84,39 +68,29 @@ def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
     if path != own_path():
         asked = "" if option else f" ({_FILE_VARIABLE})"
         raise SettingsError(
-            f"The configuration file {path} was asked for{asked}, and there is no such file. Type `accel config --config-file {path}` to write one, or leave "
-            f"it out."
+            f"The configuration file {path} was asked for{asked}, and there is no such file. Type `accel config "
+            f"--config-file {path}` to write one, or leave it out."
         )
     other = next((each for each in peer_paths(environ) if each.is_file()), None)
     return None if other is None else _read_either(other)
 
 
 def read(path: Path) -> ConfigFile:
-    """Reads a file of ours.
-
-    Raises:
-        SettingsError: if it cannot be read, is no mapping, or has a key twice.
-    """
+    """Reads a file of ours. Raises `SettingsError` if it cannot be read, is no mapping, or has a key twice."""
     try:
         text = _text(path)
-    except (OSError, UnicodeDecodeError) as error:
+        # JSON may be indented by tabs, which YAML forbids.
+        data, positions = (_from_json if text.lstrip().startswith("{") else _from_yaml)(path, text)
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(
-            f"The configuration file {path} cannot be read: {error}. Type `accel config --config-file {path}` to write one, or give "
-            f"another with --config-file."
+            f"The configuration file {path} cannot be read: {error}. Give another with --config-file."
         ) from error
-    # JSON may be indented by tabs, which YAML forbids.
-    try:
-        data, positions = _from_json(path, text) if text.lstrip().startswith("{") else _from_yaml(path, text)
-    except RecursionError as error:
-        raise _too_much(path) from error
-    if data is None:
-        return ConfigFile(path, _EMPTY)
-    if not isinstance(data, dict):
+    if not isinstance(data, dict | None):
         raise SettingsError(
-            f"The configuration file {path} holds a {type(data).__name__}, and a mapping of options was expected, such as "
-            f"`num_processes: 2`. Type `accel config` to write one."
+            f"The configuration file {path} holds a {type(data).__name__}, and a mapping of options was expected, such "
+            "as `num_processes: 2`. Type `accel config` to write one."
         )
-    return ConfigFile(path, data, positions)
+    return ConfigFile(path, data or {}, positions)
 
 
 def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, anew: bool = False) -> None:
@@ -124,37 +98,38 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
 
     Values that are the same stay as they are written there, and remarks beside keys that stay are kept;
     new keys get their help, from `comments`, as a remark. `anew` keeps nothing of what stands there. A
-    file whose name ends in `.json` has no remarks. What a link leads to is written. Raises
-    `SettingsError` if a file that is there cannot be read, or if it cannot be written.
+    file whose name ends in `.json` has no remarks. What a link leads to is written.
     """
     from accel_launch.settings.rendering import render
 
     target = path.resolve()
-    if target.suffix == ".json":
-        text = json.dumps(data, indent=2) + "\n"
-    elif target.exists() and not anew:
-        text = render(data, comments, read(target).data, _text(target))
-    else:
-        text = render(data, comments, {})
+    before = (
+        (read(target).data, _text(target)) if target.exists() and not anew and target.suffix != ".json" else ({}, "")
+    )
+    text = json.dumps(data, indent=2) + "\n" if target.suffix == ".json" else render(data, comments, *before)
+    new = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, text)
+        with open(new, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            new.chmod(target.stat().st_mode & 0o777)
+        os.replace(new, target)
     except OSError as error:
         raise SettingsError(
-            f"The configuration file {path} cannot be written: {error}. Give another with --config-file, and start with the same: "
-            f"accel launch --config-file PATH script.py"
+            f"The configuration file {path} cannot be written: {error}. Give another with --config-file."
         ) from error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _text(path: Path) -> str:
     """The text of a regular file of limited size. Raises for others: they could block, or never end."""
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError("it is no regular file")
-        content = stream.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise OSError(f"it is larger than {_LARGEST} bytes, and holds more than options")
-    return content.decode("utf-8-sig")
+    if not path.is_file() or path.stat().st_size > _LARGEST:
+        raise OSError(f"it is no regular file of at most {_LARGEST} bytes")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _read_either(path: Path) -> ConfigFile:
@@ -165,46 +140,39 @@ def _read_either(path: Path) -> ConfigFile:
 
     imported = translate(file.data)
     left = [f"  {key}: {masked(key, value)!r} was left out: {reason}" for key, value, reason in imported.left]
-    carried = {each.old for each in imported.carried if each.new}
-    opening = (
-        f"{path} is in Accelerate's format: {len(carried)} of its options were carried over, {len(left)} were not"
-        f"{':' if left else '.'}"
-    )
+    count, end = len({each.old for each in imported.carried if each.new}), ":" if left else "."
+    opening = f"{path} is in Accelerate's format: {count} of its options were carried over, {len(left)} were not{end}"
     keep = "Type `accel config import` to keep the result as a file of your own."
     return ConfigFile(path, imported.data, notes=("\n".join([opening, *left, keep]),))
 
 
-def _from_json(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+def _from_json(path: Path, text: str) -> tuple[Any, Positions]:
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = Counter(key for key, _ in pairs)
-            twice = next(key for key, count in keys.items() if count > 1)
-            raise SettingsError(f"{path}: the key {twice!r} stands there twice, and only one can hold. Take one out.")
-        return found
+        if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+            raise SettingsError(
+                f"{path}: the key {twice[0]!r} stands there twice, and only one can hold. Take one out."
+            )
+        return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=unique), _NOTHING
+        return json.loads(text, object_pairs_hook=unique), {}
     except json.JSONDecodeError as error:
         raise SettingsError(
-            f"{path}, line {error.lineno}: this is no JSON: {error.msg}. A file that begins with a brace is read as JSON; type "
-            f"`accel config validate {path}` when it is mended."
+            f"{path}, line {error.lineno}: this is no JSON: {error.msg}. What begins with a brace is read as JSON."
         ) from error
 
 
-def _from_yaml(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+def _from_yaml(path: Path, text: str) -> tuple[Any, Positions]:
     from ruamel.yaml import YAML
     from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        _check_levels(path, YAML(typ="rt", pure=True).parse(text))
         found = YAML(typ="rt").load(text)
     except DuplicateKeyError as error:
-        line = error.problem_mark.line + 1
         key = str(error.problem).partition('"')[2].partition('"')[0]
         raise SettingsError(
-            f"{path}, line {line}: the key {key!r} stands there twice, and only one can hold. Take one out."
+            f"{path}, line {error.problem_mark.line + 1}: the key {key!r} stands there twice. Take one out."
         ) from error
     except YAMLError as error:
         mark = (error.problem_mark or error.context_mark) if isinstance(error, MarkedYAMLError) else None
@@ -214,91 +182,51 @@ def _from_yaml(path: Path, text: str) -> tuple[Any, Mapping[tuple[str, ...], int
             f"{path}{where}: this is no YAML: {what}. Write one option a line, as in `num_processes: 2`, and type "
             f"`accel config validate {path}` when it is mended."
         ) from error
-    _check_size(path, found)
-    positions: dict[tuple[str, ...], int] = {}
-    return _plain(path, found, (), positions), positions
+    reader = _Reader(path)
+    return reader.plain(found, ()), reader.positions
 
 
-def _check_levels(path: Path, events: Iterable[Any]) -> None:
-    """Refuses levels before anything is built of them: ruamel.yaml takes seconds for thousands of brackets."""
-    depth = 0
-    for count, event in enumerate(events):
-        depth += {"SequenceStartEvent": 1, "MappingStartEvent": 1, "SequenceEndEvent": -1, "MappingEndEvent": -1}.get(
-            type(event).__name__, 0
+class _Reader:
+    """From nodes of ruamel.yaml to dicts, lists and scalars of Python, and the lines of keys."""
+
+    def __init__(self, path: Path) -> None:
+        self.positions: Positions = {}
+        self._path, self._count = path, 0
+
+    def plain(self, node: Any, keys: tuple[str, ...]) -> Any:
+        self._count += 1
+        if self._count > _MOST:
+            raise SettingsError(
+                f"The configuration file {self._path} holds more than {_MOST} values; aliases (`*name`) count as what "
+                "they stand for. Write each option once."
+            )
+        tag = getattr(getattr(node, "tag", None), "value", None)
+        if isinstance(node, dict) and tag is None:
+            return {self._name(node, key, keys): self.plain(value, (*keys, key)) for key, value in node.items()}
+        if isinstance(node, list) and tag is None:
+            return [self.plain(value, keys) for value in node]
+        if node is None or isinstance(node, bool):
+            return node
+        if isinstance(node, int):
+            return int(node) if type(node) is int or not node else Unusual(node)
+        for kind in (float, str):
+            if isinstance(node, kind):
+                return kind(node)
+        raise SettingsError(
+            f"{self._place(keys)}: {'.'.join(keys)} is a {tag or type(node).__name__}, and a file holds numbers, texts, "
+            "true, false, null, lists and mappings only. Put quotes around it if a text was meant."
         )
-        if depth > _DEEPEST or count > 2 * _MOST:
-            raise _too_much(path)
 
-
-def _check_size(path: Path, node: Any) -> None:
-    """Refuses a file in which aliases stand for more than any file of options holds, or for themselves."""
-    left, count = [(node, 0)], 0
-    while left:
-        each, depth = left.pop()
-        count += 1
-        if count > _MOST or depth > _DEEPEST:
-            raise _too_much(path)
-        if isinstance(each, (dict, list)):
-            left += [(inner, depth + 1) for inner in (each.values() if isinstance(each, dict) else each)]
-
-
-def _too_much(path: Path) -> SettingsError:
-    return SettingsError(
-        f"The configuration file {path} holds more than {_MOST} values, or more than {_DEEPEST} levels of them; aliases (`*name`) count as "
-        f"what they stand for. Write each option once, as in `num_processes: 2`."
-    )
-
-
-def _plain(path: Path, node: Any, keys: tuple[str, ...], positions: dict[tuple[str, ...], int]) -> Any:
-    """Converts nodes of ruamel.yaml to dicts, lists and scalars of Python; adds the lines of keys to `positions`."""
-    tag = getattr(getattr(node, "tag", None), "value", None)
-    if isinstance(node, dict) and tag is None:
-        return {key: _plain(path, value, (*keys, key), positions) for key, value in _items(path, node, keys, positions)}
-    if isinstance(node, list) and tag is None:
-        return [_plain(path, value, keys, positions) for value in node]
-    if node is None or isinstance(node, bool):
-        return node
-    if isinstance(node, int):
-        return int(node) if type(node) is int or not node else Unusual(node)
-    for kind in (float, str):
-        if isinstance(node, kind):
-            return kind(node)
-    line = positions.get(keys)
-    where = str(path) if line is None else f"{path}, line {line}"
-    raise SettingsError(
-        f"{where}: {'.'.join(keys)} is a {tag or type(node).__name__}, and a file holds numbers, texts, true, false, null, lists and mappings "
-        f"only. Put quotes around it if a text was meant."
-    )
-
-
-def _items(
-    path: Path, node: dict[Any, Any], keys: tuple[str, ...], positions: dict[tuple[str, ...], int]
-) -> list[tuple[str, Any]]:
-    lines = getattr(getattr(node, "lc", None), "data", None) or {}
-    found = []
-    for key, value in node.items():
-        line = lines[key][0] + 1 if key in lines else None
+    def _name(self, node: Any, key: Any, keys: tuple[str, ...]) -> str:
+        lines = node.lc.data or {}  # none of what was merged
+        if key in lines:
+            whole = (*keys, key)
+            self.positions[whole] = lines[key][0] + 1
         if not isinstance(key, str):
             raise SettingsError(
-                f"{path}{'' if line is None else f', line {line}'}: the key {key!r} is no text, and keys are names. Put quotes "
-                f"around it if a name was meant."
+                f"{self._place((*keys, key))}: the key {key!r} is no text, and keys are names. Put quotes around it."
             )
-        if line is not None:
-            whole = (*keys, key)
-            positions[whole] = line
-        found.append((str(key), value))
-    return found
+        return str(key)
 
-
-def _replace(target: Path, text: str) -> None:
-    new = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(new, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if target.exists():
-            new.chmod(target.stat().st_mode & 0o777)
-        os.replace(new, target)
-    finally:
-        new.unlink(missing_ok=True)
+    def _place(self, keys: tuple[Any, ...]) -> str:
+        return ConfigFile(self._path, {}, self.positions).place(*keys)

@@ -37,10 +37,7 @@ _KINDS: Mapping[Any, str] = {
 def show_help(
     catalog: Catalog, usage: str, about: str, switches: Mapping[str, Switch], mentioned: Sequence[str] = ()
 ) -> None:
-    """Prints help: about everything, or about the options of `mentioned` components alone.
-
-    `usage` is how the command is typed, `about` what it does, `switches` are its own options.
-    """
+    """Prints help: about everything, or about the options of `mentioned` components alone. `switches` are the command's own."""
     if mentioned:
         page = _page(usage, "")
         for section in mentioned:
@@ -84,12 +81,11 @@ def _add_section(page: argparse.ArgumentParser, catalog: Catalog, section: str) 
     options = catalog.section(section).values()
     provider = "accel-core" if section in SECTIONS else catalog.component(section).provider
     owner = SECTIONS[section].handler if section in SECTIONS else catalog.component(section).load()
-    words = [" ".join(opening(owner).split())]
+    words = [*opening(owner).split()]
     if all(option.field.python_only for option in options):
         words.append("It has no options.")
-    if in_python := [option.field for option in options if option.field.python_only]:
-        listed = ", ".join(f"{field.name} ({field.python_only})" for field in in_python)
-        words.append(f"For Python only: {listed}.")
+    if in_python := [f"{each.field.name} ({each.field.python_only})" for each in options if each.field.python_only]:
+        words.append(f"For Python only: {', '.join(in_python)}.")
     part = page.add_argument_group(f"{section}  ({provider})", _plain(" ".join(words)))
     for option in options:
         if not option.field.python_only:
@@ -173,7 +169,8 @@ def _components(catalog: Catalog, usage: str) -> str:
     always = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader"), *several))
     return (
         f"A strategy or a precision is also chosen by its name: {' '.join(flags)}. Its own options begin with its name: "
-        f"`{command} --{example.replace('_', '-')} -h` shows them, and so for {always}. Each option has a variable, such as "
-        f"{PREFIX}NUM_PROCESSES for --num-processes and {PREFIX}PROCESS_GROUP__TIMEOUT for --process-group.timeout, and stands in files "
-        f"as `num_processes: 2` and `process_group: {{timeout: 10m}}`. The command line wins over variables, and those over the file."
+        f"`{command} --{example.replace('_', '-')} -h` shows them, and so for {always}. Each option has a variable, "
+        f"such as {PREFIX}NUM_PROCESSES for --num-processes and {PREFIX}PROCESS_GROUP__TIMEOUT for "
+        f"--process-group.timeout, and stands in files as `num_processes: 2` and `process_group: {{timeout: 10m}}`. The "
+        "command line wins over variables, and those over the file."
     )

@@ -1,19 +1,16 @@
 """Precedence of values: command line, environment, file, default. The one place that decides, for all commands.
 
-Where a launcher is started by a process that another launcher has started, what the outer one was
-told and handed on holds as well, as it does for any other program there: its command line counts
-right behind the own one, its file right behind the own file. The source of such a value says so. A
-value that equals the default still counts as given. Everything that was given is checked, also what
-another source overrides.
-
-Code wins over all of it, in the processes: what reaches them is only what was given, through one
-variable (`accel_core.options.option_sources`).
+What a launcher around this one was told and handed on holds as well: its command line counts right
+behind the own one, its file right behind the own file. A value that equals the default counts as
+given, and everything that was given is checked, also what another source overrides. Code wins over
+all of it, in the processes, which are handed only what was given.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,12 +27,12 @@ from accel_core.api.launcher import (
     variable_of,
     why_unusable,
 )
+from accel_launch.errors import SettingsError
 from accel_launch.options import LaunchOptions
-from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, has_default
-from accel_launch.settings.errors import SettingsError
+from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, flag_of, has_default
 from accel_launch.settings.files import Unusual
-from accel_launch.settings.sources import said_around, said_by_environment, said_by_file
-from accel_launch.settings.unknown import no_option, unknown_option
+from accel_launch.settings.sources import Said, said_around, said_by_environment, said_by_file
+from accel_launch.settings.unknown import no_loader_option, no_option
 from accel_launch.starting.checks import check_values
 
 if TYPE_CHECKING:
@@ -62,25 +59,15 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Resolved:
-    """The resolved options of a run.
+    """The resolved options of a run."""
 
-    Args:
-        catalog: the options, with the loader that was chosen.
-        given: what was given and holds, by section and option.
-        active: the sections in use, under the names that choose them.
-        idle: what was given for components that are not chosen, as it was given.
-        launch: the launcher's own options.
-        channel: what the processes are to read in `accel_core.options.option_sources.CHANNEL`.
-        notes: what the user should know.
-    """
-
-    catalog: Catalog
-    given: Mapping[tuple[str, str], Value]
-    active: tuple[str, ...]
-    idle: tuple[Value, ...]
-    launch: LaunchOptions
-    channel: str
-    notes: tuple[str, ...]
+    catalog: Catalog  # the options, with the loader that was chosen
+    given: Mapping[tuple[str, str], Value]  # what was given and holds, by section and option
+    active: tuple[str, ...]  # the sections in use, under the names that choose them
+    idle: tuple[Value, ...]  # what was given for components that are not chosen, as it was given
+    launch: LaunchOptions  # the launcher's own options
+    channel: str  # what the processes are to read in `accel_core.options.option_sources.CHANNEL`
+    notes: tuple[str, ...]  # what the user should know
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -112,12 +99,20 @@ def resolve(
     *,
     thorough: bool = False,
 ) -> Resolved:
-    """Decides which values hold, of a command line, a file (None: there is none) and the environment.
+    """Decides which values hold.
 
     `thorough` also imports the components that are not active, to check what a file or the environment
     gives for them. Raises `SettingsError` with every mistake that was found.
     """
-    resolution = _Resolution(catalog, command_line, file, environ, thorough)
+    around = said_around(catalog, environ)
+    said = {
+        "command line": Said([*command_line.given], [], [*(file.notes if file else ()), *command_line.notes]),
+        "command line around": around["command line"],
+        "environment": said_by_environment(catalog, environ),
+        "file": said_by_file(catalog, file),
+        "file around": around["file"],
+    }
+    resolution = _Resolution(catalog, said, thorough)
     resolved = resolution.resolve()
     if resolution.problems:
         raise SettingsError(resolution.problems)
@@ -127,30 +122,11 @@ def resolve(
 class _Resolution:
     """One resolution: problems and notes are gathered on the way."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        command_line: CommandLine,
-        file: ConfigFile | None,
-        environ: Mapping[str, str],
-        thorough: bool,
-    ) -> None:
-        around = said_around(catalog, environ)
-        said = {
-            "command line around": around["command line"],
-            "environment": said_by_environment(catalog, environ),
-            "file": said_by_file(catalog, file),
-            "file around": around["file"],
-        }
-        self._levels: dict[str, Sequence[Given]] = {
-            "command line": command_line.given,
-            **{level: each.given for level, each in said.items()},
-        }
-        self._thorough = thorough
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, said: Mapping[str, Said], thorough: bool) -> None:
+        self._catalog, self._thorough = catalog, thorough
+        self._levels = {level: each.given for level, each in said.items()}
         self.problems = [problem for each in said.values() for problem in each.problems]
-        notes = [note for each in said.values() for note in each.notes]
-        self._notes = [*(file.notes if file else ()), *command_line.notes, *notes]
+        self._notes = [note for each in said.values() for note in each.notes]
         self._given: dict[tuple[str, str], Value] = {}
         self._idle: dict[tuple[str, str], Value] = {}
         self._idle_places: dict[str, list[str]] = {}
@@ -165,21 +141,15 @@ class _Resolution:
             for each in given:
                 self._take(level, each, references)
         self._note_idle()
-        return Resolved(
-            self._catalog,
-            self._given,
-            tuple(references.values()),
-            tuple(self._idle.values()),
-            self._launch(),
-            json.dumps(self._channel),
-            tuple(self._notes),
-        )
+        active, idle = tuple(references.values()), tuple(self._idle.values())
+        launch, channel, notes = self._launch(), json.dumps(self._channel), tuple(self._notes)
+        return Resolved(self._catalog, self._given, active, idle, launch, channel, notes)
 
     def _first(self, option: str) -> Given | None:
-        return next(
-            (each for given in self._levels.values() for each in given if (each.section, each.option) == ("", option)),
-            None,
+        found = (
+            each for given in self._levels.values() for each in given if (each.section, each.option) == ("", option)
         )
+        return next(found, None)
 
     def _choose(self, role: str) -> list[str]:
         """The components that are chosen for a role, by name; none where nobody chooses, or where there is no such name."""
@@ -224,49 +194,40 @@ class _Resolution:
             return
         try:
             option = self._option(given, references.get(given.section, given.section))
-            if option is not None:
-                self._hold(level, given, option, self._converted(given, option))
+            value = self._converted(given, option)
         except (SettingsError, PluginError) as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
+            return
+        key = (option.section, option.field.name)
+        self._given.setdefault(key, Value(*key, value, given.source))
+        if option.section or option.field.name in HANDED_ON:
+            self._hand_on(level, option.variable, to_data(value), given.source)
 
-    def _option(self, given: Given, reference: str) -> Option | None:
+    def _option(self, given: Given, reference: str) -> Option:
+        told = f"{given.key} was given by {given.told_by}, and"
         if not given.section:
             option = self._catalog.option(given.option)
             if option is None:
-                raise _missing(given, self._catalog)
+                raise SettingsError(f"{told} {no_loader_option(self._catalog, given.option)}")
             return option
         options = self._catalog.section(reference)
-        option = next(
-            (each for name, each in options.items() if name == given.option or name.lower() == given.option), None
-        )
+        option = options.get(given.option) or {name.lower(): each for name, each in options.items()}.get(given.option)
         if option is None:
-            raise SettingsError(
-                f"{given.key} was given by {given.told_by}, and {no_option(self._catalog, reference, given.option)}"
-            )
+            raise SettingsError(f"{told} {no_option(self._catalog, reference, given.option)}")
         if option.field.python_only:
             raise SettingsError(
-                f"{given.key} was given by {given.told_by}, and it is for Python only: {option.field.python_only}. Build the "
-                f"object in the code, and give it there."
+                f"{told} it is for Python only: {option.field.python_only}. Build the object in the code."
             )
         return option
 
     def _converted(self, given: Given, option: Option) -> Any:
         kind = option.field.type
         for data in (given.data, _as_texts(given.data)):
-            try:
+            with suppress(ValueError):
                 return from_data(kind, data)
-            except ValueError:
-                continue
-        raise SettingsError(
-            f"{given.key}={masked(given.key, given.data)!r} was given by {given.told_by}: expected {expected(kind)}."
-        )
-
-    def _hold(self, level: str, given: Given, option: Option, value: Any) -> None:
-        key = (option.section, option.field.name)
-        self._given.setdefault(key, Value(*key, value, given.source))
-        if option.section or option.field.name in HANDED_ON:
-            self._hand_on(level, option.variable, to_data(value), given.source)
+        told = f"{given.key}={masked(given.key, given.data)!r} was given by {given.told_by}"
+        raise SettingsError(f"{told}: expected {expected(kind)}.")
 
     def _hand_on(self, level: str, variable: str, data: Any, source: str) -> None:
         """Puts a value into the channel, unless a launcher's own source has said something there already."""
@@ -277,20 +238,16 @@ class _Resolution:
     def _take_idle(self, level: str, given: Given) -> None:
         """Takes what was given for a component that is not chosen: the code may choose it."""
         if level == "command line":
-            self.problems.append(
-                f"{given.source} was given, an option of {given.section!r}, which is not chosen. {self._how(given.section)}."
-            )
+            about = f"an option of {given.section!r}, which is not chosen. {self._how(given.section)}."
+            self.problems.append(f"{given.source} was given, {about}")
             return
         if self._thorough:
             try:
-                option = self._option(given, given.section)
-                assert option is not None, "options of sections are found or raise"
-                self._converted(given, option)
+                self._converted(given, self._option(given, given.section))
             except (SettingsError, PluginError) as error:
                 self.problems.append(str(error))
-        self._idle.setdefault(
-            (given.section, given.option), Value(given.section, given.option, given.data, given.source)
-        )
+        key = (given.section, given.option)
+        self._idle.setdefault(key, Value(*key, given.data, given.source))
         self._idle_places.setdefault(given.section, []).append(given.told_by)
         self._hand_on(level, variable_of(given.option, given.section), given.data, given.source)
 
@@ -300,32 +257,25 @@ class _Resolution:
             return "Add --dynamo-backend inductor"
         role = self._catalog.roles(section)[0]
         beside = self._chosen[role] if role in SEVERAL else []
-        return f"Add --{role.replace('_', '-')} {','.join([*beside, section])}"
+        return f"Add {flag_of(role)} {','.join([*beside, section])}"
 
     def _note_idle(self) -> None:
         for section, places in self._idle_places.items():
             what = "nothing is compiled" if section in SECTIONS else f"{section!r} is not chosen"
+            where = places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
             self._notes.append(
-                f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: options of {section!r} without effect, for {what}, "
-                f"unless the code does that. {self._how(section)} to use them."
+                f"{where}: options of {section!r} without effect, for {what}, unless the code does that. "
+                f"{self._how(section)} to use them."
             )
 
     def _launch(self) -> LaunchOptions:
-        names = set(LaunchOptions.__dataclass_fields__)
-        launch = LaunchOptions(
-            **{name: value.value for (section, name), value in self._given.items() if not section and name in names}
-        )
+        names = LaunchOptions.__dataclass_fields__
+        launch = LaunchOptions(**{name: self._given["", name].value for name in names if ("", name) in self._given})
         try:
             check_values(launch)
         except ValueError as error:
             self.problems.append(str(error))
         return launch
-
-
-def _missing(given: Given, catalog: Catalog) -> SettingsError:
-    """The error for an option of loaders that the chosen one does not have, or where there is none."""
-    told = str(unknown_option(given.option, catalog, ())).partition(", and ")[2]
-    return SettingsError(f"{given.key} was given by {given.told_by}, and {told}")
 
 
 def _as_texts(data: Any) -> Any:

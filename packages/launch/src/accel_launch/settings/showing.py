@@ -23,15 +23,10 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
 
 def as_data(resolved: Resolved) -> list[dict[str, Any]]:
     """Option, value and source of everything, as JSON has it, each with whether it has an effect."""
+    pairs = [*((value, True) for value in resolved.values), *((value, False) for value in resolved.idle)]
     return [
-        {
-            "option": value.key,
-            "value": masked(value.key, to_data(value.value)),
-            "source": value.source,
-            "active": active,
-        }
-        for values, active in ((resolved.values, True), (resolved.idle, False))
-        for value in values
+        {"option": each.key, "value": masked(each.key, to_data(each.value)), "source": each.source, "active": active}
+        for each, active in pairs
     ]
 
 

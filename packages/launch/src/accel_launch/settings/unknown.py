@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from accel_core.api.component import nearest
 from accel_core.api.launcher import DEFAULT_LOADER, KNOWN_PROVIDERS, LOADER_OPTIONS, NOUNS, how_to_get
-from accel_launch.settings.catalog import ROLES
-from accel_launch.settings.errors import SettingsError
+from accel_launch.errors import SettingsError
+from accel_launch.settings.catalog import ROLES, flag_of
 from accel_launch.settings.peer_options import advice
 
 if TYPE_CHECKING:
@@ -27,52 +27,44 @@ def unknown_option(
     known = catalog.section_called(section) if dot else None
     if known is not None:
         return SettingsError(f"{flag} was given, and {no_option(catalog, known, option, flags=True)}")
-    if (hint := what_to_install(catalog, section)) is not None:
+    if hint := what_to_install(catalog, section) or no_loader_option(catalog, name):
         return SettingsError(f"{flag} was given, and {hint}")
-    if (hint := _no_such_loader_option(catalog, name)) is not None:
-        return SettingsError(f"{flag} was given, and {hint}")
-    if (hint := advice(name)) is not None:
+    if hint := advice(name):
         return SettingsError(f"{flag} was given, which is no option here. {hint}")
-    if not flag.startswith("--"):  # a letter is near to too much
-        return SettingsError(f"{flag} was given, and there is no such option. {_ALL}")
+    meant = None
     if dot:
         nearby = nearest(section, [each.replace("-", "_") for each in catalog.sections])
-        meant = None if nearby is None else f"{_flag(nearby)}.{option.replace('_', '-')}"
-    else:
-        meant = nearest(_flag(name), _flags(catalog, switches, mentioned))
-    hint = f"Type {meant} if that was meant. {_ALL}" if meant else _ALL
-    return SettingsError(f"{flag} was given, and there is no such option. {hint}")
+        meant = nearby and f"{flag_of(nearby)}.{option.replace('_', '-')}"
+    elif flag.startswith("--"):  # a letter is near to too much
+        meant = nearest(flag_of(name), _flags(catalog, switches, mentioned))
+    return SettingsError(f"{flag} was given, and there is no such option. {_if_meant(meant)}{_ALL}")
 
 
 def _flags(catalog: Catalog, switches: Iterable[str], mentioned: Sequence[str]) -> list[str]:
     """Everything that could stand on this command line, without importing more than what it mentions."""
     names = [*switches, *catalog.direct, *LOADER_OPTIONS, *catalog.names("strategy"), *catalog.names("mixed_precision")]
     options = [option for section in mentioned for option in catalog.section(section).values()]
-    return [*map(_flag, names), *(option.flag for option in options)]
+    return [*map(flag_of, names), *(option.flag for option in options)]
 
 
 def no_option(catalog: Catalog, section: str, option: str, *, flags: bool = False) -> str:
-    """`'fsdp' has no option 'cpu_ofload'. Its options: …`, with the nearest name. Imports the component.
+    """`'fsdp' has no option 'cpu_ofload'. Its options: …`, with the nearest name, as on the command line if `flags`.
 
-    Args:
-        section: may be qualified by a distribution.
-        flags: whether names are spelled as on the command line.
+    Imports the component; its name may be qualified by a distribution.
     """
     options = {each.field.name: each.flag for each in catalog.section(section).values() if not each.field.python_only}
-    plain = section.rpartition(":")[2]
-    shown = [options[name] if flags else name for name in options]
+    shown = options.values() if flags else options
     meant = nearest(option, list(options))
-    hint = "" if meant is None else f" Type {options[meant] if flags else repr(meant)} if that was meant."
-    return f"{plain!r} has no option {option!r}. Its options: {', '.join(shown) or 'none'}.{hint}"
+    hint = f" {_if_meant(options[meant] if flags else repr(meant))}".rstrip() if meant else ""
+    return f"{section.rpartition(':')[2]!r} has no option {option!r}. Its options: {', '.join(shown) or 'none'}.{hint}"
 
 
 def no_key(catalog: Catalog, key: str) -> str:
     """The message on a key at the top of a file that is neither an option nor a section."""
-    hint = what_to_install(catalog, key) or _no_such_loader_option(catalog, key)
-    if hint is not None:
+    if hint := what_to_install(catalog, key) or no_loader_option(catalog, key):
         return hint
     meant = nearest(key, [*catalog.direct, *LOADER_OPTIONS, *catalog.sections])
-    hint = "" if meant is None else f"Type {meant!r} if that was meant. "
+    hint = _if_meant(meant and repr(meant))
     return f"there is no option {key!r}, and nothing that is installed goes by that name. {hint}{_ALL}"
 
 
@@ -85,18 +77,17 @@ def what_to_install(catalog: Catalog, section: str) -> str | None:
     return None
 
 
-def _no_such_loader_option(catalog: Catalog, name: str) -> str | None:
+def no_loader_option(catalog: Catalog, name: str) -> str | None:
+    """The message on an option of loaders that the chosen one does not have, or where there is none; None for other names."""
     plain = name if name in LOADER_OPTIONS else name.removeprefix("no_")
     if plain not in LOADER_OPTIONS:
         return None
     if catalog.loader is None:
         provider = KNOWN_PROVIDERS["accel.loaders"].get(DEFAULT_LOADER)
         return f"{plain!r} is an option of loader components, of which none is installed. {how_to_get(provider)}"
-    return (
-        f"the loader {catalog.loader!r} has no option {plain!r}. It has: {', '.join(catalog.data) or 'none of these'}. Choose another "
-        f"loader, or leave it out."
-    )
+    known = ", ".join(catalog.data) or "none of these"
+    return f"the loader {catalog.loader!r} has no option {plain!r}. It has: {known}. Choose another loader, or leave it out."
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _if_meant(word: str | None) -> str:
+    return f"Type {word} if that was meant. " if word else ""

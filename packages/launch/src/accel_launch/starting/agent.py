@@ -30,17 +30,8 @@ if TYPE_CHECKING:
 class HostAgent(LocalElasticAgent):
     """The agent of one machine.
 
-    Attributes:
-        ranks: the processes of the present attempt.
-        failures: those of the last attempt that failed, the first in front.
-
-    Args:
-        spec: what torch's agent is to do.
-        logs: where output and errors go.
-        signals: passed on to the ranks from now on.
-        guard: is told which processes there are.
-        patience: seconds that processes have to end.
-        prefix: of each line, where output goes to the console and to files.
+    `ranks` are the processes of the present attempt, `failures` those of the last attempt that failed, the first in front. Processes
+    have `patience` seconds to end; lines that go to the console and to files begin with `prefix`.
     """
 
     def __init__(
@@ -51,7 +42,9 @@ class HostAgent(LocalElasticAgent):
         self._logs, self._signals, self._guard, self._patience = logs, signals, guard, patience
         self._attempts, self._restarts = 0, spec.max_restarts
         if CAN_LOOK:
-            signals.pass_on, signals.child_ended = self._pass_on, self._look
+            # `ranks` are others in each attempt.
+            signals.pass_on = lambda number: self.ranks.tell(number)  # noqa: PLW0108
+            signals.child_ended = lambda: self.ranks.look()  # noqa: PLW0108
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._signals.held():
@@ -107,12 +100,6 @@ class HostAgent(LocalElasticAgent):
         if CAN_LOOK and self.ranks.running:
             with self._signals.held():
                 self.ranks.stop(number, self._patience)
-
-    def _pass_on(self, number: signal.Signals) -> None:
-        self.ranks.tell(number)
-
-    def _look(self) -> None:
-        self.ranks.look()
 
 
 def say(text: str) -> None:

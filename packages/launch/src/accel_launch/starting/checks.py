@@ -1,41 +1,28 @@
-"""The conditions that options have to fulfil before anything is started."""
+"""The conditions that options have to fulfil before anything is started, and where the output of each process goes."""
 
 from __future__ import annotations
 
-import shutil
-import string
+import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
 
+from accel_launch.errors import LaunchError
 from accel_launch.options import LaunchOptions
-from accel_launch.starting.errors import LaunchError
-from accel_launch.starting.streams import check_ranks, read_streams
-
-if TYPE_CHECKING:
-    from accel_launch.starting.devices import Accelerators
-
-
-class Range(NamedTuple):
-    """The values that an option may have, both ends included; `what` says what it counts."""
-
-    low: float
-    high: float
-    what: str
-
 
 _ANY = float("inf")
 RANGES = {
-    "num_processes": Range(1, _ANY, "processes of the whole run"),
-    "num_machines": Range(1, _ANY, "machines"),
-    "machine_rank": Range(0, _ANY, "machines, from 0"),
-    "main_process_port": Range(0, 65535, "ports; 0 is a free one"),
-    "num_cpu_threads_per_process": Range(1, _ANY, "threads"),
-    "max_restarts": Range(0, _ANY, "restarts"),
-    "monitor_interval": Range(0.001, 3600, "seconds between two looks"),
-    "shutdown_timeout": Range(0, _ANY, "seconds"),
-    "min_machines": Range(1, _ANY, "machines"),
+    "num_processes": (1, _ANY, "processes of the whole run"),
+    "num_machines": (1, _ANY, "machines"),
+    "machine_rank": (0, _ANY, "machines, from 0"),
+    "main_process_port": (0, 65535, "ports; 0 is a free one"),
+    "num_cpu_threads_per_process": (1, _ANY, "threads"),
+    "max_restarts": (0, _ANY, "restarts"),
+    "monitor_interval": (0.001, 3600, "seconds between two looks"),
+    "shutdown_timeout": (0, _ANY, "seconds"),
+    "min_machines": (1, _ANY, "machines"),
 }
-_TEMPLATE_NAMES = {"rank", "local_rank", "role_name"}
+"""Option → its least and largest value, and what it counts."""
+
+_STREAMS = {"0": "none", "1": "standard output", "2": "errors", "3": "both"}
 
 
 def given(launch: LaunchOptions) -> list[str]:
@@ -45,63 +32,57 @@ def given(launch: LaunchOptions) -> list[str]:
 
 def check_values(launch: LaunchOptions) -> None:
     """Raises `LaunchError` for values that no run can have."""
-    for name, allowed in RANGES.items():
+    for name, (low, high, what) in RANGES.items():
         value = getattr(launch, name)
-        if value is not None and not allowed.low <= value <= allowed.high:
-            end = "" if allowed.high == _ANY else f" to {allowed.high:g}"
-            above = " or more" if allowed.high == _ANY else ""
-            raise LaunchError(f"{name}={value} was given. It counts {allowed.what}: give {allowed.low:g}{end}{above}.")
+        if value is not None and not low <= value <= high:
+            end = " or more" if high == _ANY else f" to {high:g}"
+            raise LaunchError(f"{name}={value} was given. It counts {what}: give {low:g}{end}.")
+    machines = launch.num_machines
     if launch.meeting_timeout.total_seconds() <= 0:
         raise LaunchError(f"meeting_timeout={launch.meeting_timeout} was given. Give a time above 0, such as 15m.")
-    if (launch.min_machines or 1) > launch.num_machines:
+    if (launch.min_machines or 1) > machines:
         raise LaunchError(
-            f"min_machines={launch.min_machines} was given beside num_machines={launch.num_machines}, the most that take part. "
-            f"Give {launch.num_machines} or fewer."
+            f"min_machines={launch.min_machines} was given beside num_machines={machines}. Give no more than these."
         )
-    if launch.machine_rank is not None and launch.machine_rank >= launch.num_machines:
+    if launch.machine_rank is not None and launch.machine_rank >= machines:
         raise LaunchError(
-            f"machine_rank={launch.machine_rank} was given, and there are num_machines={launch.num_machines}, with ranks from 0 to "
-            f"{launch.num_machines - 1}. Give one of these; or the right --num-machines, the same on every machine."
+            f"machine_rank={launch.machine_rank} was given, and there are num_machines={machines}, with ranks from 0 to "
+            f"{machines - 1}. Give one of these; or the right --num-machines, the same on every machine."
         )
 
 
 def check_output(launch: LaunchOptions, processes: int) -> None:
-    """Raises `LaunchError` for options of output that do not fit together, or not to the processes of this machine."""
+    """Raises `LaunchError` for options of output that cannot be read, or under which nothing would be shown or marked."""
     read_streams("redirects", launch.redirects, processes)
     read_streams("tee", launch.tee, processes)
+    if launch.local_ranks_filter is not None and not set(launch.local_ranks_filter) & set(range(processes)):
+        raise LaunchError(
+            f"local_ranks_filter={launch.local_ranks_filter} names no process of this machine, so nothing would be "
+            f"shown. Give local ranks from 0 to {processes - 1}."
+        )
+    if launch.log_line_prefix_template is not None and launch.tee == "0":
+        raise LaunchError("log_line_prefix_template was given, and only lines of --tee get a prefix. Add --tee 3.")
+
+
+def read_streams(option: str, text: str, processes: int) -> dict[int, int]:
+    """The streams that "3", or "0:3,1:2" for single local ranks, names: local rank → 0 none, 1 standard output, 2 errors, 3 both."""
+    if re.fullmatch(r"[0-3]", text):
+        return dict.fromkeys(range(processes), int(text))
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):  # torch's own reading of it knows local ranks 0 to 9 only
+        raise LaunchError(
+            f"{option}={text!r} was given. Type 0 (none), 1 (standard output), 2 (errors) or 3 (both) for all processes "
+            "of this machine, or for single ones their local ranks, as in 0:3,1:2."
+        )
+    streams = {int(rank): int(value) for rank, value in (each.split(":") for each in text.split(","))}
+    return {rank: streams.get(rank, 0) for rank in range(processes)}
+
+
+def describe_output(launch: LaunchOptions) -> str:
+    """The destination of the output in words, as far as it was given."""
+    given = (("to files:", launch.redirects), ("to files and the console:", launch.tee))
+    parts = [f"{where} {_STREAMS.get(text, text)}" for where, text in given if text != "0"]
     if launch.local_ranks_filter is not None:
-        if not launch.local_ranks_filter:
-            raise LaunchError(
-                "local_ranks_filter names no process, so nothing would be shown. Name local ranks, as in 0,1; or leave it out."
-            )
-        check_ranks("local_ranks_filter", launch.local_ranks_filter, processes)
-    template = launch.log_line_prefix_template
-    if template is None:
-        return
-    names = {name or braced for _, name, braced, _ in string.Template.pattern.findall(template) if name or braced}
-    if names - _TEMPLATE_NAMES:
-        raise LaunchError(
-            f"log_line_prefix_template={template!r} has {', '.join(f'${{{name}}}' for name in sorted(names - _TEMPLATE_NAMES))}. "
-            f"It may have {', '.join(f'${{{name}}}' for name in sorted(_TEMPLATE_NAMES))}."
-        )
-    if launch.tee == "0":
-        raise LaunchError(
-            f"log_line_prefix_template={template!r} was given, and lines get a prefix only where they go to the console and to "
-            f"files. Add --tee 3; or leave it out."
-        )
-
-
-def check_numa(launch: LaunchOptions, accelerators: Accelerators) -> None:
-    """Raises `LaunchError` if processes are to be bound to cores, and torch cannot do that here."""
-    if launch.numa_binding is None:
-        return
-    asked = f"numa_binding={launch.numa_binding} was given"
-    if accelerators.kind != "cuda":
-        raise LaunchError(
-            f"{asked}, which binds a process to the cores near its accelerator; torch does that for the type cuda, and found "
-            f"{accelerators}. Leave it out; num_cpu_threads_per_process says how many cores a process uses."
-        )
-    if shutil.which("numactl") is None:
-        raise LaunchError(
-            f"{asked}, which needs the program numactl, and that is not on the PATH. Install it, or leave it out."
-        )
+        parts.append(f"shown of local ranks {', '.join(map(str, launch.local_ranks_filter))}")
+    if launch.log_dir is not None:
+        parts.append(f"in {launch.log_dir}")
+    return "; ".join(parts) or "to the console"

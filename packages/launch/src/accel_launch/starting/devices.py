@@ -1,11 +1,17 @@
-"""The accelerators of this machine, and how a run is confined to some of them."""
+"""The accelerators and cores of this machine, and how a run is confined to some of them."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from accel_launch.starting.errors import LaunchError
+from accel_launch.errors import LaunchError
+
+THREADS = "OMP_NUM_THREADS"
+"""Read by OpenMP, MKL and torch when a process starts."""
 
 VISIBILITY: Mapping[str, str] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -15,6 +21,8 @@ VISIBILITY: Mapping[str, str] = {
     "musa": "MUSA_VISIBLE_DEVICES",
 }
 """By torch's type of accelerator, the variable that says which ones a process sees."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -45,23 +53,57 @@ def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]
     named twice, and for a type whose variable is not known.
     """
     asked = f"device_ids={','.join(map(str, ids))} was given"
-    wrong = [each for each in ids if not 0 <= each < found.count]
-    if not ids or wrong:
-        if not found.count:
-            raise LaunchError(f"{asked}, and this machine has no accelerator that torch sees. Leave it out.")
+    if not found.count:
+        raise LaunchError(f"{asked}, and this machine has no accelerator that torch sees. Leave it out.")
+    if not ids or not set(ids) <= set(range(found.count)):
         raise LaunchError(
-            f"{asked}, and the accelerators of this machine are 0 to {found.count - 1} ({found}). Give one or more of these; or "
-            f"leave it out to use all, or with --cpu none."
+            f"{asked}, and the accelerators of this machine are 0 to {found.count - 1} ({found}). Give one or more of "
+            "these; or leave it out to use all, or with --cpu none."
         )
     if len(set(ids)) < len(ids):
         raise LaunchError(f"{asked}, which names an accelerator twice. Give each one once: one process uses one.")
     variable = VISIBILITY.get(found.kind)
     if variable is None:
         raise LaunchError(
-            f"{asked}, and for accelerators of type {found.kind} it is not known which variable selects some of them (known: "
-            f"{', '.join(VISIBILITY)}). Set the variable yourself, and leave device_ids out."
+            f"{asked}, and for accelerators of type {found.kind} it is not known which variable selects some of them. "
+            "Set it yourself, and leave device_ids out."
         )
     visible = [each.strip() for each in environ.get(variable, "").split(",") if each.strip()]
     # A list that is longer than what torch found has entries behind an invalid one, which do not count.
     names = visible[: found.count] if len(visible) >= found.count else [str(each) for each in range(found.count)]
     return {variable: ",".join(names[each] for each in ids)}
+
+
+def usable_cores(cgroups: Path = _CGROUPS) -> int:
+    """The cores that this process may use: by its affinity, and by the quota of its container, which the kernel shows in `cgroups`."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(cgroups)
+    return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
+
+
+def threads_of_each(processes: int, given: int | None, environ: Mapping[str, str]) -> int | None:
+    """The threads for each of `processes` on this machine. None: the process decides, as it does without a launcher.
+
+    A process that has the machine for itself decides, unless its container has fewer cores than it
+    sees; several would each take all cores. What was `given` holds, else `OMP_NUM_THREADS`.
+    """
+    if given is not None or environ.get(THREADS):
+        return given
+    cores = usable_cores()
+    if processes == 1 and cores == usable_cores(Path(os.devnull)):
+        return None
+    return max(1, cores // processes)
+
+
+def _quota(cgroups: Path) -> float | None:
+    """Cores that the container may use on average; None if it has no limit, or is not Linux."""
+    for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):  # version 2, version 1
+        try:
+            quota, *period = (cgroups / name).read_text().split()
+            if not period:
+                period = (cgroups / "cpu/cpu.cfs_period_us").read_text().split()
+        except OSError:
+            continue
+        if quota not in {"max", "-1"}:
+            return int(quota) / int(period[0])
+    return None

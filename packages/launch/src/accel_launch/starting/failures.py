@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -28,25 +29,16 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank.
+    """The failure of one rank."""
 
-    Args:
-        rank, local_rank, pid: of its process.
-        status: its exit status; the negative number of the signal that killed it.
-        time: when it failed, in seconds since the epoch, as exactly as that is known.
-        error: the exception that ended it: type and message; empty if it has not said.
-        traceback: the same in full.
-        follows: whether it said that it failed only because another rank had gone.
-    """
-
-    rank: int
+    rank: int  # of its process
     local_rank: int
     pid: int
-    status: int
-    time: float
-    error: str = ""
-    traceback: str = ""
-    follows: bool = False
+    status: int  # its exit status; the negative number of the signal that killed it
+    time: float  # when it failed, in seconds since the epoch, as exactly as that is known
+    error: str = ""  # the exception that ended it: type and message; empty if it has not said
+    traceback: str = ""  # the same in full
+    follows: bool = False  # whether it said that it failed only because another rank had gone
 
     @property
     def exit_status(self) -> int:
@@ -77,48 +69,27 @@ def find_failures(ranks: Ranks, local_ranks: dict[int, int], error_files: dict[i
         moment = min(said.get("time", ending.time), ending.time)
         told = ranks.stopped_at is not None and moment > ranks.stopped_at
         if ending.status != 0 and not told:
-            failures.append(
-                Failure(
-                    rank,
-                    local_ranks[rank],
-                    ranks.pids[rank],
-                    # One that had failed, and stayed to tell the others why, may have been told to end before it did.
-                    1 if said and ending.time > moment and ending.status == -signal.SIGTERM else ending.status,
-                    moment,
-                    said.get("error", ""),
-                    said.get("traceback", ""),
-                    said.get("follows", False),
-                )
-            )
+            # One that had failed, and stayed to tell the others why, may have been told to end before it did.
+            stayed = said and ending.time > moment and ending.status == -signal.SIGTERM
+            status = 1 if stayed else ending.status
+            failures.append(Failure(rank, local_ranks[rank], ranks.pids[rank], status, **{**said, "time": moment}))
     return sorted(failures, key=lambda failure: (failure.follows, failure.time))
 
 
 def from_torch(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     """The failures that torch's agent has found, by time, for platforms where we cannot look ourselves."""
-    found = [
-        Failure(rank, each.local_rank, each.pid, each.exitcode, float(each.timestamp))
-        for rank, each in failures.items()
-    ]
+    found = [Failure(rank, each.local_rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures.items()]
     return sorted(found, key=lambda failure: failure.time)
 
 
 class Scene(NamedTuple):
-    """The parts of a summary that are not about ranks: machine, files and advice.
+    """The parts of a summary that are not about ranks: machine, files and advice."""
 
-    Args:
-        where: the machine, in words.
-        among: " on this machine", if there are others.
-        logs: the folder of the run's files; None if there are none.
-        unseen: the file with the errors of the rank that failed first; None if the console has
-            shown them.
-        advice: what to type next.
-    """
-
-    where: str
-    among: str
-    logs: Path | None
-    unseen: Path | None
-    advice: str
+    where: str  # the machine, in words
+    among: str  # " on this machine", if there are others
+    logs: Path | None  # the folder of the run's files; None if there are none
+    unseen: Path | None  # the file with the errors of the rank that failed first; None if the console has shown them
+    advice: str  # what to type next
 
 
 def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
@@ -133,10 +104,8 @@ def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
     )
     lines = [f"accel launch: {halted}rank {first.rank} failed first{scene.among} ({place}): {first.how()}"]
     if scene.unseen is not None:
-        lines += [
-            f"  its errors, which were not shown ({scene.unseen}):",
-            *(f"  | {line}" for line in _last_lines(scene.unseen, first)),
-        ]
+        lines.append(f"  its errors, which were not shown ({scene.unseen}):")
+        lines += [f"  | {line}" for line in _last_lines(scene.unseen, first)]
     lines += [f"  rank {each.rank} failed then: {each.how()}" for each in failures[1:]]
     lines += [f"  {line}" for line in _others(ranks, {failure.rank for failure in failures})]
     if scene.logs is not None:
@@ -154,12 +123,8 @@ def signal_name(number: int) -> str:
 
 def listed(ranks: Sequence[int]) -> str:
     """Ranks in few words: ranks 0–2, 5."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    groups = itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
+    spans = [[rank for _, rank in group] for _, group in groups]
     text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
@@ -169,11 +134,8 @@ def _others(ranks: Ranks, failed: set[int]) -> list[str]:
     rest = [rank for rank in ranks.pids if rank not in failed]
     halted = [rank for rank in rest if rank in ranks.halted]
     killed = [rank for rank in rest if rank in ranks.killed and rank not in halted]
-    before = [
-        rank
-        for rank in rest
-        if rank in ranks.endings and ranks.stopped_at is not None and ranks.endings[rank].time <= ranks.stopped_at
-    ]
+    stopped = ranks.stopped_at or 0.0
+    before = [rank for rank in rest if rank in ranks.endings and ranks.endings[rank].time <= stopped]
     told = [rank for rank in rest if rank not in {*halted, *killed, *before}]
     said = (
         (halted, "{was} ended, too"),
@@ -203,9 +165,5 @@ def _read(path: Path) -> dict[str, Any]:
         return {"error": str(message)}
     more = message.get("extraInfo", {})
     said = {"error": str(message.get("message", "")), "traceback": str(more.get("py_callstack", ""))}
-    exact = more.get("time")
-    return {
-        **said,
-        "follows": bool(more.get("follows", False)),
-        **({"time": float(exact)} if exact is not None else {}),
-    }
+    exact = {"time": float(more["time"])} if "time" in more else {}
+    return {**said, "follows": bool(more.get("follows", False)), **exact}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
-from accel_launch.starting.streams import read_streams, writes_files
+from accel_launch.starting.checks import read_streams
 
 if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
@@ -20,28 +19,23 @@ _PREFIX = "accel-launch-"
 class Logs(DefaultLogsSpecs):
     """The destinations of the output of this machine's processes; torch's agent calls `reify` before each start.
 
-    Attributes:
-        folder: where the files lie.
-        kept: whether they are the user's; else the folder is for error files only, and `close`
-            removes it.
-
-    Args:
-        launch: what was asked for.
-        processes: how many there are on this machine.
+    `folder` has the files. Where they are not `kept` for the user, these are error files only, and `close` removes it.
     """
 
     def __init__(self, launch: LaunchOptions, processes: int) -> None:
-        self.kept = writes_files(launch)
+        self.kept = launch.log_dir is not None or launch.redirects != "0" or launch.tee != "0"
         self._temporary = None if self.kept else tempfile.TemporaryDirectory(prefix=_PREFIX)
         self.folder = Path(
             self._temporary.name if self._temporary else launch.log_dir or tempfile.mkdtemp(prefix=_PREFIX)
         )
-        redirects = read_streams("redirects", launch.redirects, processes)
-        tee = read_streams("tee", launch.tee, processes)
+        redirects, tee = (
+            {rank: Std(value) for rank, value in read_streams(name, getattr(launch, name), processes).items()}
+            for name in ("redirects", "tee")
+        )
         shown = set(range(processes) if launch.local_ranks_filter is None else launch.local_ranks_filter)
-        self._teed = {rank for rank in shown if Std(tee[rank]) & Std.ERR}
+        self._teed = {rank for rank in shown if tee.get(rank, Std.NONE) & Std.ERR}
         self._destination = LogsDest()
-        super().__init__(str(self.folder), _as_std(redirects), _as_std(tee), shown)
+        super().__init__(str(self.folder), redirects, tee, shown)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """See base class."""
@@ -61,7 +55,3 @@ class Logs(DefaultLogsSpecs):
         """Removes what is not the user's."""
         if self._temporary is not None:
             self._temporary.cleanup()
-
-
-def _as_std(streams: Mapping[int, int]) -> dict[int, Std]:
-    return {rank: Std(value) for rank, value in streams.items()}

@@ -22,35 +22,14 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from accel_launch.starting.check_in import claim, compare_numbers, find_store, open_store
-from accel_launch.starting.meeting_store import (
-    BEGUN,
-    ENDED,
-    FINISHED,
-    LEFT,
-    PHASE,
-    Card,
-    MeetingError,
-    Pulse,
-    Waiting,
-    beats,
-    capital,
-    cards,
-    end,
-    listed,
-    phase,
-)
-from accel_launch.starting.one_machine import StaticRendezvous
+from accel_core.api.launcher import loopback_listener
+from accel_launch.starting import meeting_store
+from accel_launch.starting.meeting_store import BEGUN, ENDED, FINISHED, LEFT, MeetingError, Pulse, Waiting, cards
 
 if TYPE_CHECKING:
-    from accel_launch.starting.meeting_store import Address
+    from accel_launch.starting.meeting_store import Address, Card
 
 BEAT, LOST = 0.5, 30.0
 """Seconds between signs of life; and without an answer, after which the store is gone."""
@@ -59,14 +38,60 @@ _STORE = timedelta(minutes=1)  # the messages of torch's agents once all machine
 _LAST_WORDS = 5.0  # seconds for which machine 0 keeps the store of a run that failed, so that the others hear why
 
 
-class Machines(StaticRendezvous):
-    """The rendezvous of several machines, of which this is the one with `card`.
+class _StaticRendezvous(RendezvousHandler):
+    """The parts of torch's protocol that a rendezvous without rounds of its own does not need."""
 
-    Args:
-        address: where machine 0 keeps the store.
-        card: who this machine is.
-        timeout: how long it waits for the others, each time.
-        local_addr: the address by which the others reach this machine; None: its host name.
+    def get_backend(self) -> str:
+        return "static"
+
+    def get_run_id(self) -> str:
+        return "accel"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Does nothing: the store ends with the launcher."""
+
+
+class OneMachine(_StaticRendezvous):
+    """The rendezvous of a machine that is alone: torch's `static`, whose store listens at a free port, and at the loopback where it can.
+
+    Raises `DistError` if the port is not free.
+    """
+
+    use_agent_store = True
+
+    def __init__(self, address: Address) -> None:
+        host, port = address
+        listener = loopback_listener(host, port)
+        self._store = TCPStore(
+            host,
+            port if listener is None else listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        meeting_point = RendezvousStoreInfo(self._store.host, self._store.port)
+        return RendezvousInfo(PrefixStore("agents", self._store), 0, 1, meeting_point)
+
+    def num_nodes_waiting(self) -> int:
+        """None, ever."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        return True
+
+
+class Machines(_StaticRendezvous):
+    """The rendezvous of several machines, of which this is the one with `card`; machine 0 keeps the store at `address`.
+
+    Each time it waits for the others as long as `timeout` says. They reach this machine by `local_addr`; None: its host name.
     """
 
     def __init__(self, address: Address, card: Card, timeout: timedelta, local_addr: str | None = None) -> None:
@@ -87,9 +112,8 @@ class Machines(StaticRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Returns when all machines are there.
 
-        Raises:
-            MeetingError: somebody does not come in time or never will, a rank is claimed twice, or
-                machines were told different numbers.
+        Raises `MeetingError` if somebody does not come in time or never will, a rank is claimed twice, or machines were told
+        different numbers.
         """
         try:
             if self._store is None:
@@ -99,31 +123,23 @@ class Machines(StaticRendezvous):
             raise self._lost(str(error).splitlines()[0]) from error
 
     def num_nodes_waiting(self) -> int:
-        """The number of machines that wait for another round.
-
-        Raises:
-            MeetingError: the run has ended on another machine, or machine 0 is gone.
-        """
+        """The number of machines that wait for another round. Raises `MeetingError` if the run has ended elsewhere."""
         self._check()
         return 0 if self._rounds is None else self._rounds.num_nodes_waiting()
 
     def finish(self) -> None:
-        """Says that the processes of this machine have ended well, and waits until those of the others have.
-
-        Raises:
-            MeetingError: the run has failed on another machine.
-        """
+        """Says that the processes here have ended well, and waits for those of the others. Raises `MeetingError` if these fail."""
         assert self._store is not None, "the machines have met"
         self._finished = True
         store, pulse = self._store, Pulse(self._store)
         store.set(f"{FINISHED}/{self._card.rank}", "")
         wait = Waiting(float("inf"))
-        while rest := [each.rank for each in self._others(store, FINISHED) if not pulse.is_silent(each.identity)]:
+        while rest := [each.rank for each in self._others(store, FINISHED) if not pulse.is_silent(each)]:
             try:
                 self._check()
             except MeetingError as error:
                 raise MeetingError(f"The processes of machine {self._card.rank} have finished, but: {error}") from error
-            wait.goes_on(lambda: f"this machine has finished, and waits for {listed(rest)}")
+            wait.goes_on(lambda: f"this machine has finished, and waits for {meeting_store.listed(rest)}")
 
     def shutdown(self) -> bool:
         """This machine ends for good: well if it has finished, else as failed, because of the exception on its way."""
@@ -141,13 +157,13 @@ class Machines(StaticRendezvous):
     def _leave(self, store: TCPStore, error: BaseException | None) -> None:
         if not self._finished:
             reason = str(error) if isinstance(error, MeetingError) else self._failure(error)
-            end(store, reason, begun=self._met)  # who has met nobody ends no run of others
+            meeting_store.end(store, reason, begun=self._met)  # who has met nobody ends no run of others
             if self._rounds is not None:
                 self._rounds.shutdown()
         store.set(f"{LEFT}/{self._card.rank}", "")
         pulse, wait = Pulse(store), Waiting(_LAST_WORDS)
         while self._card.rank == 0 and wait.goes_on(str):
-            if all(pulse.is_silent(each.identity) for each in self._others(store, LEFT)):
+            if all(pulse.is_silent(each) for each in self._others(store, LEFT)):
                 break
 
     def _failure(self, error: BaseException | None) -> str:
@@ -157,20 +173,19 @@ class Machines(StaticRendezvous):
             code = failure.exitcode
             how = f"rank {rank} was ended {f'with status {code}' if code >= 0 else f'by {failure.signal_name()}'}"
         return (
-            f"{capital(self._card)} has failed and does not come back: {how}. Look at what it printed. To go on after failures, from "
-            f"a checkpoint: --max-restarts, the same on all machines."
+            f"{meeting_store.capital(self._card)} has failed and does not come back: {how}. Look at what it printed. To "
+            "go on after failures, from a checkpoint: --max-restarts, the same on all machines."
         )
 
     def _next_round(self) -> RendezvousInfo:
         card, store = self._card, self._store
         assert store is not None, "this machine has checked in"
         self._check()
-        done = card.machines - 1 - len(self._others(store, FINISHED))
-        if done:
+        if done := card.machines - 1 - len(self._others(store, FINISHED)):
             raise MeetingError(
-                f"Machine {card.rank} of {card.machines} came to {self._address} to start its processes again, but those of {done} of "
-                f"the machines have finished already, so that nobody is left to train with. Look at what failed here at the end of "
-                f"the run; start all machines again to go on from a checkpoint."
+                f"Machine {card.rank} of {card.machines} came to {self._address} to start its processes again, but "
+                f"those of {done} of the machines have finished already. Look at what failed here; start all machines "
+                "again to go on from a checkpoint."
             )
         if not card.restarts:
             meeting_point = RendezvousStoreInfo(*self._address)
@@ -184,21 +199,17 @@ class Machines(StaticRendezvous):
 
     def _elastic(self, store: TCPStore) -> RendezvousHandler:
         """torch's rounds, in which a machine may come back."""
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-            DynamicRendezvousHandler,
-            RendezvousTimeout,
-        )
+        from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 
         machines = self._card.machines
-        handler: RendezvousHandler = DynamicRendezvousHandler.from_backend(
+        handler: RendezvousHandler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
             self.get_run_id(),
             PrefixStore("agents", store),
-            C10dRendezvousBackend(store, self.get_run_id()),
+            c10d_rendezvous_backend.C10dRendezvousBackend(store, self.get_run_id()),
             machines,
             machines,
             self._local_addr,
-            RendezvousTimeout(join=self._timeout),
+            dynamic_rendezvous.RendezvousTimeout(join=self._timeout),
             keep_alive_interval=1,
             keep_alive_max_attempt=5,
         )
@@ -206,36 +217,31 @@ class Machines(StaticRendezvous):
 
     def _check_in(self, wait: Waiting) -> None:
         """Finds the store, claims the rank of this machine there, and waits until all have done so."""
-        card = self._card
-        address = self._address
-        store = open_store(address, card) if card.rank == 0 else find_store(address, card, wait)
+        card, address = self._card, self._address
+        is_first = card.rank == 0
+        store = meeting_store.open_store(address, card) if is_first else meeting_store.find_store(address, card, wait)
         store.set_timeout(_STORE)
-        claim(store, card)
+        meeting_store.claim(store, card)
         self._store = store
         self._beat(store)
         self._heart.start()
         atexit.register(self._stop)  # a thread that torch wakes up in an interpreter that ends takes the process down
-        compare_numbers(store, card)
+        meeting_store.compare_numbers(store, card)
         pulse = Pulse(store)
-        while not phase(store).startswith(BEGUN):
+        while not meeting_store.phase(store).startswith(BEGUN):
             self._check()
-            missing = [
-                rank
-                for rank, each in cards(store, card.machines).items()
-                if each is None or pulse.is_silent(each.identity)
-            ]
-            if card.rank == 0 and not missing:
-                store.compare_set(PHASE, "", BEGUN)
-            elif not wait.goes_on(lambda: self._waiting(missing)):  # noqa: B023
+            come = cards(store, card.machines)
+            missing = [rank for rank, each in come.items() if each is None or pulse.is_silent(each)]
+            about = f"waiting for {meeting_store.listed(missing)} of {card.machines} at {address}"
+            if is_first and not missing:
+                store.compare_set(meeting_store.PHASE, "", BEGUN)
+            elif not wait.goes_on(lambda: about):  # noqa: B023
                 raise MeetingError(
-                    f"After {wait.waited} this machine was still {self._waiting(missing)}. Check that accel launch runs on each of them, "
-                    f"with its own machine_rank and the same main_process_ip and main_process_port; a machine that needs longer to come "
-                    f"is waited for with a longer meeting_timeout."
+                    f"After {wait.waited} this machine was still {about}. Check that accel launch runs on each of them, "
+                    "with its own machine_rank and the same main_process_ip and main_process_port; a longer "
+                    "meeting_timeout waits for slower ones."
                 )
         self._met = True
-
-    def _waiting(self, missing: list[int]) -> str:
-        return f"waiting for {listed(missing)} of {self._card.machines} at {self._address}"
 
     def _others(self, store: TCPStore, without: str) -> list[Card]:
         """The other machines that have not said `without`."""
@@ -255,9 +261,9 @@ class Machines(StaticRendezvous):
 
     def _lost(self, reason: str) -> MeetingError:
         return self._problem or MeetingError(
-            f"{capital(self._card)} was in a run of {self._card.machines} machines that meet at {self._address}, but machine 0, which "
-            f"keeps the meeting point, is gone: {reason}. Look at the output of machine 0; then start all machines again: without "
-            f"machine 0 the others cannot go on."
+            f"{meeting_store.capital(self._card)} was in a run of {self._card.machines} machines that meet at "
+            f"{self._address}, but machine 0, which keeps the meeting point, is gone: {reason}. Look at its output; "
+            "then start all machines again."
         )
 
     def _beat_on(self) -> None:
@@ -271,8 +277,8 @@ class Machines(StaticRendezvous):
             self._problem = self._lost(str(error).splitlines()[0])
 
     def _beat(self, store: TCPStore) -> None:
-        store.add(beats(self._card.identity), 1)
-        found = phase(store)
+        store.add(meeting_store.beats(self._card), 1)
+        found = meeting_store.phase(store)
         if found.startswith(ENDED):
             self._problem = MeetingError(found.removeprefix(ENDED))
         self._answered = time.monotonic()

@@ -1,35 +1,32 @@
 """A process that ends the ranks of a launcher which was killed, and so could not do it itself.
 
 SIGKILL cannot be passed on. Without the guard, ranks whose launcher was killed (by somebody, or for
-want of memory) would go on using the machine's accelerators. The guard is an interpreter that
-imports nothing of ours, knows the ranks' process groups, and reads a pipe that only the launcher
-holds: when that breaks, the launcher has gone.
+want of memory) would go on using the machine's accelerators. The guard executes this file, imports
+nothing of ours, knows the ranks' process groups, and reads a pipe that only the launcher holds: when
+that breaks, the launcher has gone.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
 
-_PROGRAM = Path(__file__).with_name("guardian.py")
+_NAP = 0.05
 
 
 class Guard:
-    """Within a `with` block, ends the process groups that it was last told of if this process is killed.
-
-    Args:
-        patience: seconds that they have to end, before they are killed.
-    """
+    """Within a `with` block, ends the process groups that it was last told of if this process is killed; kills after `patience`."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
 
     def __enter__(self) -> Guard:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAM), str(self._patience)],
+            [sys.executable, "-I", "-S", __file__, str(self._patience)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -39,9 +36,7 @@ class Guard:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.watch([])
         self._process.communicate()
 
@@ -53,5 +48,34 @@ class Guard:
             pipe.write(" ".join(map(str, groups)) + "\n")
             pipe.flush()
         except BrokenPipeError:
-            # Somebody has killed the guard: the ranks run on all the same.
-            return
+            return  # somebody has killed the guard: the ranks run on all the same
+
+
+def main(patience: float) -> None:
+    """Reads standard input to its end: each line lists the groups that there are then. Ends those of the last line."""
+    groups: list[int] = []
+    for line in sys.stdin:
+        groups = [int(word) for word in line.split()]
+    groups = _send(groups, signal.SIGTERM)
+    _send(groups, signal.SIGCONT)
+    deadline = time.monotonic() + patience
+    while groups and time.monotonic() < deadline:
+        time.sleep(_NAP)
+        groups = _send(groups, 0)
+    _send(groups, signal.SIGKILL)
+
+
+def _send(groups: Iterable[int], number: int) -> list[int]:
+    """Sends a signal, and returns the groups that are still there."""
+    there = []
+    for group in groups:
+        try:
+            os.killpg(group, number)
+        except OSError:
+            continue
+        there.append(group)
+    return there
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

@@ -7,28 +7,25 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from accel_core.api.launcher import Place, read_place
-from accel_launch.starting import meeting_point, streams, threads
-from accel_launch.starting.checks import check_numa, check_output, check_values, given
-from accel_launch.starting.devices import Accelerators, confined, find_accelerators
-from accel_launch.starting.errors import LaunchError
+from accel_launch.errors import LaunchError
+from accel_launch.starting import meeting_point
+from accel_launch.starting.checks import check_output, check_values, describe_output, given
+from accel_launch.starting.devices import THREADS, Accelerators, confined, find_accelerators, threads_of_each
 from accel_launch.starting.interfaces import variables_towards
 
 if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
     from accel_launch.starting.meeting_point import MeetingPoint
 
-FOR_JOINING = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "device_ids",
-    "num_cpu_threads_per_process",
-    "debug",
-    "log_level",
+_AGENTLESS = (
+    "num_processes num_machines machine_rank main_process_ip main_process_port device_ids num_cpu_threads_per_process"
 )
+FOR_JOINING = (*_AGENTLESS.split(), "debug", "log_level")
 """Options that hold where another launcher has started the processes, too. The others are about starting them."""
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Makes the processes of each round meet at a store of their own: under that of the launchers their keys have the number of the
+restart, which each machine counts for itself."""
 
 FOR_ONE = (*FOR_JOINING, "meeting_timeout", "local_addr")
 """Options that need no agent where one process is started on one machine."""
@@ -36,31 +33,19 @@ FOR_ONE = (*FOR_JOINING, "meeting_timeout", "local_addr")
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a start on this machine.
+    """The plan of a start on this machine."""
 
-    Args:
-        launch: the options.
-        way: `join`: this process becomes a rank that another launcher has started; `alone`: it
-            becomes the only rank; `agent`: it starts ranks, looks after them, and starts them
-            again.
-        place: what another launcher has said of this process.
-        processes: of the whole run.
-        here: processes of this machine.
-        machine_rank: which machine this is; None if a rendezvous will tell.
-        meeting: where the machines meet, and their ranks; only with an agent.
-        variables: what is added to the environment of the processes.
-        accelerators: those that are there; None if nobody had to look.
-    """
-
-    launch: LaunchOptions
+    launch: LaunchOptions  # the options
+    # `join`: this process becomes a rank that another launcher has started; `alone`: it becomes the only rank; `agent`:
+    # it starts ranks, looks after them, and starts them again
     way: Literal["join", "alone", "agent"]
-    place: Place
-    processes: int
-    here: int
-    machine_rank: int | None = 0
-    meeting: MeetingPoint | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    accelerators: Accelerators | None = None
+    place: Place  # what another launcher has said of this process
+    processes: int  # of the whole run
+    here: int  # processes of this machine
+    machine_rank: int | None = 0  # which machine this is; None if a rendezvous will tell
+    meeting: MeetingPoint | None = None  # where the machines meet, and their ranks; only with an agent
+    variables: Mapping[str, str] = field(default_factory=dict)  # what is added to the environment of the processes
+    accelerators: Accelerators | None = None  # those that are there; None if nobody had to look
 
     def describe(self) -> list[tuple[str, str]]:
         """The plan as pairs of a name and a text, in the order in which they are read best."""
@@ -71,11 +56,8 @@ class Plan:
         }
         rows = [("processes", f"{self.processes} in all"), ("started here", how[self.way])]
         if self.launch.num_machines > 1:
-            which = (
-                "which one this is, the rendezvous tells"
-                if self.machine_rank is None
-                else f"this is {self.machine_rank}"
-            )
+            rank = self.machine_rank
+            which = "which one this is, the rendezvous tells" if rank is None else f"this is {rank}"
             rows.append(("machines", f"{self.launch.num_machines}; {which}"))
         if self.meeting is not None:
             rows.append(("meeting", str(self.meeting)))
@@ -87,7 +69,7 @@ class Plan:
         if self.way == "agent":
             rows += [
                 ("restarts", str(self.launch.max_restarts)),
-                ("output", streams.describe(self.launch)),
+                ("output", describe_output(self.launch)),
                 ("time to end", f"{self.launch.shutdown_timeout} s, then they are killed"),
             ]
         return rows
@@ -103,7 +85,7 @@ def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> P
     check_values(launch)
     if cpu and launch.device_ids is not None:
         raise LaunchError(
-            f"device_ids={','.join(map(str, launch.device_ids))} was given beside cpu, which uses no accelerator. Leave one out."
+            f"device_ids={','.join(map(str, launch.device_ids))} was given beside cpu, which uses no accelerator."
         )
     place = read_place(environ)
     if place.source == "alone":
@@ -118,40 +100,35 @@ def _joined(launch: LaunchOptions, environ: Mapping[str, str], place: Place) -> 
     idle = [name for name in given(launch) if name not in FOR_JOINING]
     if idle:
         raise LaunchError(
-            f"{', '.join(idle)} {'was' if len(idle) == 1 else 'were'} given, and {place.source} has started the {place.size} processes of this "
-            f"run already, which is what such options are about. Give them to {place.source}; or start one task on each node, and "
-            f"say with --num-processes how many processes they make in all."
+            f"{', '.join(idle)} {'was' if len(idle) == 1 else 'were'} given, and {place.source} has started the "
+            f"{place.size} processes of this run already. Give it to {place.source}; or start one task on each node, "
+            "and with --num-processes how many they make in all."
         )
     nodes = place.size // place.local_size
     if launch.num_machines not in {1, nodes} or launch.machine_rank not in {None, place.rank // place.local_size}:
         raise LaunchError(
-            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has started rank "
-            f"{place.rank} of {place.size}, with {place.local_size} processes on this machine. Leave them out: {place.source} says it."
+            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has "
+            f"started rank {place.rank} of {place.size}, with {place.local_size} processes on this machine. Leave them "
+            f"out: {place.source} says it."
         )
-    variables = _meeting_variables(launch, place)
+    told = {"MASTER_ADDR": launch.main_process_ip, "MASTER_PORT": launch.main_process_port or None}
+    variables = {name: str(value) for name, value in told.items() if value is not None}
+    if variables and place.source == "torchrun":
+        raise LaunchError(
+            f"{' and '.join(f'{name.lower()}={value}' for name, value in variables.items())} was given as the address "
+            "and port of the main process, and torchrun, which has started this process, says "
+            f"{place.address}:{place.port}. Leave main_process_ip and main_process_port out."
+        )
     found = None
     if launch.device_ids is not None:
         found = find_accelerators()
         variables |= confined(launch.device_ids, found, environ)
     if launch.num_cpu_threads_per_process is not None:
-        variables[threads.VARIABLE] = str(launch.num_cpu_threads_per_process)
-    launch = replace(launch, num_machines=nodes)
+        variables[THREADS] = str(launch.num_cpu_threads_per_process)
+    rank = place.rank // place.local_size
     return Plan(
-        launch, "join", place, place.size, place.local_size, place.rank // place.local_size, None, variables, found
+        replace(launch, num_machines=nodes), "join", place, place.size, place.local_size, rank, None, variables, found
     )
-
-
-def _meeting_variables(launch: LaunchOptions, place: Place) -> dict[str, str]:
-    """The variables with which the ranks of another launcher are told where they meet."""
-    told = {"MASTER_ADDR": launch.main_process_ip, "MASTER_PORT": launch.main_process_port or None}
-    variables = {name: str(value) for name, value in told.items() if value is not None}
-    if variables and place.source == "torchrun":
-        raise LaunchError(
-            f"{' and '.join(f'{name.lower()}={value}' for name, value in variables.items())} was given as the address and port of the "
-            f"main process, and torchrun, which has started this process, says {place.address}:{place.port}. Leave main_process_ip "
-            f"and main_process_port out."
-        )
-    return variables
 
 
 def _as_machine(launch: LaunchOptions, place: Place) -> LaunchOptions:
@@ -161,13 +138,13 @@ def _as_machine(launch: LaunchOptions, place: Place) -> LaunchOptions:
         raise LaunchError(f"{asked}, of which this is one. Leave num_processes out; or start without torchrun.")
     if place.local_size != 1 or (launch.num_processes or 0) % place.size:
         raise LaunchError(
-            f"{asked}, {place.local_size} of them on this machine. Leave num_processes out to join these; or start one task on "
-            f"each node (srun --ntasks-per-node=1), and give a multiple of their number."
+            f"{asked}, {place.local_size} of them on this machine. Leave num_processes out to join these; or start one "
+            "task on each node (srun --ntasks-per-node=1), and give a multiple of their number."
         )
     if launch.num_machines not in {1, place.size} or launch.machine_rank not in {None, place.rank}:
         raise LaunchError(
-            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has started task "
-            f"{place.rank} of {place.size}, one on each machine. Leave them out: {place.source} says it."
+            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has "
+            f"started task {place.rank} of {place.size}, one on each machine. Leave them out: {place.source} says it."
         )
     if place.size == 1 or launch.rdzv_backend is not None:
         return replace(launch, num_machines=place.size)
@@ -185,20 +162,23 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
     machines = launch.num_machines
     if (launch.num_processes or 0) % machines:
         raise LaunchError(
-            f"num_processes={launch.num_processes} was given for num_machines={machines}, and each machine starts equally many. Give "
-            f"the processes of all machines together, a multiple of {machines}: {machines * -(-(launch.num_processes or 0) // machines)}, say."
+            f"num_processes={launch.num_processes} was given for num_machines={machines}, and each machine starts "
+            f"equally many. Give the processes of all machines together, a multiple of {machines}."
         )
     found, variables = _accelerators(launch, cpu, environ)
     count = 0 if found is None else len(launch.device_ids or []) or found.count
     here = (launch.num_processes or 0) // machines or count or 1
-    if found is not None and here > max(count, 1):
-        _refuse_too_many(launch, here, count, found)
+    if found is not None and found.count and here > count:  # on a machine without any, processes share its cores
+        visible = f"device_ids names {count}" if launch.device_ids else f"this machine has {found}"
+        raise LaunchError(
+            f"{here} processes were asked for on this machine, and {visible}: each process uses one accelerator of its "
+            f"own. Give --num-processes {count * machines}, or --cpu to train on the CPU."
+        )
     check_output(launch, here)
-    check_numa(launch, found or Accelerators())
+    threads = threads_of_each(here, launch.num_cpu_threads_per_process, environ)
+    variables |= {} if threads is None else {THREADS: str(threads)}
     if here == machines == 1 and not [name for name in given(launch) if name not in FOR_ONE]:
-        _add_threads(variables, launch, 1, environ)
         return Plan(launch, "alone", place, 1, 1, 0, None, variables, found)
-    _add_threads(variables, launch, here, environ)
     rank, meeting = _meeting(launch, here * machines)
     if meeting.backend == meeting_point.MACHINES:
         variables |= variables_towards(launch.local_addr or str(launch.main_process_ip), environ)
@@ -219,23 +199,6 @@ def _accelerators(
     return found, {} if launch.device_ids is None else confined(launch.device_ids, found, environ)
 
 
-def _refuse_too_many(launch: LaunchOptions, here: int, count: int, found: Accelerators) -> None:
-    """Raises `LaunchError` if processes would have to share accelerators; on a machine without any, they share its cores."""
-    if not found.count:
-        return
-    visible = f"device_ids names {count}" if launch.device_ids else f"this machine has {found}"
-    raise LaunchError(
-        f"{here} processes were asked for on this machine, and {visible}: each process uses one accelerator of its own. Give "
-        f"--num-processes {count * launch.num_machines}, or --cpu to train on the CPU."
-    )
-
-
-def _add_threads(variables: dict[str, str], launch: LaunchOptions, here: int, environ: Mapping[str, str]) -> None:
-    count = threads.threads_of_each(here, launch.num_cpu_threads_per_process, environ)
-    if count is not None:
-        variables[threads.VARIABLE] = str(count)
-
-
 def _meeting(launch: LaunchOptions, processes: int) -> tuple[int | None, MeetingPoint]:
     """This machine's rank, None if the meeting will tell; and where the machines meet."""
     if launch.rdzv_backend is not None:
@@ -243,22 +206,11 @@ def _meeting(launch: LaunchOptions, processes: int) -> tuple[int | None, Meeting
     if launch.num_machines == 1:
         return 0, meeting_point.on_this_machine(launch)
     rank, host, port = launch.machine_rank, launch.main_process_ip, launch.main_process_port
-    told = {"machine_rank": rank, "main_process_ip": host, "main_process_port": port or None}
     if rank is None or host is None or not port:
+        told = {"machine_rank RANK": rank, "main_process_ip ADDRESS": host, "main_process_port PORT": port or None}
         missing = [name for name, value in told.items() if value is None]
         raise LaunchError(
-            f"num_machines={launch.num_machines} was given, and not {', '.join(missing)}. Add "
-            f"{' '.join(_EXAMPLES[name] for name in missing)}: the machines meet at machine 0, at a port that is free there."
+            f"num_machines={launch.num_machines} was given, and not {', '.join(name.split()[0] for name in missing)}. "
+            f"Add {' '.join(f'--{name}'.replace('_', '-') for name in missing)}: they meet at machine 0, at a free port."
         )
     return rank, meeting_point.by_machine_rank(launch, rank, host, port, processes)
-
-
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Makes the processes of each round meet at a store of their own: under that of the launchers their keys have the number of the
-restart, which each machine counts for itself."""
-
-_EXAMPLES = {
-    "machine_rank": "--machine-rank RANK",
-    "main_process_ip": "--main-process-ip ADDRESS",
-    "main_process_port": "--main-process-port PORT",
-}

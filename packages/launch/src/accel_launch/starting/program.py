@@ -1,32 +1,29 @@
-"""The program of a run: a script, a module or any other program, with its arguments."""
+"""The program of a run, and from a plan to its processes and the exit status."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from accel_launch.starting.errors import LaunchError
+from accel_launch.errors import LaunchError
+from accel_launch.starting.signals import Ended, Signals
+
+if TYPE_CHECKING:
+    from accel_launch.starting.plan import Plan
 
 
-@dataclass(frozen=True)
-class Program:
-    """The program that every process of a run executes.
-
-    Args:
-        kind: what `target` is: a script for this interpreter, a module of it, or a program of any
-            kind.
-        target: the script's path, the module's name, or the program's name or path.
-        arguments: what it is given on its command line.
-    """
+class Program(NamedTuple):
+    """The program that every process of a run executes: a script, a module or any other program, with its arguments."""
 
     kind: Literal["script", "module", "program"]
-    target: str
+    target: str  # the script's path, the module's name, or the program's name or path
     arguments: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
@@ -36,32 +33,50 @@ class Program:
 
     def check(self, environ: Mapping[str, str]) -> None:
         """Raises `LaunchError` if there is no such script or program, once here instead of once in every process."""
-        if self.kind == "script":
-            self._check_script(Path(self.target))
+        path, asked = Path(self.target), f"{self.target or 'an empty path'} was to be started"
+        if self.kind == "script" and (not self.target or not path.exists()):
+            raise LaunchError(
+                f"{asked}, and there is no such file in {Path.cwd()}. Give the path of a script; or -m and a module."
+            )
+        if self.kind == "script" and path.is_dir() and not (path / "__main__.py").exists():
+            raise LaunchError(f"{asked}, and it is a folder without a __main__.py. Give the path of a script in it.")
         if self.kind == "program" and shutil.which(self.target, path=environ.get("PATH")) is None:
-            raise LaunchError(f"{self.target!r} was to be started as a program, and {self._why_not()}")
+            why = f"no executable file of that name was found on the PATH. Give its path, such as ./{path.name or 'program'}"
+            if os.path.dirname(self.target) and path.is_file():
+                why = f"that file may not be executed. Type chmod +x {shlex.quote(self.target)}"
+            raise LaunchError(f"{self.target!r} was to be started as a program, and {why}; or leave --no-python out.")
 
-    def _check_script(self, path: Path) -> None:
-        """Python runs files, and folders that have a `__main__.py`; an empty path would be the folder it stands in."""
-        if not self.target or not path.exists():
-            raise LaunchError(
-                f"{self.target or 'an empty path'} was to be started, and there is no such file in {Path.cwd()}. Give the path of a "
-                f"script; or -m and the name of a module."
-            )
-        if path.is_dir() and not (path / "__main__.py").exists():
-            raise LaunchError(
-                f"{self.target} was to be started, and it is a folder without a __main__.py. Give the path of a script in it; or -m "
-                f"and the name of a module."
-            )
 
-    def _why_not(self) -> str:
-        """The reason why a program cannot be executed, and what to type."""
-        if os.path.dirname(self.target) and os.path.isfile(self.target):
-            return (
-                f"that file may not be executed. Type chmod +x {shlex.quote(self.target)}; or leave --no-python out if it is a "
-                f"Python script."
-            )
-        return (
-            f"no executable file of that name was found on the PATH. Give its path, such as ./{Path(self.target).name or 'program'}; "
-            f"or leave --no-python out if it is a Python script."
-        )
+def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
+    """Starts what a plan says, stays until it has ended, and returns the exit status.
+
+    Where one process is started and nothing is to be looked after, this process becomes the program: the
+    function does not return. The status is that of the rank that failed first, 128 and the number of
+    the signal if one killed it; 128 and the number of the signal that this process was sent; else 0.
+    Raises `LaunchError` if there is no such program or rendezvous.
+    """
+    program.check(environment)
+    whole = {**environment, **plan.variables}
+    if plan.way != "agent":
+        return _become(program, whole)
+    with Signals() as signals:
+        try:
+            with signals.held():  # an import that is broken off ends in any error
+                from accel_launch.starting.supervision import run_and_report  # torch, which not every start needs
+
+            return run_and_report(plan, program, whole, signals)
+        except Ended:
+            assert signals.received is not None, "that is what Ended says"
+            return 128 + signals.received
+
+
+def _become(program: Program, environment: Mapping[str, str]) -> int:
+    argv = program.argv()
+    if sys.platform == "win32":
+        return subprocess.run(argv, env=environment, check=False).returncode
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and whoever is executed would go on to ignore
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvpe(argv[0], argv, environment)  # noqa: S606  (a list, no shell)
+    raise AssertionError("it never returns")

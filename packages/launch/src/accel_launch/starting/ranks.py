@@ -7,11 +7,12 @@ be given to others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 CAN_LOOK = hasattr(os, "waitid")
 """Whether ends can be looked at on this platform; not on Windows, nor on macOS before Python 3.13. Torch's agent then is alone."""
@@ -19,39 +20,22 @@ CAN_LOOK = hasattr(os, "waitid")
 _NAP = 0.01
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The end of one process.
+class Ending(NamedTuple):
+    """The end of one process."""
 
-    Args:
-        status: its exit status; the negative number of the signal that killed it.
-        time: when that was seen, in seconds since the epoch.
-    """
-
-    status: int
-    time: float
+    status: int  # its exit status; the negative number of the signal that killed it
+    time: float  # when that was seen, in seconds since the epoch
 
 
 class Ranks:
-    """The processes of one attempt, each of which leads a group of processes.
-
-    Attributes:
-        endings: by rank, in the order in which they ended.
-        stopped_at: when they were first told to end, in seconds since the epoch; None if they were
-            not.
-        killed: the ranks that had to be killed, because they did not end in time.
-        halted: the ranks that had been halted (SIGSTOP, or a debugger) when they were told to end.
-
-    Args:
-        pids: by rank.
-    """
+    """The processes of one attempt, by rank; each leads a group of processes."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
-        self.endings: dict[int, Ending] = {}
-        self.stopped_at: float | None = None
-        self.killed: list[int] = []
-        self.halted: list[int] = []
+        self.endings: dict[int, Ending] = {}  # in the order in which they ended
+        self.stopped_at: float | None = None  # when they were first told to end, in seconds since the epoch
+        self.killed: list[int] = []  # ranks that did not end in time
+        self.halted: list[int] = []  # ranks that had been halted (SIGSTOP, or a debugger) when they were told to end
 
     @property
     def running(self) -> list[int]:
@@ -73,10 +57,9 @@ class Ranks:
             _send(self.pids[rank], signal.SIGCONT)
 
     def stop(self, number: signal.Signals, patience: float) -> None:
-        """Tells all to end, and kills those that have not done so after `patience` seconds, with all that they started.
+        """Tells all to end, and kills those that have not after `patience` seconds, with all that they started.
 
-        Returns when all have ended, except for one that the kernel does not let go, which is waited
-        for five seconds.
+        Returns when all have ended; one that the kernel does not let go is waited for five seconds.
         """
         self.look()
         if self.stopped_at is None:
@@ -106,8 +89,7 @@ def _peek(pid: int, what: int) -> os.waitid_result | None:
 
 
 def _send(group: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # ended; or of another user by now, and not ours to end
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        # It has ended; or all that is left of it has changed its user, and is not ours to end.
-        return

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -26,19 +26,17 @@ class Signals:
     What the process ignores stays ignored: `nohup` lets it live on without a terminal, and shells
     protect what runs in the background from Ctrl-C. Outside of the main thread, where Python allows
     no handlers, nothing is changed.
-
-    Attributes:
-        received: the first signal that ends the run; None if there was none.
-        interrupt: makes the exception that a signal raises in the main thread.
-        pass_on: sends a signal to the ranks.
-        child_ended: is called when a process has ended that was started from here.
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.interrupt: Callable[[signal.Signals], BaseException] = lambda _: Ended()
-        self.pass_on: Callable[[signal.Signals], None] = lambda _: None
-        self.child_ended: Callable[[], None] = lambda: None
+        self.received: signal.Signals | None = None  # the first one that ends the run
+        self.interrupt: Callable[[signal.Signals], BaseException] = lambda _: (
+            Ended()
+        )  # what it raises in the main thread
+        self.pass_on: Callable[[signal.Signals], None] = lambda _: None  # sends a signal to the ranks
+        self.child_ended: Callable[[], None] = lambda: (
+            None
+        )  # is called when a process has ended that was started from here
         self._before: dict[signal.Signals, Any] = {}
         self._holds, self._raised = 0, False
 
@@ -53,15 +51,14 @@ class Signals:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def install(self) -> None:
         """Puts the handlers in force, again if somebody else has taken their place."""
-        handlers = {**dict.fromkeys(PASSED_ON, self._tell), "SIGCHLD": self._reap}
+        tell = lambda number, _: self.pass_on(signal.Signals(number))  # noqa: E731
+        handlers = {**dict.fromkeys(PASSED_ON, tell), "SIGCHLD": lambda *_: self.child_ended()}
         for number, before in self._before.items():
             ignored = before is signal.SIG_IGN and number.name != "SIGCHLD"
             signal.signal(number, before if ignored else handlers.get(number.name, self._end))
@@ -86,9 +83,3 @@ class Signals:
             return
         self._raised = True
         raise self.interrupt(given)
-
-    def _tell(self, number: int, _: FrameType | None) -> None:
-        self.pass_on(signal.Signals(number))
-
-    def _reap(self, _: int, __: FrameType | None) -> None:
-        self.child_ended()

@@ -1,30 +1,31 @@
-"""The run of torch's agent on this machine, from a plan to who failed."""
+"""The run of torch's agent on this machine: from a plan to who failed, what is said at the end, and the exit status."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
+from accel_launch.errors import LaunchError
 from accel_launch.starting.agent import HostAgent, say
-from accel_launch.starting.errors import LaunchError
-from accel_launch.starting.failures import Failure, from_torch
+from accel_launch.starting.failures import Failure, Scene, from_torch, summary
 from accel_launch.starting.logs import Logs
-from accel_launch.starting.machines import Machines
+from accel_launch.starting.machines import Machines, OneMachine
 from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
 from accel_launch.starting.meeting_store import Address, Card
-from accel_launch.starting.one_machine import OneMachine
 from accel_launch.starting.orphan_guard import Guard
 
 if TYPE_CHECKING:
@@ -43,18 +44,11 @@ _SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 @dataclass(frozen=True)
 class Supervised:
-    """The outcome of a run on this machine.
+    """The outcome of a run on this machine."""
 
-    Args:
-        result: what torch's agent says; None: the run had ended before this machine could take
-            part.
-        agent: knows the ranks.
-        logs: knows where their output is.
-    """
-
-    result: RunResult | None
-    agent: HostAgent
-    logs: Logs
+    result: RunResult | None  # what torch's agent says; None: the run had ended before this machine could take part
+    agent: HostAgent  # knows the ranks
+    logs: Logs  # knows where their output is
 
     @property
     def has_failed(self) -> bool:
@@ -66,6 +60,59 @@ class Supervised:
         """The ranks of this machine that failed, the first in front; none where the run ended because of another machine."""
         told = {} if self.result is None else self.result.failures
         return self.agent.failures or from_torch(told)
+
+
+def run_and_report(plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals) -> int:
+    """Starts the ranks of this machine, looks after them until the run has ended, and says who failed if it did."""
+    assert plan.meeting is not None, "plans with an agent have one"
+    try:
+        run = supervise(plan, program, environment, signals)
+    except SignalException as told:
+        return 128 + told.sigval
+    except (RendezvousError, dist.DistError) as error:
+        say(_not_met(plan, plan.meeting, error))
+        return 1
+    if run.result is None:
+        say(f"accel launch: the run that met {plan.meeting} has ended already, and this machine took no part in it.")
+        return 1
+    return _report(plan, run) if run.has_failed else 0
+
+
+def _report(plan: Plan, run: Supervised) -> int:
+    """Says who failed, and returns the exit status."""
+    failures, logs = run.failures, run.logs
+    if not failures:
+        say(
+            "accel launch: torch's agent has ended the run, for what it says above; no rank of this machine had failed."
+        )
+        return 1
+    first, launch = failures[0], plan.launch
+    where, among = socket.gethostname(), ""
+    if launch.num_machines > 1:
+        where += "" if plan.machine_rank is None else f", machine {plan.machine_rank}"
+        among = " on this machine"
+    unseen = logs.unseen(first.local_rank)
+    kept = logs.folder if logs.kept else None
+    say(summary(failures, run.agent.ranks, Scene(where, among, kept, unseen, _advice(plan, logs))))
+    return first.exit_status
+
+
+def _advice(plan: Plan, logs: Logs) -> str:
+    keeps = "" if logs.kept else "--log-dir FOLDER --tee 3 keeps each rank's output in a file of its own; "
+    if count := plan.launch.max_restarts:
+        return f"{keeps}this was after {count} of {count} restarts"
+    return f"{keeps}--max-restarts N starts all ranks again, which go on from their last checkpoint if the script does"
+
+
+def _not_met(plan: Plan, meeting: MeetingPoint, error: BaseException) -> str:
+    if meeting.backend == MACHINES:
+        return f"accel launch: {error}"
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    who = "this machine" if plan.machine_rank is None else f"machine {plan.machine_rank} of {plan.launch.num_machines}"
+    return (
+        f"accel launch: {who} was to meet {meeting}, and the meeting has failed: {reason}\n  See that every machine is "
+        "given the same address, port and number of machines; `accel doctor` tries the connections."
+    )
 
 
 def supervise(
@@ -134,8 +181,8 @@ def _handler(meeting: MeetingPoint) -> RendezvousHandler:
         return get_rendezvous_handler(parameters)
     except (ValueError, ImportError) as error:
         raise LaunchError(
-            f"rdzv_backend={meeting.backend} was asked for at {meeting.endpoint}, and torch cannot make that rendezvous: {error} "
-            f"Give another one, such as --rdzv-backend c10d; or leave it out, so that machines meet by their ranks."
+            f"rdzv_backend={meeting.backend} was asked for at {meeting.endpoint}, and torch cannot make that "
+            f"rendezvous: {error} Give another one, such as c10d; or leave it out, so that machines meet by rank."
         ) from error
 
 
@@ -147,26 +194,21 @@ def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult
     """
     result: RunResult | None = None
     closes = True
-    try:
+    with suppress(ChildFailedError):
         try:
             result = agent.run()
             if result is not None and result.is_failed() and result.failures:
-                raise ChildFailedError("the run", _first(agent, result))
+                first = {
+                    each.rank: result.failures[each.rank] for each in agent.failures[:1] if each.rank in result.failures
+                }
+                raise ChildFailedError("the run", first or result.failures)
         except SignalException:
             closes = stays  # for other machines, which may go on with fewer, it stays open
             raise
         finally:
             if closes:
                 handler.shutdown()
-    except ChildFailedError:
-        return result
     return result
-
-
-def _first(agent: HostAgent, result: RunResult) -> dict[int, ProcessFailure]:
-    """The failure that the other machines are told of."""
-    known = {each.rank: result.failures[each.rank] for each in agent.failures[:1] if each.rank in result.failures}
-    return known or result.failures
 
 
 @contextmanager
@@ -191,15 +233,15 @@ def _replace_environment(values: Mapping[str, str]) -> None:
 @contextmanager
 def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
     """A block in which torch's agent does not say what our summary says; all of it, if `LOGLEVEL` asks for its messages."""
-    filters = {} if environment.get("LOGLEVEL") else {name: _without(starts) for name, starts in _REPEATED.items()}
-    for name, each in filters.items():
-        logging.getLogger(name).addFilter(each)
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_REPEATED[record.name])
+
+    loggers = [] if environment.get("LOGLEVEL") else [logging.getLogger(name) for name in _REPEATED]
+    for logger in loggers:
+        logger.addFilter(is_new)
     try:
         yield
     finally:
-        for name, each in filters.items():
-            logging.getLogger(name).removeFilter(each)
-
-
-def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not str(record.msg).startswith(starts)
+        for logger in loggers:
+            logger.removeFilter(is_new)
