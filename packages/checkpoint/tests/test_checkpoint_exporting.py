@@ -117,7 +117,7 @@ def test_of_several_models_one_has_to_be_chosen(tmp_path):
     assert not (tmp_path / "out").exists()
     export_weights(tmp_path / "saved", tmp_path / "out", model=1)
     assert_is(tmp_path / "out", seeded(1))
-    with pytest.raises(ValueError, match="Model 1 of .* was asked for, but that is no checkpoint"):
+    with pytest.raises(ValueError, match="Model 1 of .* was asked for: it is no checkpoint"):
         export_weights(tmp_path / "out", tmp_path / "other", model=1)
 
 

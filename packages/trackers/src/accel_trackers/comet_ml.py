@@ -184,7 +184,10 @@ class CometML(Service):
             logger.warning(_LOST, self._run.get_key())
 
     def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-        calls = {self._run.log_metrics: ("dic", "step"), self._run.log_histogram_3d: ("values", "name", "step")}
+        calls = {
+            self._run.log_metrics: ("dic", "step"),
+            self._run.log_histogram_3d: ("values", "name", "step"),
+        }
         return shared_options(options, "comet_ml", calls)
 
     def flush(self) -> None:
