@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 from sharded_strategies import Uneven
 from torch import nn
+from weight_reader import read_weights
 
 from accel_checkpoint import export_weights, load_checkpoint_in_model, write_weights
 from accel_checkpoint.inspection.command import main as checkpoint_command
-from accel_checkpoint.weights.saving import read_weights
 from accel_core import Accelerator, CheckpointError
 from accel_testing import run_ranks
 from accel_testing.memory_peaks import PEAKS_ARE_MEASURED, extra_memory
@@ -117,7 +117,7 @@ def test_of_several_models_one_has_to_be_chosen(tmp_path):
     assert not (tmp_path / "out").exists()
     export_weights(tmp_path / "saved", tmp_path / "out", model=1)
     assert_is(tmp_path / "out", seeded(1))
-    with pytest.raises(ValueError, match="Model 1 of .* was asked for, but that is no checkpoint"):
+    with pytest.raises(ValueError, match="Model 1 of .* was asked for: it is no checkpoint"):
         export_weights(tmp_path / "out", tmp_path / "other", model=1)
 
 
@@ -142,8 +142,9 @@ def test_what_is_no_source_or_no_target_is_said(tmp_path):
         export_weights(tmp_path / "notes.txt", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="should hold a checkpoint"):
         export_weights(tmp_path, tmp_path / "out")
-    with pytest.raises(NotADirectoryError, match="should be a directory"):
-        export_weights(tmp_path, tmp_path / "out.safetensors")
+    write_weights({"a": torch.ones(1)}, tmp_path / "one")
+    with pytest.raises(FileExistsError, match=r"notes\.txt"):
+        export_weights(tmp_path / "one", tmp_path / "notes.txt")
     with pytest.raises(ValueError, match="max_shard_size='much'"):
         export_weights(tmp_path, tmp_path / "out", "much")
     write_weights({"odd": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "odd", safe_serialization=False)

@@ -71,7 +71,7 @@ def prepare_folders(root):
 
 
 LOADS = {
-    "absent": "FileNotFoundError: .*there is no such folder. Pass a folder that save_state|The newest complete one",
+    "absent": "FileNotFoundError: .*there is no such folder. Pass one that save_state",
     "empty": "CheckpointError: .*empty, but it has no manifest.json, and so holds no checkpoint",
     "file": "CheckpointError: .*file, but it is a file",
     "files": "CheckpointError: .*files, but it has no manifest.json",

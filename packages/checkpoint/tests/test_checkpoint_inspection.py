@@ -195,7 +195,7 @@ def test_a_folder_without_a_checkpoint_is_no_answer(way, tmp_path, capsys):
 def test_a_folder_of_unfinished_saves_cannot_be_verified(tmp_path, capsys):
     Draft.begin(tmp_path / "checkpoint_0")
     assert command(tmp_path, "--verify") == 2
-    assert "none of them was ever finished. Pass another folder" in capsys.readouterr().err
+    assert "none of them was ever finished" in capsys.readouterr().err
 
 
 def test_what_a_newer_version_wrote_is_not_called_damaged(tmp_path):

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 from xxhash import xxh3_128_hexdigest
@@ -92,7 +91,7 @@ def test_a_manifest_replaces_the_one_before_it_and_gets_the_permissions_of_any_n
 @pytest.mark.parametrize("value, reason", [({1, 2}, "set is not JSON"), (float("nan"), "not JSON")])
 def test_a_record_that_is_not_json_is_refused_before_anything_is_written(tmp_path, value, reason):
     said = Manifest(ID, "2030-01-31T12:00:00Z", FileRecord(1, HASH), {}, {"a": value})
-    with pytest.raises(CheckpointError, match=rf"record of the run is not JSON: .*{reason}.* finite numbers") as caught:
+    with pytest.raises(CheckpointError, match=rf"record of the run is not JSON: .*{reason}") as caught:
         write_manifest(tmp_path, said)
     assert str(tmp_path) in str(caught.value)
     assert os.listdir(tmp_path) == []
@@ -108,7 +107,7 @@ def test_a_record_that_is_not_json_is_refused_before_anything_is_written(tmp_pat
     ],
 )
 def test_a_manifest_that_nobody_could_read_is_not_written(tmp_path, wrong, found):
-    with pytest.raises(CheckpointError, match=rf"to be published in .* no reader would take its manifest: {found}"):
+    with pytest.raises(CheckpointError, match=rf"is not published in .* no reader takes its manifest: {found}"):
         write_manifest(tmp_path, manifest(**wrong))
     assert os.listdir(tmp_path) == []
 
@@ -272,7 +271,7 @@ def test_a_folder_that_does_not_exist_is_a_missing_file(tmp_path):
 def test_a_file_is_no_checkpoint(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"file, but it is a file\. Pass a folder"):
+    with pytest.raises(CheckpointError, match=r"file, but it is a file\. Pass one that save_state"):
         read_manifest(tmp_path / "file")
     with pytest.raises(CheckpointError, match="but it is a link that leads nowhere"):
         read_manifest(tmp_path / "link")
@@ -282,7 +281,7 @@ def test_a_file_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "inside, reason",
     [
-        (None, r"has no manifest\.json, and so holds no checkpoint\. Pass a folder that save_state"),
+        (None, r"has no manifest\.json, and so holds no checkpoint\. Pass one that save_state"),
         ("notes.txt", r"holds no checkpoint\. Pass"),
         (f"data-{ID}", "holds no checkpoint: a save into it was not finished"),
         ("manifest.json.removed", "holds no checkpoint: its removal was begun"),
@@ -334,23 +333,6 @@ def test_a_newer_version_asks_for_an_upgrade_even_if_its_seal_is_another(tmp_pat
 
 
 # What to type next
-
-
-def test_the_newest_complete_checkpoint_beside_it_is_named(tmp_path, monkeypatch):
-    checkpoint(tmp_path / "z", created="2030-01-01T00:00:00Z")
-    checkpoint(tmp_path / "step_9", created="2030-01-01T00:00:01+00:00")
-    checkpoint(tmp_path / "step_10", created="2030-01-01T00:00:01Z")
-    checkpoint(tmp_path / "damaged", created="2031-01-01T00:00:00Z")
-    (tmp_path / "damaged" / "manifest.json").write_text("{")
-    (tmp_path / "file").write_text("")
-    (tmp_path / "step_11").mkdir()
-    best = re.escape(f'The newest complete one beside it: load_state("{tmp_path / "step_10"}")')
-    monkeypatch.chdir(tmp_path / "step_11")
-    for folder in (tmp_path / "step_11", Path(), Path("../damaged")):
-        with pytest.raises(CheckpointError, match=best):
-            read_manifest(folder)
-    with pytest.raises(FileNotFoundError, match=best):
-        read_manifest(tmp_path / "step_12")
 
 
 def test_a_manifest_that_may_not_be_read_is_an_error_of_the_file_system(tmp_path, monkeypatch):

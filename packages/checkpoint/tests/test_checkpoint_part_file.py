@@ -402,16 +402,14 @@ def test_what_does_not_fit_is_refused_and_stays(tmp_path):
     path, description = written(tmp_path, {"x": torch.ones(3, 2)})
     with PartReader(path, description) as reader:
         out = torch.zeros(2, 3)
-        with pytest.raises(
-            CheckpointError, match=r"\[0:3, 0:2\] of 'x', .* the shape \(3, 2\), .* into the shape \(2, 3\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"\[0:3, 0:2\] of 'x', .* shape is \(3, 2\), .* into \(2, 3\)"):
             reader.read("x", out)
-        with pytest.raises(CheckpointError, match=r"\[2:4, 0:3\] of 'x', .* tensor that has the shape of what is read"):
+        with pytest.raises(CheckpointError, match=r"\[2:4, 0:3\] of 'x', .* is to be read into \(2, 3\)"):
             reader.read_box("x", Box((2, 0), (2, 3)), out)
         half = torch.zeros(3, 2, dtype=torch.float16)
-        with pytest.raises(CheckpointError, match=r"'x' is stored as float32, .* into torch\.float16\. .* cast=True"):
+        with pytest.raises(CheckpointError, match=r"'x' is float32, .* into torch\.float16 without cast"):
             reader.read("x", half)
-        with pytest.raises(CheckpointError, match="'y' is to be read from this file, which has 1 tensors and none"):
+        with pytest.raises(CheckpointError, match="'y' is to be read, and is not in this file"):
             reader.tensor("y")
         with pytest.raises(CheckpointError, match="'x' is on the meta device"):
             reader.read("x", torch.empty(3, 2, device="meta"))

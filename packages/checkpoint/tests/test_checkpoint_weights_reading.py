@@ -457,7 +457,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_changed(tmp_path):
         "  not in the model (1): more\n"
         "  different (2): mask: float32[3] in the file, bool[3] in the model; "
         "body.weight: float32[4, 5] in the file, float32[4, 4] in the model\n"
-        "Read the weights of the same model, or pass strict=False to read what fits."
+        "Read those of the same model, or pass strict=False to read what fits."
     )
     assert bits(model) == before
 
@@ -571,14 +571,14 @@ def test_what_no_package_offers_yet_is_refused_with_its_name(saved, option):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"device_map": {"": "nowhere"}}, r"device_map=\{'': 'nowhere'\} names no device: .* Pass one such as \{'': 'cpu'\}"),
+    ({"device_map": {"": "nowhere"}}, r"device_map=\{'': 'nowhere'\} names no device: .* Pass \{'': 'cpu'\}"),
     ({"device_map": {"": "meta"}}, r"device_map=\{'': 'meta'\} leaves no memory to read weights into\. Pass another"),
-    ({"full_state_dict": False}, "asked for full_state_dict=False, but every rank reads whole weights by itself"),
-    ({"broadcast_from_rank0": True}, "asked for broadcast_from_rank0=True, but every rank reads whole weights by itself"),
+    ({"full_state_dict": False}, "asked for full_state_dict=False, but every rank reads what it has by itself"),
+    ({"broadcast_from_rank0": True}, "asked for broadcast_from_rank0=True, but every rank reads what it has by itself"),
     ({"dtype": torch.int8}, r"dtype=torch.int8 is no floating dtype\. Pass one such as torch.bfloat16"),
     ({"dtype": "float33"}, "dtype='float33' is no floating dtype"),
-    ({"keep_in_fp32_modules": ["norm"]}, r"keep_in_fp32_modules=\['norm'\] was given without dtype, so there is nothing"),
-    ({"keep_in_fp32_modules": ["nor"], "dtype": "bfloat16"}, "no weights below nor. Pass names of modules as they stand"),
+    ({"keep_in_fp32_modules": ["norm"]}, r"keep_in_fp32_modules=\['norm'\] was given without dtype"),
+    ({"keep_in_fp32_modules": ["nor"], "dtype": "bfloat16"}, "names no weights: nor. The state dict begins with"),
 ])  # fmt: skip
 def test_arguments_that_cannot_be_followed_are_refused(saved, options, message):
     model = Tied()

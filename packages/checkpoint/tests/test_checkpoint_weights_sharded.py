@@ -175,5 +175,7 @@ def test_a_model_says_itself_which_parts_it_has(tmp_path):
     ({"dtype": "bfloat16", "keep_in_fp32_modules": ["norm"]}, r"dtype='bfloat16' and keep_in_fp32_modules=\['norm'\]"),
 ])  # fmt: skip
 def test_shards_stay_where_they_are_and_as_they_are(tmp_path, options, named):
-    with pytest.raises(ValueError, match=f"was asked for {named}, but this model is cut into shards.* Leave it out"):
+    with pytest.raises(
+        ValueError, match=f"was asked for {named}, but this model is cut into shards.* Choose dtypes before"
+    ):
         load_checkpoint_in_model(Half(), Path(tmp_path), **options)

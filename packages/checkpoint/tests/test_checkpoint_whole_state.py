@@ -402,7 +402,7 @@ def test_a_run_in_which_nothing_is_prepared_is_not_saved_over_another(tmp_path):
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "a")
     accelerator.free_memory()
-    with pytest.raises(ValueError, match=r"nothing is prepared or registered .* after free_memory\(\)"):
+    with pytest.raises(ValueError, match=r"nothing is prepared or registered. .* after free_memory\(\)"):
         accelerator.save_state(tmp_path / "a")
 
 

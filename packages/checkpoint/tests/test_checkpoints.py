@@ -395,7 +395,9 @@ def _registers_on_the_main_process(folder):
     accelerator.prepare(nn.Linear(1, 1))
     if accelerator.is_main_process:
         accelerator.register_for_checkpointing(_Count())
-    with pytest.raises(CheckpointError, match=r"something to save of\n  object\.0 on ranks \[0\]\nCall prepare"):
+    with pytest.raises(
+        CheckpointError, match=r"prepared and registered the same:\n  object\.0 on ranks \[0\]\nCall prepare"
+    ):
         accelerator.save_state(folder)
     accelerator.wait_for_everyone()  # the main process takes away what it has made
     return sorted(path.name for path in Path(folder).iterdir())

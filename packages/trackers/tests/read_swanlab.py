@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,9 @@ def records(folder: Path) -> Iterator[Any]:
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     (file,) = folder.glob("run-*.swanlab")
-    reader = DataStoreReader()
-    reader.open(file)
-    try:
+    with closing(DataStoreReader()) as reader:  # also where `open` refuses a file that is not complete
+        reader.open(file)
         yield from map(Record.FromString, reader)
-    finally:
-        reader.close()
 
 
 def media(folder: Path, record: Any) -> Iterator[tuple[str, Any]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import warnings
 
 import pytest
-from read_swanlab import read_run
+from read_swanlab import read_run, records
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import RecordRefusedError, TrackedRun
@@ -156,3 +158,14 @@ def test_disabled_it_records_nothing(tmp_path):
     tracker.log({"loss": 1.0}, 0)
     tracker.finish(failed=False)
     assert not list(tmp_path.rglob("*.swanlab"))
+
+
+def test_the_reader_of_these_tests_closes_a_file_that_is_not_complete(tmp_path):
+    (tmp_path / "run-1.swanlab").write_bytes(b"abc")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(AssertionError, match="header is 3 bytes") as refused:
+            next(records(tmp_path))
+        del refused
+        gc.collect()
+    assert [str(each.message) for each in told if each.category is ResourceWarning] == []

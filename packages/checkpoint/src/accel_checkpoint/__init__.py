@@ -40,31 +40,10 @@ from accel_checkpoint.weights.saving import write_weights
 from accel_checkpoint.weights.sources import stored_in
 
 __all__ = [
-    "COUNTER",
-    "ELEMENTWISE",
-    "OF_THIS_PROCESS",
-    "REPLICATED",
-    "Exported",
-    "ForeignCheckpoint",
-    "ForeignOptimizer",
-    "NeutralCheckpoints",
-    "WeightGather",
-    "capture_model",
-    "capture_optimizer",
-    "check_moment",
-    "elementwise_entry",
-    "export_weights",
-    "gather_entry",
-    "has_tensors",
-    "is_known",
-    "kind_of",
-    "layouts_of",
-    "list_misfits",
-    "load_checkpoint_in_model",
-    "load_weights",
-    "restore_optimizer",
-    "stored_in",
-    "write_weights",
-]
+    "COUNTER", "ELEMENTWISE", "OF_THIS_PROCESS", "REPLICATED", "Exported", "ForeignCheckpoint", "ForeignOptimizer",
+    "NeutralCheckpoints", "WeightGather", "capture_model", "capture_optimizer", "check_moment", "elementwise_entry", "export_weights",
+    "gather_entry", "has_tensors", "is_known", "kind_of", "layouts_of", "list_misfits", "load_checkpoint_in_model", "load_weights",
+    "restore_optimizer", "stored_in", "write_weights",
+]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -29,13 +29,7 @@ _NEXT = "for what the main process reads next"
 class Weights(Mapping[str, Any]):
     """The state of a model, of which a value is only put together, on every rank, when it is read.
 
-    Unless they are replicated, reading a parameter is a collective: every rank reads the same names
-    in the same order.
-
-    Args:
-        state: of the model.
-        world: the processes.
-        replicated: whether every rank has all of everything.
+    Unless all is `replicated`, reading is a collective: every rank reads the same names in the same order.
     """
 
     def __init__(self, state: State, world: World, *, replicated: bool) -> None:
@@ -57,15 +51,8 @@ class Weights(Mapping[str, Any]):
 class WeightGather:
     """The state of a model, of which the main process reads one value after another, and the others send what they have.
 
-    Making one is a collective, which compares what the ranks present. Then all call `together`.
-
-    Args:
-        state: of the model, with the same names, shapes and dtypes on every rank.
-        world: the processes.
-        prefix: only what has a name that begins with it, under the rest of the name.
-
-    Raises:
-        CheckpointError: on every rank, if ranks present different tensors.
+    Making one, of what begins with `prefix`, is a collective; CheckpointError is raised on every rank if
+    ranks present different names, shapes or dtypes. Then all call `together`.
     """
 
     def __init__(self, state: State, world: World, prefix: str = "") -> None:
@@ -172,10 +159,7 @@ class WeightGather:
 def gather_entry(name: str, entry: Entry, world: World) -> Any:
     """The value of an entry: live memory where every rank has all of it, else put together on every rank.
 
-    A collective for an `Elementwise` entry.
-
-    Raises:
-        CollectiveMismatchError: on every rank, if another one reads something else, or nothing.
+    A collective for an `Elementwise` entry; CollectiveMismatchError on every rank where another reads something else.
     """
     assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
     if not isinstance(entry, Elementwise):
@@ -317,10 +301,7 @@ def _portions(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _travelling(portion: torch.Tensor, world: World, *, filled: bool = False) -> torch.Tensor:
-    """Bytes that the group can send, or receive: the memory of the portion itself if that will do, else a buffer.
-
-    Bytes, because backends do not know every dtype.
-    """
+    """The bytes of a portion, since backends do not know every dtype: its own memory if the group can send that, else a buffer."""
     device = world.channel().device
     if portion.is_conj() or portion.is_neg() or not portion.is_contiguous() or portion.device != device:
         empty = torch.empty(portion.shape, dtype=portion.dtype, device=device)

@@ -1,12 +1,8 @@
 """Saving while training goes on: copies are taken, a thread writes them, and failures surface at the next save or wait.
 
-*Eager*: everything is copied before `save_state` returns. *Lazy*: what only an optimizer's step
-changes is copied by the thread, and the next step waits for that. What was changed all the same, by
-somebody else, is noticed by the tensor's version and makes the save fail; writes through
-`tensor.data` have no version and are not noticed.
-
-The ranks tell each other what they have written by small files beside it, because a thread has no
-part in collectives.
+*Eager*: everything is copied before `save_state` returns. *Lazy*: what only an optimizer's step changes is copied by the
+thread, and the next step waits for that. What somebody else changes meanwhile makes the save fail, by the tensor's version;
+writes through `tensor.data` have none. The ranks tell each other what they wrote by small files: a thread has no collectives.
 """
 
 from __future__ import annotations
@@ -20,14 +16,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from accel_checkpoint.files.disk import write_new
+from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import plain
-from accel_checkpoint.writing import Work, Written
+from accel_checkpoint.writing import Portrait, Work, Written, index_of
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import everywhere
 
@@ -37,33 +36,43 @@ if TYPE_CHECKING:
 
 Mode = Literal["eager", "lazy"]
 
-ALIGNMENT = 64
-"""Bytes: copies begin at multiples of it, as vector instructions like it."""
-
-ORPHANED = 15.0
-"""Seconds for which a process that is ending waits for the files of the other ranks, while none of them grows."""
-
+ALIGNMENT = 64  # bytes: copies begin at multiples of it, as vector instructions like it
+ORPHANED = 15.0  # seconds for which a process that is ending waits for files of other ranks, while none of them grows
 _POLL = 0.02
 
 
-class Publisher(Protocol):
-    """The operations on a draft, by the rank that publishes it."""
+@dataclass(frozen=True)
+class Publication:
+    """A draft that becomes a checkpoint."""
 
-    def publish(self, written: list[Written]) -> None:
+    draft: Draft
+    record: Mapping[str, Any]
+    portraits: Sequence[Portrait]
+    published: Callable[[], None]
+
+    def publish(self, written: Sequence[Written]) -> None:
         """Makes it the checkpoint of its folder, from what the members have written, in the order of their ranks."""
+        index = index_of(self.portraits, written)
+        record = index.write(self.draft.data)
+        sizes = {name: stored.nbytes for name, stored in index.files.items()}
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
 
     def finish(self) -> None:
         """Removes what it replaces, once nobody may need that any more."""
+        self.draft.sweep()
+        self.published()
 
     def discard(self) -> None:
         """Removes it."""
+        self.draft.discard()
 
 
 class Job(NamedTuple):
     """The work of a rank, and the publisher of the whole; None if another rank publishes."""
 
     work: Work
-    publisher: Publisher | None
+    publisher: Publication | None
 
 
 class Staging:
@@ -87,23 +96,18 @@ class Staging:
 
 
 class Background:
-    """At most one save that is being written by a thread.
-
-    Args:
-        world: the processes.
-    """
+    """At most one save that is being written by a thread."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._staging = Staging()
         self._save: _Save | None = None
 
-    def start(self, work: Work, data: Path, publisher: Publisher | None, members: Sequence[int], mode: Mode) -> None:
-        """Copies, and begins to write; the last save has ended. No collective.
+    def start(self, work: Work, data: Path, publisher: Publication | None, members: Sequence[int], mode: Mode) -> None:
+        """Copies what `mode` says, and begins to write; the last save has ended. No collective.
 
         `publisher` publishes once all `members`, the ranks that write into this folder, have written; None:
-        another rank does it. `mode` says what is copied before this returns. CheckpointError is raised for
-        what is no plain tensor, whose copy would be no more what it is.
+        another rank does. CheckpointError is raised for what is no plain tensor.
         """
         assert self._save is None, "wait() was called"
         save = _Save(data, (self._world.rank, tuple(members)), waits=len(members) < self._world.size)
@@ -111,12 +115,7 @@ class Background:
         self._save = save
 
     def start_alone(self, prepare: Callable[[], Job], draft: Draft) -> None:
-        """Lets the thread do all the rest of a lazy save, in a world of one: even find out what is to be written.
-
-        Args:
-            prepare: gives that; what it needs does not change but by an optimizer's step.
-            draft: that it goes to.
-        """
+        """Lets the thread do all the rest of a lazy save, in a world of one: `prepare`, which finds out what is written, too."""
         assert self._save is None, "wait() was called"
         save = _Save(draft.data, (0, (0,)))
         save.begin_alone(prepare, self._staging, draft)
@@ -129,11 +128,7 @@ class Background:
         return None if save is None or save.copied.is_set() else save.wait_for_copies
 
     def wait(self) -> None:
-        """Returns when the save that was begun last is published on every rank. A collective, if one was begun.
-
-        Raises:
-            Exception: on every rank, what made it fail on any of them.
-        """
+        """Returns when the last save is published on every rank, or raises what made it fail on any. A collective, if one was begun."""
         save = self._save
         if save is None:
             return
@@ -157,21 +152,18 @@ class Background:
 class _Save:
     """One save: a thread, its outcome, and whether anybody has heard of that.
 
-    Args:
-        data: the data folder.
-        place: this rank, and those that write into that folder.
-        waits: whether others write into other folders, so that what is replaced stays until all are
-            published.
+    `place` is this rank, and those that write into `data`; where others `waits` for write into other
+    folders, what is replaced stays until all are published.
     """
 
     def __init__(self, data: Path, place: tuple[int, tuple[int, ...]], *, waits: bool = False) -> None:
         self._waits = waits
-        self._unfinished: Publisher | None = None
+        self._unfinished: Publication | None = None
         self.copied = threading.Event()
         self._data = data
         self._rank, self._members = place
         self._work: Work | None = None
-        self._publisher: Publisher | None = None
+        self._publisher: Publication | None = None
         self._failure: Exception | None = None  # of the part of this rank
         self._unpublished: Exception | None = None  # why the whole is not there
         self._told = threading.Event()
@@ -290,7 +282,7 @@ class _Save:
             write_new(self._message(self._rank, "done"), json.dumps(written.to_json()).encode())
         return written
 
-    def _finish(self, publisher: Publisher, written: Written | None) -> None:
+    def _finish(self, publisher: Publication, written: Written | None) -> None:
         """Publishes what all have written, or removes it."""
         try:
             if written is not None:
@@ -365,11 +357,7 @@ class _Save:
 
 
 class _Patience:
-    """The wait of an ending process for other ranks: while they write, and a little longer.
-
-    Args:
-        folder: that they write into.
-    """
+    """The wait of an ending process for other ranks: while they write into `folder`, and a little longer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -391,8 +379,7 @@ def _report_at_exit(save: _Save) -> None:
     reference = weakref.ref(save)
 
     def report() -> None:
-        found = reference()
-        if found is not None:
+        if (found := reference()) is not None:
             found.report()
 
     atexit.register(report)

@@ -12,7 +12,7 @@ import torch
 
 from accel_checkpoint.background import Background, Mode
 from accel_checkpoint.files import retention
-from accel_checkpoint.loading import LoadRequest, load
+from accel_checkpoint.loading import load
 from accel_checkpoint.record import set_up, whereabouts
 from accel_checkpoint.run_state import stateful
 from accel_checkpoint.saving import SaveRequest, save
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from accel_core.api.checkpoint import Asynchronous, Run
 
-FOLDER = "checkpoints"
-"""The folder of automatic names, in the project's."""
+FOLDER = "checkpoints"  # the folder of automatic names, in the project's
 
 
 class Checkpoints:
@@ -55,8 +54,7 @@ class Checkpoints:
         automatic = self._project.automatic_checkpoint_naming
         if not (stateful(self._run) or self._run.models() or self._run.prepared.optimizers):
             raise ValueError(
-                "save_state() was called, but nothing is prepared or registered that it could save. Call prepare() before it; after "
-                "free_memory() that is to be done again."
+                "save_state() was called, but nothing is prepared or registered. Call prepare() before it, also after free_memory()."
             )
         if mode == "lazy" and self._run.prepared.fused:
             raise ValueError(
@@ -64,19 +62,14 @@ class Checkpoints:
                 "nothing can wait for the copies. Use asynchronous='eager'."
             )
         folder = self._folder_to_save(output_dir)
-        request = SaveRequest(
-            folder=folder,
-            each_node=self._project.save_on_each_node,
-            mode=mode,
-            record={
-                **self._set_up,
-                **whereabouts(self._run.prepared, self._run.accumulation),
-                "iteration": self._project.iteration if automatic else None,
-                "tracking": self._tracking(),
-            },
-            hooks=tuple(self._run.save_hooks.values()),
-            published=lambda: self._enforce_limit(folder),
-        )
+        record = {
+            **self._set_up,
+            **whereabouts(self._run.prepared, self._run.accumulation),
+            "iteration": self._project.iteration if automatic else None,
+            "tracking": self._tracking(),
+        }
+        hooks, published = tuple(self._run.save_hooks.values()), partial(self._enforce_limit, folder)
+        request = SaveRequest(folder, self._project.save_on_each_node, mode, record, hooks, published)
         save(self._run, request, self._background)
         self._run.prepared.copy_behind(self._background.copying)
         if automatic:
@@ -91,8 +84,10 @@ class Checkpoints:
         world.arrive("load_state()")
         self.wait()
         folder = self._folder_to_load(input_dir)
-        record = load(self._run, LoadRequest(folder, tuple(self._run.load_hooks.values())))
-        self._resume_tracking(record.get("tracking", ()))
+        record = load(self._run, folder, tuple(self._run.load_hooks.values()))
+        self._recorded = record.get("tracking", ())
+        if self._run.recorder is not None and world.rank < len(self._recorded):
+            self._run.recorder.resume(self._recorded[world.rank])
         if self._project.automatic_checkpoint_naming and all(
             everywhere(world, "to count on", lambda: self._is_managed(folder))
         ):
@@ -107,12 +102,6 @@ class Checkpoints:
             return [self._run.recorder.state()]  # that of the main process is written
         return everywhere(self._run.world, "for trackers to say what they record", self._run.recorder.state)
 
-    def _resume_tracking(self, recorded: Sequence[Any]) -> None:
-        self._recorded = recorded
-        rank = self._run.world.rank
-        if self._run.recorder is not None and rank < len(recorded):
-            self._run.recorder.resume(recorded[rank])
-
     def wait(self) -> None:
         """Returns when the save that is under way is published; raises what made it fail. A collective, if one is."""
         self._run.prepared.await_copies()
@@ -120,10 +109,9 @@ class Checkpoints:
 
     def _next_number(self, record: Mapping[str, Any]) -> int:
         """Above all that are there, so that the newest is always that of the latest training."""
-        highest = everywhere(
-            self._run.world, "for the highest number", lambda: max(retention.numbers(self._root()), default=-1)
-        )
-        return max(*highest, record["iteration"] if record["iteration"] is not None else -1) + 1
+        numbers = everywhere(self._run.world, "for the highest number", lambda: retention.numbers(self._root()))
+        saved = record["iteration"] if record["iteration"] is not None else -1
+        return max(saved, *(number for each in numbers for number in each)) + 1
 
     def _is_managed(self, folder: Path) -> bool:
         return folder.parent.resolve() == self._root().resolve()
@@ -147,7 +135,7 @@ class Checkpoints:
             )
         number, known = self._project.iteration, self._known
         world, next_path = self._run.world, partial(retention.next_path, self._root(), number, known)
-        if self._each_node:
+        if self._project.save_on_each_node:
             everywhere(world, "for the next number", next_path)
         else:
             on_main_rank(world, next_path)
@@ -161,26 +149,18 @@ class Checkpoints:
                 "load_state() was called without a folder, and checkpoints have no automatic names of which the newest could be "
                 "taken. Type load_state('my_checkpoint'), or the ProjectConfiguration of the run that saved it."
             )
-        if self._each_node:
-            number = min(
-                everywhere(
-                    self._run.world, "for the newest checkpoint", lambda: _number(retention.newest(self._root()))
-                )
+        if self._project.save_on_each_node:
+            newest = partial(retention.newest, self._root())
+            found = everywhere(
+                self._run.world, "for the newest checkpoint", lambda: int(newest().name.rpartition("_")[2])
             )
+            number = min(found)
             return self._root() / retention.name(number)  # which is another folder on each node, perhaps
         return on_main_rank(self._run.world, lambda: retention.newest(self._root()))
-
-    @property
-    def _each_node(self) -> bool:
-        return self._project.save_on_each_node
 
     def _enforce_limit(self, folder: Path) -> None:
         if self._project.total_limit is not None:
             retention.enforce(self._root(), self._project.total_limit, folder)
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.rpartition("_")[2])
 
 
 def _mode(asynchronous: object) -> Mode | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 class NeutralCheckpoints:
     """Saves what a run consists of under names that know no strategy. See `accel_core.api.checkpoint.CheckpointComponent`."""
 
+    capture_model = staticmethod(capture_model)
     export_weights = staticmethod(export_weights)
     load_checkpoint_in_model = staticmethod(load_checkpoint_in_model)
 
@@ -53,10 +54,6 @@ class NeutralCheckpoints:
         """Returns when the save that is under way is published."""
         if run in self._checkpoints:
             self._checkpoints[run].wait()
-
-    def capture_model(self, model: nn.Module) -> State:
-        """All of it, whole."""
-        return capture_model(model)
 
     def capture_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
         """Parameters are whole."""

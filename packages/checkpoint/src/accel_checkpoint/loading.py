@@ -11,7 +11,6 @@ objects    schedulers, what the user registered, the window of accumulation; the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,32 +54,16 @@ _SHOWN = 20
 _RESUMED = int.from_bytes(b"rng", "big")
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    """The arguments of one load.
-
-    Args:
-        folder: of the checkpoint, as this rank sees it.
-        hooks: what the user has registered.
-    """
-
-    folder: Path
-    hooks: Sequence[LoadHook]
-
-
-def load(run: Run, request: LoadRequest) -> dict[str, Any]:
+def load(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> dict[str, Any]:
     """Restores all of a run, and returns the record of the checkpoint. A collective.
 
-    Raises:
-        CheckpointError: on every rank, if it is no checkpoint, is damaged, or does not fit, listing
-            what does not.
-        OSError: on every rank, if a rank cannot read it.
+    CheckpointError is raised on every rank if it is no checkpoint, is damaged, or does not fit; OSError if a rank cannot read.
     """
     world = run.world
-    checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(request.folder, world.device))
+    checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(folder, world.device))
     with checkpoint:
         _check_same(everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id))
-        left = _run_hooks(run, request)
+        left = _run_hooks(run, folder, hooks)
         restoring = _Restoring(run, checkpoint, left)
         misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
         _raise_misfits(checkpoint.folder, misfits)
@@ -103,8 +86,7 @@ def load(run: Run, request: LoadRequest) -> dict[str, Any]:
 def _check_same(identities: Sequence[str]) -> None:
     if len(set(identities)) > 1:
         raise CheckpointError(
-            f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a "
-            f"save replaced it meanwhile. Load from a folder that all ranks see, when no save is running."
+            f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a save replaced it."
         )
 
 
@@ -114,29 +96,27 @@ def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         listed = "\n".join([*(f"  {line}" for line in lines[:_SHOWN]), *more])
         raise CheckpointError(
-            f"{folder} does not fit what is prepared here, so nothing was loaded:\n{listed}\nPrepare and register the same "
-            f"objects as in the run that saved it, in the same order, before load_state(). For weights alone there is "
-            f"load_checkpoint_in_model(model, folder)."
+            f"{folder} does not fit what is prepared here, so nothing was loaded:\n{listed}\nPrepare and register the same objects as in the "
+            f"run that saved it, in the same order. For weights alone there is load_checkpoint_in_model(model, folder)."
         )
 
 
-def _run_hooks(run: Run, request: LoadRequest) -> list[int]:
+def _run_hooks(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> list[int]:
     """Lets the user's hooks read, and says which models they have taken, which is the same on all ranks. A collective."""
-    taken = everywhere(run.world, "for the hooks to have loaded", lambda: _call_hooks(run, request))
+    taken = everywhere(run.world, "for the hooks to have loaded", lambda: _call_hooks(run, folder, hooks))
     if any(each != taken[0] for each in taken):
         raise CheckpointError(
-            f"The hooks of register_load_state_pre_hook() took other models out of `models` on each rank (their numbers, by "
-            f"rank: {taken}), so some ranks would have them loaded, and others not. Take them out on every rank, also where "
-            f"the main process alone reads."
+            f"The hooks of register_load_state_pre_hook() took other models out of `models` on each rank (their numbers, by rank: {taken}). "
+            f"Take them out on every rank, also where the main process alone reads."
         )
     return taken[0]
 
 
-def _call_hooks(run: Run, request: LoadRequest) -> list[int]:
+def _call_hooks(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> list[int]:
     given = [record.original for record in run.models()]
     models = list(given)
-    for hook in request.hooks:
-        hook(models, str(request.folder))
+    for hook in hooks:
+        hook(models, str(folder))
     strangers = [each for each in models if not any(each is known for known in given)]
     if strangers:
         raise CheckpointError(
@@ -147,11 +127,7 @@ def _call_hooks(run: Run, request: LoadRequest) -> list[int]:
 
 
 class _Restoring:
-    """One load into one run.
-
-    Args:
-        left: the models that a hook has loaded.
-    """
+    """One load into one run; `left` are the models that a hook has loaded."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint, left: Sequence[int]) -> None:
         self._run = run
@@ -164,18 +140,12 @@ class _Restoring:
         self._objects: dict[str, Any] = {}
 
     def misfits(self) -> list[str]:
-        """The mismatches between run and checkpoint, a line each. Changes nothing.
-
-        Raises:
-            CheckpointError: for what no save leaves: it fits nowhere.
-        """
+        """The mismatches between run and checkpoint, a line each. Changes nothing. Raises for what no save leaves."""
         try:
             lines = list(self._misfits())
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._checkpoint.folder} cannot be compared with what is prepared, so nothing was loaded: "
-                f"{type(error).__name__}: {error}. Load another checkpoint."
-            ) from error
+            text = f"cannot be compared with what is prepared, so nothing was loaded: {type(error).__name__}: {error}"
+            raise CheckpointError(f"{self._checkpoint.folder} {text}. Load another checkpoint.") from error
         if not lines:
             self._jobs = self._jobs_of_models()
         return lines
@@ -275,7 +245,7 @@ class _Restoring:
             other = f"{name.partition('/')[0]}/{entry.of}"
             tied = index.aliases.get(name, name) == index.aliases.get(other, other)
             return None if tied else f"is one tensor with {entry.of!r} here, and another one in the checkpoint"
-        kind = _kind(entry)
+        kind = type(entry).__name__.lower()
         if {record["kind"], kind} & {"opaque", "partial"} and record["kind"] != kind:
             return f"is {kind} here, and {record['kind']} in the checkpoint"
         if isinstance(entry, Opaque):
@@ -314,10 +284,8 @@ class _Restoring:
         state = self._objects[ACCUMULATION] = self._checkpoint.object(ACCUMULATION, *self._place)
         steps = self._run.accumulation.steps
         if state["open"] and state["steps"] != steps:
-            yield (
-                f"the checkpoint was saved after {state['position']} of {state['steps']} micro-batches of a window, and here "
-                f"gradient_accumulation_steps={steps}"
-            )
+            at = f"{state['position']} of {state['steps']}"
+            yield f"the checkpoint was saved after {at} micro-batches of a window, and here gradient_accumulation_steps={steps}"
         named = dict(named_parameters(self._run))
         saved = self._checkpoint.names(GRADIENT)
         unknown = [f"{GRADIENT}/{name}" for name in saved if name not in named]
@@ -413,17 +381,12 @@ def _refusal(unit: str, each: Any, error: Exception) -> str:
     return f"{unit}, a {type(each).__name__}, did not take the state that the checkpoint has of it: {type(error).__name__}: {error}"
 
 
-_MEAN = (0, 0)
-"""A place in no world that has saved: whoever reads from there gets the mean of all terms."""
+_MEAN = (0, 0)  # A place in no world that has saved: whoever reads from there gets the mean of all terms
 
 
 def _is_whole(terms: Sequence[Elementwise | Partial] | None, parameter: torch.Tensor) -> bool:
     """Whether there is a place for a pending gradient: `.grad`, or memory for all of it."""
     return terms is None or any(part.shape == parameter.shape for term in terms[:1] for part in memory_of(term))
-
-
-def _kind(entry: Entry) -> str:
-    return type(entry).__name__.lower()
 
 
 def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:

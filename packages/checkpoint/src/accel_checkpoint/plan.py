@@ -9,32 +9,22 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import WHOLE, uncovered, uncovered_part
 from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
 
+T = TypeVar("T")
 Kind = Literal["elementwise", "replicated", "partial", "opaque"]
 
-_SHOWN = 8
-"""The most names, ranks or boxes that a message lists."""
+_SHOWN = 8  # the most names, ranks or boxes that a message lists
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The part of one name that one rank presents, without the data.
-
-    Args:
-        kind: that of the entry.
-        shape: of the whole tensor; () for what is opaque.
-        dtype: of the whole tensor, such as "torch.float32"; "" for what is opaque.
-        boxes: what is here of an elementwise tensor; empty ones count for nothing.
-        signature: of an opaque value.
-        part: of an opaque value: which part of the whole it is.
-        nbytes: of what is here, in bytes; 0 for what is opaque, unless somebody knows better.
-    """
+    """The part of one name that one rank presents, without the data. What is opaque has no shape, dtype or bytes."""
 
     kind: Kind
     shape: tuple[int, ...] = ()
@@ -59,24 +49,16 @@ class Claim:
         return cls(kind, tuple(data.shape), str(data.dtype), nbytes=nbytes)
 
 
-Description = Mapping[str, Claim]
-"""The names and claims that one rank presents."""
+Description = Mapping[str, Claim]  # the names and claims that one rank presents
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something that one rank writes.
-
-    Args:
-        name: of the entry.
-        box: the box that is written of an elementwise tensor, one that the rank presents; None: all
-            that it presents.
-        part: that of an opaque value, "rank <r>" for a term, else "whole".
-    """
+    """Something that one rank writes: a box of an elementwise tensor, or (None) all that it presents."""
 
     name: str
     box: Box | None
-    part: str
+    part: str  # that of an opaque value, "rank <r>" for a term, else "whole"
 
 
 class _Item(NamedTuple):
@@ -87,17 +69,15 @@ class _Item(NamedTuple):
     nbytes: int
 
 
-_Claims = Mapping[int, Claim]
-"""The claims of the ranks for one name."""
+_Claims = Mapping[int, Claim]  # the claims of the ranks for one name
 
 
 def plan(descriptions: Sequence[Description], members: Sequence[int] | None = None) -> list[list[Task]]:
     """Assigns tasks to ranks: everything is written once, with about equal bytes for each rank.
 
-    Takes one description per rank, the same on every rank that plans, and the ranks that write (None:
-    all), which together have to present everything. Of equal boxes, and of opaque values with the same
-    part, the rank with the fewest bytes so far writes one. CheckpointError is raised if ranks differ
-    about a name, or what the members present of it is not everything, or not once.
+    Takes one description per rank, and the ranks that write (None: all), which together have to present
+    everything. CheckpointError is raised if ranks differ about a name, or if what the members present of
+    it is not everything, or not once.
     """
     ranks = range(len(descriptions)) if members is None else sorted(set(members))
     presented: dict[str, dict[int, Claim]] = {}
@@ -136,30 +116,27 @@ def _items(name: str, claims: _Claims) -> list[_Item]:
     if kind == "partial":
         return [_Item(Task(name, None, f"rank {rank}"), [rank], claim.nbytes) for rank, claim in claims.items()]
     if kind == "opaque":
-        return [
-            _Item(Task(name, None, part), ranks, max(claims[rank].nbytes for rank in ranks))
-            for part, ranks in _parts(claims).items()
-        ]
-    return [
-        _Item(Task(name, box, WHOLE), ranks, _nbytes(box, claims[ranks[0]])) for box, ranks in _boxes(claims).items()
-    ]
+        largest = {part: max(claims[rank].nbytes for rank in on) for part, on in _parts(claims).items()}
+        return [_Item(Task(name, None, part), on, largest[part]) for part, on in _parts(claims).items()]
+    return [_Item(Task(name, box, WHOLE), on, _nbytes(box, claims[on[0]])) for box, on in _boxes(claims).items()]
 
 
 def _boxes(claims: _Claims) -> dict[Box, list[int]]:
     """Every box that is not empty, with the ranks that have it."""
-    found: dict[Box, list[int]] = {}
-    for rank, claim in claims.items():
-        for box in dict.fromkeys(claim.boxes):
-            if not box.is_empty:
-                found.setdefault(box, []).append(rank)
-    return found
+    unique = {rank: [box for box in dict.fromkeys(claim.boxes) if not box.is_empty] for rank, claim in claims.items()}
+    return _holders(unique)
 
 
 def _parts(claims: _Claims) -> dict[str, list[int]]:
     """Every part of an opaque value, with the ranks that have it."""
-    found: dict[str, list[int]] = {}
-    for rank, claim in claims.items():
-        found.setdefault(claim.part, []).append(rank)
+    return _holders({rank: [claim.part] for rank, claim in claims.items()})
+
+
+def _holders(by_rank: Mapping[int, Sequence[T]]) -> dict[T, list[int]]:
+    found: dict[T, list[int]] = {}
+    for rank, items in by_rank.items():
+        for item in items:
+            found.setdefault(item, []).append(rank)
     return found
 
 
@@ -186,16 +163,12 @@ def _check_all(presented: Mapping[str, _Claims], world_size: int, members: Seque
         presented,
         range(world_size),
         "The state of all ranks was to be saved, but together they do not present each element exactly once",
-        "Give all ranks the same models and optimizers. If they have them, correct the model_state or the optimizer_state "
-        "of the strategy.",
+        "Give all ranks the same models and optimizers, or correct the model_state or the optimizer_state of the strategy.",
     )
     if members is not None:
-        _check(
-            presented,
-            members,
-            f"Every node was to save all of the state, but this one ({_ranks(members)}) does not hold it",
-            "Use ProjectConfiguration(save_on_each_node=False), with a folder that all nodes share.",
-        )
+        asked = f"Every node was to save all of the state, but this one ({_ranks(members)}) does not hold it"
+        advice = "Use ProjectConfiguration(save_on_each_node=False), with a folder that all nodes share."
+        _check(presented, members, asked, advice)
 
 
 def _check(presented: Mapping[str, _Claims], ranks: Sequence[int], asked: str, advice: str) -> None:
@@ -279,12 +252,7 @@ class Copy:
 
 
 class StoredBoxes:
-    """The places of a tensor in the files of a checkpoint.
-
-    Args:
-        name: of the tensor, for messages.
-        stored: its boxes, in any order; they cover the tensor exactly once.
-    """
+    """The places of a tensor in the files of a checkpoint: boxes that cover it exactly once."""
 
     def __init__(self, name: str, stored: Sequence[StoredBox]) -> None:
         self._name = name
@@ -297,18 +265,11 @@ class StoredBoxes:
         self._longest = max((self._extent(each.box)[1] for each in stored), default=0)
 
     def copies(self, wanted: Box) -> list[Copy]:
-        """The copies that read a box of the tensor, each of its elements once.
-
-        Raises:
-            CheckpointError: if the checkpoint does not have each of its elements, or has one more
-                than once.
-        """
+        """The copies that read a box of the tensor; CheckpointError unless the checkpoint has each of its elements exactly once."""
         if wanted.is_empty:
             return []
         if self._dims - {len(wanted.sizes)}:
-            raise self._refusal(
-                wanted, f"some of another number of dims ({listed([str(n) for n in sorted(self._dims)])})"
-            )
+            raise self._refusal(wanted, f"some of another number of dims ({listed([*map(str, sorted(self._dims))])})")
         start, size = self._extent(wanted)
         first, last = (bisect.bisect_left(self._starts, at) for at in (start - self._longest + 1, start + size))
         shared = [(each, box) for each in self._stored[first:last] if (box := each.box.intersection(wanted))]
@@ -322,7 +283,5 @@ class StoredBoxes:
         return (0, 1) if self._dim is None else (box.offsets[self._dim], box.sizes[self._dim])
 
     def _refusal(self, wanted: Box, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"{wanted} of {self._name!r} is to be loaded, but the checkpoint has {len(self._stored)} boxes of it, {why}. "
-            f"Load another checkpoint."
-        )
+        has = f"the checkpoint has {len(self._stored)} boxes of it, {why}"
+        return CheckpointError(f"{wanted} of {self._name!r} is to be loaded, but {has}. Load another checkpoint.")

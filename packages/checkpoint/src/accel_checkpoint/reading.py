@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,16 +38,7 @@ _MAY_LACK = {SCHEDULER, LOADER, OBJECT, RANDOM, *COMPONENTS}  # of an imported c
 
 
 class Checkpoint:
-    """A complete checkpoint. A context manager: it holds files open.
-
-    Args:
-        folder: that holds its manifest.
-        device: whose random stream is to be restored; None: none is.
-
-    Raises:
-        CheckpointError: if there is none, or it is damaged.
-        OSError: if it cannot be read.
-    """
+    """A complete checkpoint. A context manager: it holds files open. `device` is that whose random stream is restored."""
 
     def __init__(self, folder: Path, device: torch.device | None = None) -> None:
         self.folder = folder
@@ -62,9 +52,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
         self._readers.clear()
 
@@ -100,9 +88,8 @@ class Checkpoint:
     def names(self, unit: str) -> list[str]:
         """The names of the tensors of a unit, without it; aliases too."""
         prefix = f"{unit}/"
-        return [
-            name.removeprefix(prefix) for name in (*self.index.tensors, *self.index.aliases) if name.startswith(prefix)
-        ]
+        names = (*self.index.tensors, *self.index.aliases)
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     def units(self, kind: str) -> list[str]:
         """The units of a kind that have tensors or objects, without what belongs to another unit: "model.0", "model.1"."""
@@ -115,12 +102,7 @@ class Checkpoint:
         return {unit for unit in self.index.objects if unit.partition(".")[0] in COMPONENTS}
 
     def jobs(self, name: str, entry: Entry, rank: int, ranks: int) -> Iterator[Job]:
-        """Jobs that fill the tensors of an entry with the data of the checkpoint under `name`.
-
-        Args:
-            rank, ranks: for terms: a term of its own, if as many ranks as here saved them, else the
-                mean of all.
-        """
+        """Jobs that fill the tensors of an entry. A term is this rank's own if as many ranks as here saved them, else the mean."""
         if isinstance(entry, Elementwise):
             yield from self._boxes(name, entry)
         elif isinstance(entry, Partial):
@@ -140,12 +122,7 @@ class Checkpoint:
         )
 
     def object(self, unit: str, rank: int, ranks: int) -> Any:
-        """The object of a unit as it was on a rank, for a world of `ranks`.
-
-        Raises:
-            CheckpointError: if it was another one on each rank, and there were more ranks, or
-                fewer, than now.
-        """
+        """The object of a unit as it was on a rank, for a world of `ranks`; raises if that cannot be told."""
         entries = self.index.objects[unit]
         if entries[0]["ranks"] == "all":
             return self._decoded(entries[0], unit)
@@ -215,16 +192,7 @@ class Checkpoint:
 
 
 class SavedState:
-    """An optimizer in a checkpoint, as `accel_checkpoint.optimizers.optimizer_state.SavedOptimizer` asks for it.
-
-    Args:
-        checkpoint: is open.
-        unit: such as "optimizer.0".
-        rank, ranks: who loads it.
-
-    Attributes:
-        pending: what fills the tensors that `read` was given.
-    """
+    """An optimizer in an open checkpoint, as a `SavedOptimizer`. `pending` fills the tensors that `read` was given."""
 
     def __init__(self, checkpoint: Checkpoint, unit: str, rank: int, ranks: int) -> None:
         self._checkpoint = checkpoint

@@ -29,22 +29,16 @@ def absent_of(record: Mapping[str, Any]) -> frozenset[str]:
 def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
     """The constants of a run, as JSON: world, versions, options and components with sources."""
     explained = explanation.as_dict()
-    return {
-        "accel-core": version("accel-core"),
-        "torch": torch.__version__,
-        "world": {"size": world.size, "source": world.source, "device": world.device.type},
-        "components": explained["parts"],
-        "options": explained["settings"],
-    }
+    world_of = {"size": world.size, "source": world.source, "device": world.device.type}
+    versions = {"accel-core": version("accel-core"), "torch": torch.__version__}
+    return {**versions, "world": world_of, "components": explained["parts"], "options": explained["settings"]}
 
 
 def whereabouts(prepared: Prepared, accumulation: Accumulation) -> dict[str, Any]:
     """The progress of a run, as JSON: backwards, the window, and the positions of loaders."""
-    return {
-        "backwards": accumulation.total_backwards,
-        "window": {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps},
-        "positions": [_position(loader) for loader in prepared.loaders],
-    }
+    window = {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps}
+    positions = [_position(loader) for loader in prepared.loaders]
+    return {"backwards": accumulation.total_backwards, "window": window, "positions": positions}
 
 
 def _position(loader: Any) -> dict[str, int | None] | None:
@@ -57,12 +51,7 @@ def _position(loader: Any) -> dict[str, int | None] | None:
 
 
 def warn_of_absent(record: Mapping[str, Any], units: Sequence[str]) -> None:
-    """Warns of what a load leaves as it is, because an imported checkpoint does not have it.
-
-    Args:
-        record: of the checkpoint.
-        units: all that the run has a state of, such as "loader.0".
-    """
+    """Warns of what, of these units of the run, a load leaves as it is, because an imported checkpoint does not have it."""
     absent = absent_of(record)
     if absent:
         left = [unit for unit in units if unit.partition(".")[0] in absent]

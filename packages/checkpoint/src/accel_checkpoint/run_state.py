@@ -26,7 +26,6 @@ from accel_core.api.layouts import Alias, Entry, Partial, State
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_checkpoint.optimizers.optimizer_state import OptimizerState
 
 MODEL, OPTIMIZER, SCHEDULER, LOADER, OBJECT = "model", "optimizer", "scheduler", "loader", "object"
 GRADIENT, ACCUMULATION, RANDOM = "gradient", "accumulation", "random"
@@ -36,14 +35,7 @@ VALUES = "values"  # of an optimizer: what is no tensor in the state of its para
 
 @dataclass
 class Content:
-    """The state that one rank has for a checkpoint that is to be written.
-
-    Args:
-        state: entries by name.
-        objects: what is encoded, by unit.
-        versions: of the pieces of elementwise entries, by name, as they were when the content was
-            kept.
-    """
+    """The state that one rank has for a checkpoint: entries by name, objects by unit, and versions of pieces when they were kept."""
 
     state: dict[str, Entry] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -59,15 +51,7 @@ def stateful(run: Run) -> dict[str, Any]:
 
 
 def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
-    """The content of this rank. No collective.
-
-    Args:
-        run: what is saved.
-        leave_out: the models that a hook of the user's saves.
-
-    Raises:
-        CheckpointError: for what has no state that could be saved, naming it.
-    """
+    """The content of this rank, but for the models that a hook of the user's saves. No collective."""
     content = Content()
     # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
     content.objects[RANDOM] = capture_random_state(run.world.device)
@@ -77,7 +61,10 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
     for number, state in enumerate(run.optimizer_states()):
         if run.prepared.drifted and not run.world.is_main:
             state = replace(state, values={}, entries={})  # every rank has its own, and that of the main process counts
-        _add_optimizer(content, f"{OPTIMIZER}.{number}", state)
+        unit = f"{OPTIMIZER}.{number}"
+        content.state.update(within(unit, state.entries))
+        content.objects[unit] = {"kind": state.kind, "groups": state.groups, "whole": state.whole}
+        content.objects[f"{unit}.{VALUES}"] = state.values
     for unit, each in stateful(run).items():
         content.objects[unit] = _state_of(unit, each)
     content.objects[ACCUMULATION] = run.accumulation.state_dict()
@@ -114,11 +101,8 @@ def _check_together(run: Run) -> None:
             f"save_state() was called inside LocalSGD, {apart()} steps after the last average: every rank has a model of its own "
             f"now. Call it right behind a LocalSGD.step() that averages, or behind the block."
         )
-    warnings.warn(
-        "save_state() was called after LocalSGD: the models of all ranks are the same, but their optimizers have stepped alone. "
-        "The optimizer state of rank 0 is saved, for all ranks.",
-        stacklevel=2,
-    )
+    alone = "their optimizers have stepped alone. The optimizer state of rank 0 is saved, for all ranks"
+    warnings.warn(f"save_state() was called after LocalSGD: {alone}.", stacklevel=2)
 
 
 def _check_stepped(run: Run) -> None:
@@ -132,9 +116,8 @@ def _check_stepped(run: Run) -> None:
     present = prepared.gradients.tensors(held)
     if any(map(torch.any, present)) if prepared.gradients.are_elsewhere else present:
         raise CheckpointError(
-            "save_state() was called between accelerator.backward(loss) and optimizer.step(): a run that resumes would never "
-            "take that step. Call it after the step; or after optimizer.zero_grad(), if the gradients are not wanted. In the "
-            "middle of a window it can be called where accelerator.accumulate(model) counts the micro-batches."
+            "save_state() was called between accelerator.backward(loss) and optimizer.step(): a run that resumes would never take that step. "
+            "Call it after the step, or after optimizer.zero_grad(); in a window, where accelerator.accumulate(model) counts the micro-batches."
         )
 
 
@@ -144,13 +127,7 @@ def has_pending(run: Run) -> bool:
 
 
 def pending_gradients(run: Run) -> dict[str, Entry]:
-    """The gradients of a window that is open.
-
-    A collective: a parameter may have a gradient on some ranks only.
-
-    Raises:
-        CheckpointError: on every rank, under a strategy that keeps gradients in its own way.
-    """
+    """The gradients of a window that is open. A collective: a parameter may have a gradient on some ranks only."""
     accumulation = run.accumulation
     named, found, in_parts = dict(named_parameters(run)), dict[str, torch.Tensor](), False
     names = {id(parameter): name for name, parameter in named.items()}
@@ -162,15 +139,12 @@ def pending_gradients(run: Run) -> dict[str, Entry]:
     ranks = exchange(run.world, "for the names of gradients", (list(found), refused))
     if any(refused for _, refused in ranks):
         raise CheckpointError(
-            f"A checkpoint was asked for inside a window of accumulation, after {accumulation.position} of "
-            f"{accumulation.size} micro-batches, and the strategy {type(run.strategy).__name__} cannot save the gradients "
-            f"that are pending. Save when accelerator.sync_gradients is True."
+            f"A checkpoint was asked for after {accumulation.position} of {accumulation.size} micro-batches of a window, and the strategy "
+            f"{type(run.strategy).__name__} cannot save the gradients that are pending. Save when accelerator.sync_gradients is True."
         )
     wanted = sorted({name for present, _ in ranks for name in present})
-    return {
-        f"{GRADIENT}/{name}": Partial(found[name] if name in found else torch.zeros_like(named[name]))
-        for name in wanted
-    }
+    terms = {name: found[name] if name in found else torch.zeros_like(named[name]) for name in wanted}
+    return {f"{GRADIENT}/{name}": Partial(term) for name, term in terms.items()}
 
 
 def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
@@ -181,13 +155,7 @@ def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def check_value(name: str, value: Any, device: torch.device | None) -> None:
-    """Raises `CheckpointError` for random streams, or a place in a window, that no save leaves: these are restored last.
-
-    Args:
-        name: of a unit; others than these two are not looked at.
-        value: what is decoded.
-        device: whose random stream is among those that would be restored; None: the CPU's alone.
-    """
+    """Raises for random streams, or a place in a window, that no save leaves: these are restored last. Other units pass."""
     why = "" if name != ACCUMULATION or is_state(value) else "it is of another kind"
     if name == RANDOM:
         try:
@@ -200,12 +168,6 @@ def check_value(name: str, value: Any, device: torch.device | None) -> None:
         raise CheckpointError(
             f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: {why}. Load another checkpoint."
         )
-
-
-def _add_optimizer(content: Content, unit: str, state: OptimizerState) -> None:
-    content.state.update(within(unit, state.entries))
-    content.objects[unit] = {"kind": state.kind, "groups": state.groups, "whole": state.whole}
-    content.objects[f"{unit}.{VALUES}"] = state.values
 
 
 def within(unit: str, state: State) -> dict[str, Entry]:

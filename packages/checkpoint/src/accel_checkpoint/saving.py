@@ -18,27 +18,16 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_checkpoint.assembling import Weights
-from accel_checkpoint.background import Job
+from accel_checkpoint.background import Job, Publication
 from accel_checkpoint.files.folder import Draft
-from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.plan import plan
 from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, has_pending, pending_gradients
-from accel_checkpoint.writing import (
-    Portrait,
-    Work,
-    Written,
-    encode_objects,
-    file_name,
-    firsts,
-    index_of,
-    keep,
-    portray,
-)
+from accel_checkpoint.writing import Portrait, Work, encode_objects, file_name, firsts, keep, portray
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import Run, everywhere, exchange, on_each_rank, on_main_rank
 from accel_core.api.component import broadcast_object, gather_objects
@@ -50,38 +39,23 @@ if TYPE_CHECKING:
     from accel_checkpoint.codec import Encoded
     from accel_core.api.checkpoint import SaveHook
 
-VISIBLE = 5.0
-"""Seconds after which every rank sees the folder that the main process made, if they share it."""
+VISIBLE = 5.0  # seconds after which every rank sees the folder that the main process made, if they share it
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of one save.
-
-    Args:
-        folder: where to.
-        each_node: whether every node writes a full set, into its own file system.
-        mode: how it is written behind; None: it is not.
-        record: what the manifest says of the run, as JSON.
-        hooks: what the user has registered.
-        published: is called on the process that publishes, afterwards.
-    """
+    """The arguments of one save."""
 
     folder: Path
-    each_node: bool
-    mode: Mode | None
+    each_node: bool  # whether every node writes a full set, into its own file system
+    mode: Mode | None  # how it is written behind, if so
     record: Mapping[str, Any]
     hooks: Sequence[SaveHook]
-    published: Callable[[], None]
+    published: Callable[[], None]  # is called on the process that publishes, afterwards
 
 
 def save(run: Run, request: SaveRequest, background: Background) -> None:
-    """Saves a checkpoint, or begins to. A collective; the last asynchronous save has ended.
-
-    Raises:
-        CheckpointError: on every rank, for what cannot be saved; for a place that is taken.
-        OSError: on every rank, if a rank cannot write.
-    """
+    """Saves a checkpoint, or begins to; what cannot be saved or written raises on every rank. A collective."""
     if request.mode == "lazy" and run.world.size == 1 and not request.hooks:
         _save_lazily_alone(run, request, background)
         return
@@ -92,15 +66,11 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
     try:
         left = _run_hooks(run, request) if hooked else []
         work, portraits = _agree(run, draft, members, left)
-        publication = _Publication(draft, _record(run, request, left), portraits, request.published)
+        publication = Publication(draft, _record(run, request, left), portraits, request.published)
         if request.mode is not None:
-            publisher = publication if publishes else None
             mode = request.mode
-            everywhere(
-                run.world,
-                "for copies to be taken",
-                lambda: background.start(work, draft.data, publisher, members, mode),
-            )
+            start = partial(background.start, work, draft.data, publication if publishes else None, members, mode)
+            everywhere(run.world, "for copies to be taken", start)
             return
         written = everywhere(run.world, "for all to have written", lambda: work.write(draft.data))
         own = [written[rank] for rank in members]
@@ -132,7 +102,7 @@ def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -
                 work.add_task(task, content)
             for unit, value in encoded.items():
                 work.add_object(unit, "all", value)
-            return Job(work, _Publication(draft, record, portraits, request.published))
+            return Job(work, Publication(draft, record, portraits, request.published))
 
         background.start_alone(prepare, draft)
     except BaseException:
@@ -144,30 +114,6 @@ def _record(run: Run, request: SaveRequest, left: Sequence[int]) -> dict[str, An
     """The record of the run in the manifest."""
     models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
     return {**request.record, **models}
-
-
-@dataclass(frozen=True)
-class _Publication:
-    """A draft that becomes a checkpoint."""
-
-    draft: Draft
-    record: Mapping[str, Any]
-    portraits: Sequence[Portrait]
-    published: Callable[[], None]
-
-    def publish(self, written: list[Written]) -> None:
-        index = index_of(self.portraits, written)
-        record = index.write(self.draft.data)
-        sizes = {name: stored.nbytes for name, stored in index.files.items()}
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
-
-    def finish(self) -> None:
-        self.draft.sweep()
-        self.published()
-
-    def discard(self) -> None:
-        self.draft.discard()
 
 
 def _compare_calls(run: Run, request: SaveRequest) -> bool:
@@ -229,9 +175,8 @@ def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
     """Lets the user's hooks write, and says which models they have taken: those that they took on the main process."""
     numbers = range(len(run.models()))
     states = on_each_rank(run.world, "for hooks to be called", lambda: [run.model_state(number) for number in numbers])
-    weights: list[Mapping[str, Any]] = [
-        Weights(state, run.world, replicated=run.strategy.replicates_parameters) for state in states
-    ]
+    replicated = run.strategy.replicates_parameters
+    weights: list[Mapping[str, Any]] = [Weights(state, run.world, replicated=replicated) for state in states]
     given = list(weights)
     models = [record.original for record in run.models()]
     everywhere(run.world, "for the hooks to have saved", lambda: _call_hooks(request, models, weights))
@@ -305,10 +250,12 @@ def _check_units(portraits: Sequence[Portrait]) -> None:
     partial = {unit: [rank for rank, units in enumerate(every) if unit in units] for unit in set().union(*every)}
     lines = [f"  {unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]
     if lines:
+        advice = (
+            "Call prepare() and register_for_checkpointing() with the same objects on every rank, in the same order."
+        )
+        listed = "\n".join(lines)
         raise CheckpointError(
-            f"Not all of {len(every)} ranks have prepared and registered the same, so there is something to save of\n"
-            + "\n".join(lines)
-            + "\nCall prepare() and register_for_checkpointing() with the same objects, in the same order, on every rank."
+            f"Not all of {len(every)} ranks have prepared and registered the same:\n{listed}\n{advice}"
         )
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SHOWN = 8
-"""The most words of a list that a message has."""
 
-
-def listed(words: Sequence[str], separator: str = ", ", most: int = SHOWN) -> str:
+def listed(words: Sequence[str], separator: str = ", ", most: int = 8) -> str:
     """The words, not too many: "a, b and 3 more"."""
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return separator.join(words[:most]) + more

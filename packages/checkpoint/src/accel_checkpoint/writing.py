@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 
 class Portrait(NamedTuple):
-    """The description of a rank's state for the other ranks; picklable, without data.
-
-    Args:
-        claims: of its entries.
-        aliases: other names of entries.
-        digests: of its encoded objects, so that what is the same on several ranks is written once.
-    """
+    """The description of a rank's state for the other ranks; by the digests, what is the same on several is written once."""
 
     claims: Description
     aliases: Mapping[str, str]
@@ -39,13 +33,7 @@ class Portrait(NamedTuple):
 
 @dataclass
 class Written:
-    """The file, tensors and objects that a rank has written, as the index describes them.
-
-    Args:
-        file: None if there was nothing to write.
-        tensors: parts by name, as JSON.
-        objects: entries by unit, as JSON.
-    """
+    """The file (None: there was nothing), tensors and objects that a rank has written, as JSON, as the index has them."""
 
     file: StoredFile | None = None
     tensors: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -66,16 +54,11 @@ class Written:
 
 @dataclass
 class Work:
-    """The data that a rank is going to write: tensors by key in its file, and index entries.
-
-    Args:
-        name: of the file.
-        lasting: the keys of tensors that only a step of an optimizer changes, with the versions
-            that they have until then: they may be copied a little later.
-    """
+    """The data that a rank is going to write: tensors by key in its file, and index entries."""
 
     name: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # What only a step of an optimizer changes, with the versions until then: it may be copied a little later.
     lasting: dict[str, int] = field(default_factory=dict)
     written: Written = field(default_factory=Written)
 

@@ -20,14 +20,14 @@ from accel_trackers.recording import histograms
 def test_a_histogram_that_cannot_be_counted_costs_no_tracker_and_no_other_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted = histograms._counted
+    counted = histograms.count
 
     def out_of_memory(values: torch.Tensor, bins: int) -> Any:
         if values.numel() == 4:
             raise MemoryError("no memory left")
         return counted(values, bins)
 
-    monkeypatch.setattr(histograms, "_counted", out_of_memory)
+    monkeypatch.setattr(histograms, "count", out_of_memory)
     trackers = [Listing("a"), Listing("b"), Older()]
     accelerator = begun(*trackers)
     odd = Histogram(torch.ones(4))

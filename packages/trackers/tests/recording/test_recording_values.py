@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from datetime import date, datetime, timedelta
-from decimal import Decimal
 from enum import Enum, IntEnum
 from fractions import Fraction
 from itertools import pairwise
@@ -23,11 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core import Bins, Histogram, Table
-from accel_trackers.recording.histograms import CopiedHistogram
-from accel_trackers.recording.host_copy import HostCopy
+from accel_trackers.recording.histograms import copied, count
 from accel_trackers.recording.record import LeftOut, Record
-from accel_trackers.recording.scalars import describe, plain_value
 from accel_trackers.recording.tables import as_table
+from accel_trackers.recording.values import HostCopy, describe, plain_value
 
 
 class Colour(Enum):
@@ -80,14 +78,9 @@ def taken(**values: Any) -> dict[str, Any]:
         (torch.tensor(True), 1),
         (torch.nn.Parameter(torch.tensor(0.25)), 0.25),
         (torch.tensor(3.0, requires_grad=True) * 2, 6.0),
-        (Decimal("0.5"), 0.5),
         (Fraction(1, 4), 0.25),
         (Colour.RED, "red"),
         (Level.HIGH, 3),
-        (Path("runs") / "first", str(Path("runs") / "first")),
-        (date(2024, 2, 29), "2024-02-29"),
-        (datetime(2024, 2, 29, 12, 30), "2024-02-29T12:30:00"),
-        (timedelta(minutes=1.5), 90.0),
         (2**63 - 1, 2**63 - 1),
         (-(2**63), -(2**63)),
         (Text("text"), "text"),
@@ -117,9 +110,7 @@ def test_an_integer_that_does_not_fit_into_64_bits_becomes_a_float(value: Any) -
         assert found == float(value.item() if isinstance(value, torch.Tensor) else int(value))
 
 
-@pytest.mark.parametrize(
-    "value", ["\udcff", Text("\udcff"), np.str_("\udcff"), Path("\udcff")], ids=lambda each: type(each).__name__
-)
+@pytest.mark.parametrize("value", ["\udcff", Text("\udcff"), np.str_("\udcff")], ids=lambda each: type(each).__name__)
 def test_texts_that_no_file_can_hold_are_spelled_out(value: Any) -> None:
     for found in (taken(value=value)["value"], as_table(["a"], [[value]]).rows[0][0]):
         assert found == "\\udcff"
@@ -408,11 +399,11 @@ def test_a_distributed_number_is_read_where_it_is_whole_and_left_out_where_it_ta
     for name, shape in (("part", "()"), ("parts", "(3,)")):
         assert f"of shape {shape} with the placements (Partial(sum),) lies on several ranks" in found[name].reason
         assert "Take value.full_tensor() on every rank, or value.to_local()" in found[name].reason
-    assert CopiedHistogram(Histogram(whole, bins=1)).resolve().counts == (1,)
+    assert counted(whole, 1).counts == (1,)
     with pytest.raises(
         TypeError, match=r"Histogram\(values\) was given a torch.*DTensor of shape \(\).*Take value.full"
     ):
-        CopiedHistogram(Histogram(part))
+        copied(Histogram(part))
 
 
 # Words
@@ -444,7 +435,7 @@ def test_plain_leaves_alone_what_it_does_not_know() -> None:
 
 
 def counted(values: Any, bins: int = 4) -> Bins:
-    return CopiedHistogram(Histogram(values, bins)).resolve()
+    return count(copied(Histogram(values, bins)).wait(), bins)
 
 
 def test_values_are_counted_between_the_least_and_the_greatest() -> None:
@@ -542,14 +533,14 @@ def test_a_histogram_is_of_the_values_when_it_was_logged(make: Any) -> None:
 
 
 def test_a_histogram_does_not_keep_the_graph_of_its_values() -> None:
-    copy = CopiedHistogram(Histogram(torch.ones(2, requires_grad=True) * 2))
-    assert not copy._values.wait().requires_grad
+    assert not copied(Histogram(torch.ones(2, requires_grad=True) * 2)).wait().requires_grad
 
 
-def test_a_copy_lets_go_of_its_values_and_keeps_its_counts() -> None:
-    copy = CopiedHistogram(Histogram([1, 2], 2))
-    assert copy.resolve() is copy.resolve()
-    assert not any(isinstance(each, (torch.Tensor, HostCopy)) for each in vars(copy).values())
+def test_a_record_lets_go_of_values_that_are_counted_and_keeps_their_counts() -> None:
+    record = Record({"h": Histogram([1, 2], 2)})
+    (copy,) = (weakref.ref(copy) for copy, _ in record._histograms.values())
+    assert record.joined().histograms == record.joined().histograms == {"h": Bins((1, 1), (1.0, 1.5, 2.0), 3.0, 5.0)}
+    assert copy() is None
 
 
 @pytest.mark.parametrize("bins", [0, -1, 513, 2.0, True, "8"])

@@ -24,14 +24,7 @@ from accel_core import CheckpointError
 
 
 class Encoded(NamedTuple):
-    """A value as JSON and tensors.
-
-    Attributes:
-        skeleton: of lists, dicts with strings as keys, strings, finite numbers, booleans and None;
-            its order counts.
-        tensors: what the skeleton names. They are detached and live: the memory of the value's own
-            tensors, on any device and with any strides, where it need not be copied.
-    """
+    """A value as JSON, whose order counts, and the tensors that it names: detached and live, copied only where that is needed."""
 
     skeleton: Any
     tensors: dict[str, torch.Tensor]
@@ -40,8 +33,7 @@ class Encoded(NamedTuple):
 def encode(value: Any, where: str) -> Encoded:
     """Takes a structure apart for saving. Not a collective; mostly reads no data of tensors.
 
-    `where` is what the value is, in words: "the state of scheduler 0". CheckpointError is raised for
-    what cannot be encoded, with its type and where it is: `state['a'][3].b`.
+    `where` is what the value is, in words. CheckpointError names what cannot be encoded: `state['a'][3].b`.
     """
     encoder = Encoder()
     try:
@@ -53,11 +45,9 @@ def encode(value: Any, where: str) -> Encoded:
 
 
 def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    """Puts a structure together again. Not a collective; imports nothing but NumPy, and only if the skeleton has arrays.
+    """Puts a structure together again out of these tensors. Not a collective; imports nothing but NumPy, and only for arrays.
 
-    The tensors that the skeleton names are used, not copied. `where` is what the value is, in words.
-    CheckpointError is raised, with the place, for a skeleton that `encode` does not make, other
-    tensors, and classes that the program has not imported.
+    CheckpointError names the place of what `encode` does not make, and of classes that are not imported.
     """
     decoder = Decoder(tensors)
     try:

@@ -10,11 +10,7 @@ from accel_checkpoint.codec.path import Unfit, type_name
 
 
 def class_name(kind: type) -> str:
-    """The name under which `find_class` finds this class, as `module:qualified.name`.
-
-    Raises:
-        Unfit: if it would not find it.
-    """
+    """The name under which `find_class` finds this class, as `module:qualified.name`; `Unfit` if it would not."""
     # The children of multiprocessing know the program's main module under both names.
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     name = f"{module}:{kind.__qualname__}"
@@ -27,16 +23,10 @@ def class_name(kind: type) -> str:
 
 
 def find_class(name: str, base: type, member: str, kind: str) -> Any:
-    """The class of that name, which is a `base` and has that member: called a `kind` in messages.
-
-    Raises:
-        Unfit: if no imported module has it, or it is something else.
-    """
+    """The class of that name in an imported module, which is a `base` and has that member; `Unfit` for anything else."""
     module, _, path = name.partition(":")
     if module not in sys.modules:
-        raise Unfit(
-            f"is of the class {name}, whose module is not imported", f"Import {module} before you call load_state()."
-        )
+        raise Unfit(f"is of the class {name}, whose module is not imported", f"Import {module} before load_state().")
     found = _member(module, path)
     if found is None:
         raise Unfit(

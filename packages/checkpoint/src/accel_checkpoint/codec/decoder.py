@@ -13,23 +13,11 @@ from torch import nn
 from accel_checkpoint.codec.class_names import find_class
 from accel_checkpoint.codec.numpy_types import ARRAY, SCALAR
 from accel_checkpoint.codec.path import FIELD, ITEM, KEY, Trail, Unfit, shown, step_into, type_name
-from accel_checkpoint.codec.special_types import (
-    ALIKE,
-    ENUM,
-    SPECIALS,
-    TAG,
-    Fields,
-    Special,
-    dtype_name,
-)
+from accel_checkpoint.codec.special_types import ALIKE, ENUM, SPECIALS, TAG, Fields, Special, dtype_name
 
 
 class Decoder:
-    """Puts one structure together.
-
-    Attributes:
-        trail: where it is; after an `Unfit`, where that comes from.
-    """
+    """Puts one structure together. `trail` is where it is; after an `Unfit`, where that comes from."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.trail = Trail()
@@ -37,11 +25,7 @@ class Decoder:
         self._decoded: dict[str, torch.Tensor] = {}
 
     def value(self, skeleton: Any) -> Any:
-        """The value of a skeleton.
-
-        Raises:
-            Unfit: for what the encoder never makes.
-        """
+        """The value of a skeleton; `Unfit` for what the encoder never makes."""
         kind = type(skeleton)
         if kind is dict:
             return self._tagged(skeleton) if TAG in skeleton else self._object(ITEM, skeleton)
@@ -134,7 +118,7 @@ class Decoder:
         self._new_name(entry)
         _check_part("tensor_subclass", "stride", (int,), *entry["stride"])
         kind = find_class(
-            entry["class"], torch.Tensor, "__tensor_unflatten__", "tensor subclass with __tensor_unflatten__"
+            entry["class"], torch.Tensor, "__tensor_unflatten__", "tensor subclass that can be put together"
         )
         inner = self._object(FIELD, entry["tensors"])
         for name, tensor in inner.items():
@@ -145,9 +129,7 @@ class Decoder:
             with torch.no_grad():
                 tensor = kind.__tensor_unflatten__(inner, context, torch.Size(entry["shape"]), tuple(entry["stride"]))
         except Exception as error:  # the class is the user's
-            raise Unfit(
-                f"is a {entry['class']} that cannot be put together ({type(error).__name__}: {error!s:.200})"
-            ) from error
+            raise Unfit(f"is a {entry['class']} that cannot be put together: {error!r:.200}") from error
         if type(tensor) is not kind:
             raise Unfit(f"is a {entry['class']}, and {entry['class']} makes a {type_name(type(tensor))} of it")
         self._check_form(entry, tensor)
@@ -164,9 +146,8 @@ class Decoder:
         if isinstance(tensor, torch.Tensor):
             found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
         if found != f"{entry['dtype']} {entry['shape']}":
-            raise Unfit(
-                f"is the tensor {entry['name']!r:.80}, which should be {entry['dtype']} {entry['shape']} and is {found}"
-            )
+            expected = f"{entry['dtype']} {entry['shape']}"
+            raise Unfit(f"is the tensor {entry['name']!r:.80}, which should be {expected} and is {found}")
 
     def _keep(self, entry: dict[str, Any], tensor: torch.Tensor, parameter: bool) -> torch.Tensor:
         grad = entry["requires_grad"]
@@ -176,9 +157,7 @@ class Decoder:
             elif grad:
                 tensor.requires_grad_()
         except RuntimeError as error:
-            raise Unfit(
-                f"is a tensor of {entry['dtype']} that requires gradients, which torch does not have"
-            ) from error
+            raise Unfit(f"is a tensor of {entry['dtype']} that requires gradients: torch has none") from error
         self._decoded[entry["name"]] = tensor
         return tensor
 

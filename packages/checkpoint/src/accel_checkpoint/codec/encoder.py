@@ -28,12 +28,7 @@ from accel_checkpoint.codec.special_types import (
 
 
 class Encoder:
-    """Takes one structure apart.
-
-    Attributes:
-        trail: where it is; after an `Unfit`, where that comes from.
-        tensors: those that it has met, by the names that the skeleton has for them.
-    """
+    """Takes one structure apart. `trail` is where it is, or where an `Unfit` comes from; `tensors` are those that it has met."""
 
     def __init__(self) -> None:
         self.trail = Trail()
@@ -44,11 +39,7 @@ class Encoder:
         self._taken = {"__metadata__": 1}  # how often a name was asked for; this one is the file format's own
 
     def value(self, value: Any) -> Any:
-        """The skeleton of a value.
-
-        Raises:
-            Unfit: for what cannot be encoded.
-        """
+        """The skeleton of a value; `Unfit` for what cannot be encoded."""
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -63,12 +54,10 @@ class Encoder:
     def _nested(self, value: Any, kind: type) -> Any:
         start = self._open.setdefault(id(value), len(self.trail.steps))
         if start != len(self.trail.steps):
-            raise Unfit(
-                f"is {self.trail.upto(start)} again, which thus contains itself", "Give a structure without circles."
-            )
+            raise Unfit(f"is {self.trail.upto(start)} again, which thus contains itself", "Give one without circles.")
         skeleton: Any
         if kind is list:
-            skeleton = self._list(value)
+            skeleton = [self._child(ITEM, index, item) for index, item in enumerate(value)]
         elif kind is dict:
             skeleton = self._dict(value)
         elif isinstance(value, torch.Tensor):
@@ -86,19 +75,13 @@ class Encoder:
         self.trail.pop()
         return skeleton
 
-    def _list(self, values: list[Any]) -> list[Any]:
-        return [self._child(ITEM, index, value) for index, value in enumerate(values)]
-
     def _dict(self, values: dict[Any, Any]) -> dict[str, Any]:
         if TAG not in values and all(type(key) is str and is_plain_text(key) for key in values):
             return {key: self._child(ITEM, key, value) for key, value in values.items()}
         items = []
         for key, value in values.items():
             if holds_tensor(key):
-                raise Unfit(
-                    "is a dict with a tensor as a key, which is found by identity only",
-                    "Give one whose keys are names or numbers.",
-                )
+                raise Unfit("is a dict with a tensor as a key, which is found by identity only", "Give names as keys.")
             items.append([self._child(KEY, key, key), self._child(ITEM, key, value)])
         return {TAG: "dict", "items": items}
 
@@ -162,7 +145,4 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise Unfit(f"is a tensor of layout {tensor.layout}, which a checkpoint cannot hold", "Call .to_dense() on it.")
     if tensor.is_quantized:
-        raise Unfit(
-            f"is a quantised tensor ({dtype_name(tensor.dtype)}), which a checkpoint cannot hold",
-            "Give its integers, scales and zero points as tensors.",
-        )
+        raise Unfit(f"is a quantised tensor ({tensor.dtype}), which a checkpoint cannot hold", "Give its parts.")

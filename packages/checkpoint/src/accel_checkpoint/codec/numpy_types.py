@@ -22,11 +22,7 @@ _DTYPE = re.compile(r"[<>|][biufc]\d+")
 
 
 def numpy_special(value: Any) -> Special | None:
-    """The encoding of a NumPy array or scalar; None for any other value.
-
-    Raises:
-        Unfit: for arrays of objects, of several fields, and of other classes.
-    """
+    """The encoding of a NumPy array or scalar of numbers; None for what is not NumPy's, `Unfit` for other arrays."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
@@ -59,21 +55,14 @@ def _join_array(name: str, data: torch.Tensor) -> Any:
     return data.detach().cpu().numpy()
 
 
-def _split_scalar(scalar: Any) -> tuple[str, str]:
-    return scalar.dtype.str, scalar.tobytes().hex()
-
-
 def _join_scalar(name: str, content: str) -> Any:
-    numpy, dtype, held = _numpy(), _dtype(name), bytes.fromhex(content)
+    if not _DTYPE.fullmatch(name):
+        raise ValueError(f"{name!r:.40} is no dtype of numbers")
+    numpy, held = _numpy(), bytes.fromhex(content)
+    dtype = numpy.dtype(name)
     if len(held) != dtype.itemsize:
         raise ValueError(f"a scalar of {name} has {dtype.itemsize} bytes, and not {len(held)}")
     return numpy.ndarray((), dtype, held)[()]
-
-
-def _dtype(name: str) -> Any:
-    if not _DTYPE.fullmatch(name):
-        raise ValueError(f"{name!r:.40} is no dtype of numbers")
-    return _numpy().dtype(name)
 
 
 def _numpy() -> Any:
@@ -84,4 +73,9 @@ def _numpy() -> Any:
 
 
 ARRAY = Special("numpy.ndarray", {"dtype": (str,), "data": (torch.Tensor,)}, _split_array, _join_array)
-SCALAR = Special("numpy.scalar", {"dtype": (str,), "bytes": (str,)}, _split_scalar, _join_scalar)
+SCALAR = Special(
+    "numpy.scalar",
+    {"dtype": (str,), "bytes": (str,)},
+    lambda each: (each.dtype.str, each.tobytes().hex()),
+    _join_scalar,
+)

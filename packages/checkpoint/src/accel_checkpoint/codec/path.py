@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-DEPTH = 100
-"""The greatest depth of a structure: far above that of states, far below the limit of Python's stack."""
-
-_SHOWN = 200
-"""The most characters of a path in a message, and about the most of a tensor's name."""
+DEPTH = 100  # the greatest depth of a structure: far above that of states, far below the limit of Python's stack
+_SHOWN = 200  # the most characters of a path in a message, and about the most of a tensor's name
 
 ITEM, FIELD, KEY, PART = "[{}]", ".{}", " (its key {})", "{:.0}"
 """Formats of the steps into a list or dict, an attribute, a key, and a part that users do not see."""
@@ -30,15 +27,7 @@ class Trail:
         self.steps: list[tuple[str, Any]] = []
 
     def push(self, style: str, step: Any) -> None:
-        """Goes a step deeper.
-
-        Args:
-            style: one of the four above.
-            step: an index, a key or a name.
-
-        Raises:
-            Unfit: if that is deeper than `DEPTH`.
-        """
+        """Goes a step deeper: into an index, a key or a name, in one of the four styles above. `Unfit` beyond `DEPTH`."""
         self.steps.append((style, step))
         if len(self.steps) > DEPTH:
             raise Unfit(f"is nested deeper than {DEPTH} levels")
@@ -49,9 +38,8 @@ class Trail:
 
     def upto(self, depth: int) -> str:
         """The place that many steps deep, as `state['a'][3].b`."""
-        text = "state" + "".join(
-            style.format(step if style in {FIELD, PART} else shown(step)) for style, step in self.steps[:depth]
-        )
+        steps = (style.format(step if style in {FIELD, PART} else shown(step)) for style, step in self.steps[:depth])
+        text = f"state{''.join(steps)}"
         return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 2 :]}"
 
     def __str__(self) -> str:

@@ -24,39 +24,24 @@ from torch import nn
 from accel_checkpoint.codec.class_names import class_name, find_class
 from accel_checkpoint.codec.path import Unfit, shown, type_name
 
-ALIKE = 100
-"""The most keys of one hash: finding each takes as long as all of them, so thousands would take minutes."""
-
-LONG = 1024
-"""Bytes beyond this many are kept as a tensor, and not in the skeleton."""
+ALIKE = 100  # the most keys of one hash: finding each takes as long as all of them, so thousands would take minutes
+LONG = 1024  # bytes beyond this many are kept as a tensor, and not in the skeleton
 
 
 M = TypeVar("M", OrderedDict[Any, Any], Counter[Any])
 
-Fields = Mapping[str, tuple[type, ...]]
-"""The names of an entry's fields, and the types that each may have; () for any."""
+Fields = Mapping[str, tuple[type, ...]]  # the names of an entry's fields, and the types that each may have; () for any
 
 
-TAG = "$"
-"""The field that says how an object is to be read."""
-
-EXACT = 2**53
-"""Integers beyond it are floats to many readers of JSON."""
+TAG = "$"  # the field that says how an object is to be read
+EXACT = 2**53  # integers beyond it are floats to many readers of JSON
 
 PLAIN: dict[type, str] = {torch.Tensor: "tensor", nn.Parameter: "parameter"}
 """Tensors that are kept as they are, and their tags."""
 
 
 class Special(NamedTuple):
-    """The encoding of the values of one type.
-
-    Attributes:
-        tag: what the entry says under `$`.
-        fields: of the parts.
-        split: gives the parts of a value, which are values that can be encoded.
-        join: makes the value of its parts. It may raise whatever built-in types raise for parts
-            that make no sense.
-    """
+    """The encoding of the values of one type under a tag: `split` gives the parts, of the types in `fields`; `join` takes them."""
 
     tag: str
     fields: Fields
@@ -173,10 +158,6 @@ def _split_mapping(value: OrderedDict[Any, Any] | Counter[Any]) -> tuple[dict[An
     return dict(value), dict(vars(value))
 
 
-def _join_ordered(value: dict[Any, Any], attributes: dict[str, Any]) -> OrderedDict[Any, Any]:
-    return _with_attributes(OrderedDict(value), attributes)
-
-
 def _join_counter(value: dict[Any, Any], attributes: dict[str, Any]) -> Counter[Any]:
     counter: Counter[Any] = Counter()
     dict.update(counter, value)  # its own method would add
@@ -255,7 +236,9 @@ SPECIALS: dict[type, Special] = {
     deque: Special(
         "deque", {"items": (list,), "maxlen": (int, _NONE)}, lambda value: (list(value), value.maxlen), _join_deque
     ),
-    OrderedDict: Special("OrderedDict", _MAPPING, _split_mapping, _join_ordered),
+    OrderedDict: Special(
+        "OrderedDict", _MAPPING, _split_mapping, lambda value, own: _with_attributes(OrderedDict(value), own)
+    ),
     Counter: Special("Counter", _MAPPING, _split_mapping, _join_counter),
     torch.dtype: Special("torch.dtype", _NAME, lambda value: (dtype_name(value),), find_dtype),
     torch.device: Special("torch.device", _NAME, lambda value: (str(value),), torch.device),

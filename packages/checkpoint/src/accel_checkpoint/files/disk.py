@@ -17,15 +17,9 @@ import xxhash
 from accel_checkpoint.weights.tensor_files import cannot_be_written
 from accel_core import CheckpointError
 
-CHUNK = 256 << 10
-"""Bytes a write: small enough that what was just hashed is still in the cache of the processor."""
-
-BEHIND = 8 << 20
-"""After so many bytes the kernel is asked to begin writing them; else it would all be left to `fsync`."""
-
-READ = 1 << 20
-"""Bytes a read, which are then hashed while they are in the cache of the processor."""
-
+CHUNK = 256 << 10  # bytes a write: small enough that what was just hashed is still in the cache of the processor
+BEHIND = 8 << 20  # after so many bytes the kernel is asked to begin writing them; else it would all be left to `fsync`
+READ = 1 << 20  # bytes a read, which are then hashed while they are in the cache of the processor
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -70,11 +64,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Output]:
-    """A file that did not exist: on the disk when the body ends, and gone when the body fails.
-
-    Raises:
-        OSError: naming `path`, which may be one that exists already; that one stays.
-    """
+    """A file that did not exist: on the disk when the body ends, gone when the body fails. OSError names `path`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -98,13 +88,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def open_file(path: Path) -> int:
-    """The descriptor of a file that is to be read, for the caller to close.
-
-    Raises:
-        CheckpointError: if it is no regular file. A pipe would be waited for, and a device may have
-            no end.
-        OSError: naming `path`.
-    """
+    """The descriptor of a regular file that is to be read, for the caller to close. A pipe would be waited for."""
     with _reading(path):
         # Not blocking, for opening a pipe waits for who writes to it; of a regular file it changes nothing.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -143,11 +127,7 @@ def hash_of(descriptor: int, length: int, path: Path) -> str:
 
 
 def read_into(descriptor: int, place: memoryview, offset: int, path: Path) -> int:
-    """Fills `place` with the bytes at `offset` of a file; returns how many there were: fewer only at its end.
-
-    Raises:
-        OSError: naming `path`.
-    """
+    """Fills `place` with the bytes at `offset` of a file; returns how many there were: fewer only at its end."""
     begin = 0
     with _reading(path):
         while begin < len(place):
@@ -168,14 +148,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def read_all(jobs: Sequence[Callable[[], None]], threads: int = 2) -> None:
-    """Runs jobs that mostly read and hash, in this thread and `threads - 1` more, all of which have ended on return.
-
-    Each job runs without recording gradients, whatever the mode of the caller. After an error no
-    further job begins.
-
-    Raises:
-        The first error of a job.
-    """
+    """Runs jobs that read and hash, without gradients, in this thread and `threads - 1` more; raises the first error."""
     waiting = iter(jobs)
     taking = threading.Lock()
     errors: list[BaseException] = []

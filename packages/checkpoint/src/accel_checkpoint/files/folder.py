@@ -64,9 +64,8 @@ class Draft:
     def begin(cls, folder: Path, id: str | None = None) -> Draft:
         """Makes the folder and a data folder in it, and sweeps what killed saves left there. Not a collective.
 
-        CheckpointError is raised before anything is written, if the place is taken: by a file, by the
-        checkpoint of another library or of a newer version, by a run that is saving there; OSError if the
-        folder cannot be made or written to.
+        CheckpointError is raised before anything is written if the place is taken: by a file, by the
+        checkpoint of another library or of a newer version, by a run that is saving there.
         """
         draft = cls(folder, secrets.token_hex(8) if id is None else id)
         assert DATA.fullmatch(draft.data.name), id
@@ -80,12 +79,7 @@ class Draft:
             return replace(draft, lock=Lock(draft.data))
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes the files in `data`, which are on the disk, the checkpoint of the folder.
-
-        Raises:
-            CheckpointError: if files that the manifest names are not there.
-            OSError: naming the folder; the previous checkpoint is still there.
-        """
+        """Makes the files in `data`, which are on the disk, the checkpoint of the folder; if it raises, the previous one is."""
         assert manifest.id == self.id
         if wrong := wrong_files(self.folder, manifest):
             raise CheckpointError(
@@ -98,18 +92,11 @@ class Draft:
             sync_folder(self.data)
             sync_folder(self.folder)  # the data before the manifest that names them
         write_manifest(self.folder, manifest)
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self.lock is not None:
             self.lock.release()
 
     def sweep(self) -> None:
-        """Removes the data of the previous checkpoint, after `publish`.
-
-        Warns:
-            RuntimeWarning: if they cannot be removed.
-        """
+        """Removes the data of the previous checkpoint, after `publish`; warns if it cannot."""
         try:
             _sweep(self.folder, {self.data.name})
         except OSError as error:
@@ -122,14 +109,14 @@ class Draft:
             if not isinstance(found, Manifest) or found.id != self.id:
                 with _opened(self.folder) as descriptor:
                     _remove(self.data.name, descriptor)
-        self._let_go()
+        if self.lock is not None:
+            self.lock.release()
 
 
 def remove_checkpoint(folder: Path) -> None:
     """Removes a folder that holds a checkpoint, with everything in it. Of a link only the link is removed. Not a collective.
 
-    An interrupted removal leaves no checkpoint: what was the manifest is called
-    `manifest.json.removed` from the first moment to the last, and says that the rest may go too.
+    The manifest is renamed first and removed last: an interrupted removal leaves no checkpoint, and says so.
     """
     with failing_with("the checkpoint cannot be removed: {}. Remove the folder by hand", folder):
         if folder.is_symlink():
@@ -158,12 +145,8 @@ def is_leftover(folder: Path) -> bool:
 
 def warn_of_rest(what: str, error: OSError) -> None:
     """Warns that something cannot be removed after a save that is complete."""
-    warnings.warn(
-        f"The checkpoint was saved, but {what} cannot be removed: {error}. The next save tries again. Remove it by hand if "
-        f"it stays.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    text = f"The checkpoint was saved, but {what} cannot be removed: {error}. The next save tries again."
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _check_place(folder: Path) -> set[str] | None:
@@ -252,11 +235,7 @@ def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = Tru
 
 
 def _remove(name: str, inside: int) -> None:
-    """Removes a file, a link, or a folder with everything in it, of the folder with the descriptor `inside`.
-
-    By descriptors all the way down: where a folder is swapped for a link, what the link leads to is
-    left alone.
-    """
+    """Removes a file, a link, or a folder with all in it, by descriptors: where a link was put meanwhile, its target stays."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=inside)
         return

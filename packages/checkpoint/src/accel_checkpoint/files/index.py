@@ -50,11 +50,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest) -> Index:
-        """Reads and checks the file.
-
-        Raises:
-            CheckpointError: if it is not what the manifest says, or not an index.
-        """
+        """Reads the file; CheckpointError if it is not what the manifest says, or no index."""
         path = folder / manifest.data / NAME
         descriptor = open_file(path)
         try:  # before memory is taken for it
@@ -103,9 +99,8 @@ class Index:
         stored = self.files[part["file"]].tensors[part["key"]]
         shape = tuple(part["sizes"] if record["kind"] == "elementwise" else record["shape"])
         if stored.shape != shape or stored.dtype != record["dtype"]:
-            raise ValueError(
-                f"{name!r} is {record['dtype']} {shape} here, and {stored.dtype} {stored.shape} in its file"
-            )
+            there = f"{stored.dtype} {stored.shape}"
+            raise ValueError(f"{name!r} is {record['dtype']} {shape} here, and {there} in its file")
 
     def _check_references(self, name: str, entry: Mapping[str, Any]) -> None:
         for path, place in entry["tensors"].items():
@@ -118,10 +113,8 @@ class Index:
         if record["kind"] == "replicated":
             whole = Box.whole(tuple(record["shape"]))
             return [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
-        return [
-            StoredBox(Box(tuple(part["offsets"]), tuple(part["sizes"])), part["file"], part["key"])
-            for part in record["parts"]
-        ]
+        boxes = [Box(tuple(part["offsets"]), tuple(part["sizes"])) for part in record["parts"]]
+        return [StoredBox(box, part["file"], part["key"]) for box, part in zip(boxes, record["parts"], strict=True)]
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor that is not opaque."""

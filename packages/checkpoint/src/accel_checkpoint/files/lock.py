@@ -24,14 +24,7 @@ NAME = "saving.lock"
 
 
 class Lock:
-    """Held from its making until `release`, or the end of the process. A pickle of it holds nothing.
-
-    Args:
-        folder: that this process writes into.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """A lock on a data folder, from its making until `release` or the end of the process. A pickle of it holds nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME

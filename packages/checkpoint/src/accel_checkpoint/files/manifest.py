@@ -33,9 +33,7 @@ VERSION = 1
 HASH = "xxh3_128"
 INDEX = "index.json"
 
-LARGEST = 64 << 20
-"""Bytes of a manifest: none is read, or written, that has more."""
-
+LARGEST = 64 << 20  # bytes of a manifest: none is read, or written, that has more
 REMOVED = f"{NAME}.removed"  # what the manifest is called while the folder is taken away
 DATA = re.compile(r"data-[0-9a-f]{16}")
 TEMPORARY = re.compile(rf"{re.escape(NAME)}\.[0-9a-f]{{8}}\.tmp")
@@ -58,21 +56,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a manifest.
+    """The contents of a manifest."""
 
-    Args:
-        id: 16 hexadecimal digits, new for every save.
-        created: ISO 8601 in UTC, to the second.
-        index: of the file `index.json`.
-        files: bytes of every other file in the data folder, by name.
-        record: what was running, as JSON.
-    """
-
-    id: str
-    created: str
+    id: str  # 16 hexadecimal digits, new for every save
+    created: str  # ISO 8601 in UTC, to the second
     index: FileRecord
-    files: Mapping[str, int]
-    record: Mapping[str, Any]
+    files: Mapping[str, int]  # bytes of every other file in the data folder
+    record: Mapping[str, Any]  # what was running, as JSON
 
     @property
     def data(self) -> str:
@@ -88,12 +78,7 @@ class Flaw(NamedTuple):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publishes a checkpoint: a reader or a crash sees the old manifest or the new one. Not a collective.
-
-    Raises:
-        CheckpointError: for a manifest that could not be read again.
-        OSError: naming the folder.
-    """
+    """Publishes a checkpoint: a reader or a crash sees the old manifest or the new one. Not a collective."""
     content = _sealed(folder, manifest)
     temporary = folder / f"{NAME}.{secrets.token_hex(4)}.tmp"
     untouched = "the checkpoint cannot be published: {}. What was saved here is untouched. Make room, or save elsewhere"
@@ -113,23 +98,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint whose files are all there, with the sizes that it says. Not a collective.
 
-    Raises FileNotFoundError if there is no such folder, and CheckpointError if it holds no checkpoint,
-    or one that is unfinished, damaged, or of a newer version. Both name the newest complete checkpoint
-    beside it, if there is one. Hashes of the other files are checked by their readers.
+    FileNotFoundError is raised if there is no such folder, CheckpointError for what is no complete checkpoint.
     """
     found = examine(folder)
     if isinstance(found, Manifest):
         return found
-    other = _newest_beside(folder)
-    advice = (
-        "Pass a folder that save_state() wrote"
-        if other is None
-        else f'The newest complete one beside it: load_state("{other}")'
-    )
+    advice = "Pass one that save_state() wrote"
     if found.kind == "absent":
-        raise FileNotFoundError(
-            errno.ENOENT, f"a checkpoint was to be read here, but there is no such folder. {advice}", str(folder)
-        )
+        text = f"a checkpoint was to be read here, but there is no such folder. {advice}"
+        raise FileNotFoundError(errno.ENOENT, text, str(folder))
     raise CheckpointError(f"A checkpoint was to be read from {folder}, but it {found.found}. {advice}.")
 
 
@@ -141,18 +118,12 @@ def examine(folder: Path) -> Manifest | Flaw:
     wrong = wrong_files(folder, manifest)
     if not wrong:
         return manifest
-    return Flaw(
-        "damaged",
-        f"is damaged: of the files that its manifest names, in {manifest.data}, {listed(wrong, most=_SHOWN)}",
-    )
+    found = f"of the files that its manifest names, in {manifest.data}, {listed(wrong, most=_SHOWN)}"
+    return Flaw("damaged", f"is damaged: {found}")
 
 
 def unseal(folder: Path) -> Manifest | Flaw:
-    """The manifest of a folder, or why it cannot be read; the files that it names are not looked for.
-
-    Raises:
-        OSError: if the file system fails.
-    """
+    """The manifest of a folder, or why it cannot be read; the files that it names are not looked for."""
     try:
         content = read_file(folder / NAME, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
@@ -202,36 +173,23 @@ def failing_with(text: str, path: Path) -> Iterator[None]:
 
 
 def _sealed(folder: Path, manifest: Manifest) -> bytes:
-    members = {
-        "format": FORMAT,
-        "version": VERSION,
-        "hash": HASH,
-        "id": manifest.id,
-        "created": manifest.created,
-        "index": asdict(manifest.index),
-        "files": dict(manifest.files),
-        "record": dict(manifest.record),
-        "seal": "",
-    }
+    members = {"format": FORMAT, "version": VERSION, "hash": HASH, **vars(manifest), "seal": ""}
+    members |= {"index": asdict(manifest.index), "files": dict(manifest.files), "record": dict(manifest.record)}
     try:
         text = json.dumps(members, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"A checkpoint was to be published in {folder}, but its record of the run is not JSON: {error}. Pass a record of "
-            f"dicts with text as keys, lists, texts, finite numbers, True, False and None."
+            f"A checkpoint was to be published in {folder}, but its record of the run is not JSON: {error}."
         ) from error
     body = text[: -len('"\n}')].encode()
     if len(body) + _TAIL > LARGEST:
         raise CheckpointError(
-            f"A checkpoint was to be published in {folder}, but its manifest has {len(body) + _TAIL} bytes, and no reader takes "
-            f"more than {LARGEST}. Make the record of the run smaller: the configuration of trackers, say."
+            f"A checkpoint was to be published in {folder}, but its manifest has {len(body) + _TAIL} bytes, and no reader takes more than "
+            f"{LARGEST}. Make the record of the run smaller: the configuration of trackers, say."
         )
     seal = xxh3_128_hexdigest(body)
     if lies := _lies({**json.loads(text), "seal": seal}):
-        raise CheckpointError(
-            f"A checkpoint was to be published in {folder}, but no reader would take its manifest: {lies}. Pass values as "
-            f"accel_checkpoint.files.manifest.Manifest describes them."
-        )
+        raise CheckpointError(f"A checkpoint is not published in {folder}, for no reader takes its manifest: {lies}.")
     return body + f"{seal}{_ENDING}".encode()
 
 
@@ -273,11 +231,8 @@ def _members(content: bytes) -> dict[str, Any] | Flaw:
         return Flaw("foreign", f'holds a manifest of another kind: its "format" is {said!r:.80}, not {FORMAT!r}')
     version = members.get("version")
     if type(version) is int and version > VERSION:
-        return Flaw(
-            "newer",
-            f"was written by a newer accel-core: its format has version {version}, and this one reads up to {VERSION}. "
-            f"Type pip install --upgrade accel-core",
-        )
+        known = f"its format has version {version}, and this one reads up to {VERSION}"
+        return Flaw("newer", f"was written by a newer accel-core: {known}. Type pip install --upgrade accel-core")
     return members
 
 
@@ -342,24 +297,3 @@ _MEMBERS: dict[str, Callable[[Any], bool]] = {
     "record": lambda value: isinstance(value, dict),
     "seal": _is_hash,
 }
-
-
-def _newest_beside(folder: Path) -> Path | None:
-    """The newest complete checkpoint in the same parent, by the time in its manifest, then by the numbers in its name."""
-    place = Path(os.path.abspath(folder))
-    newest: tuple[Any, ...] = ()
-    try:
-        names = os.listdir(place.parent)
-    except OSError:  # a parent that is missing or closed has nothing to offer; what is wrong is said already
-        return None
-    for name in names:
-        other = place.parent / name
-        if name != place.name and is_complete(other):
-            manifest = unseal(other)
-            assert isinstance(manifest, Manifest)
-            newest = max(newest, (manifest.created[:19], _natural(name), other))
-    return newest[-1] if newest else None
-
-
-def _natural(name: str) -> list[tuple[str, int]]:
-    return [(text, int(digits or 0)) for text, digits in re.findall(r"([^0-9]*)([0-9]*)", name)]

@@ -13,22 +13,11 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import xxhash
 
-from accel_checkpoint.files.disk import (
-    CHUNK,
-    READ,
-    Output,
-    hash_of,
-    memory,
-    new_file,
-    open_file,
-    read_all,
-    read_into,
-)
+from accel_checkpoint.files.disk import CHUNK, READ, Output, hash_of, memory, new_file, open_file, read_all, read_into
 from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_checkpoint.weights.tensor_files import header_of, in_order
 from accel_core import CheckpointError
@@ -36,11 +25,8 @@ from accel_core.api.layouts import Box, flat_range
 
 __all__ = ["BLOCK", "PartReader", "StoredFile", "StoredTensor", "read_all", "write_part"]
 
-STAGED = 32 << 20
-"""Bytes of a tensor on an accelerator that are copied to the CPU at a time: more is not faster."""
-
-_ALIGNMENT = 64
-"""The tensors begin at a multiple of it, so that readers can map them without a copy."""
+STAGED = 32 << 20  # bytes of a tensor on an accelerator that are copied to the CPU at a time: more is not faster
+_ALIGNMENT = 64  # the tensors begin at a multiple of it, so that readers can map them without a copy
 
 # Bits are moved, and no numbers: every dtype can be, and no NaN changes on the way.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -49,9 +35,8 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     """Writes tensors to a new file, which is on the disk on return, and returns its description.
 
-    They live on any device, with any strides. One in contiguous CPU memory is written from there; of
-    others a small part at a time is copied. CheckpointError is raised for what is no plain tensor with
-    data, before anything is written; OSError names `path`, and leaves nothing new there.
+    They live on any device, with any strides; only what is no contiguous CPU memory is copied, a small part
+    at a time. CheckpointError is raised for what is no plain tensor, before anything is written.
     """
     found = {key: plain(key, tensor) for key, tensor in tensors.items()}
     if "__metadata__" in found:
@@ -70,11 +55,7 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
 
 
 def plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its gradient history, if it is what it seems: strided memory with its elements and nothing else.
-
-    Raises:
-        CheckpointError: naming `key`, if it is not.
-    """
+    """`tensor` without its gradient history; CheckpointError unless it is strided memory with its elements and nothing else."""
     data = tensor.detach()
     if type(data) is not torch.Tensor:
         raise _refusal(key, f"a {type(data).__name__}", "Take its components, or save it as an Opaque entry")
@@ -88,9 +69,8 @@ def plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refusal(key: str, found: str, advice: str) -> CheckpointError:
-    return CheckpointError(
-        f"the files of a checkpoint hold plain, dense tensors with their data, but {key!r} is {found}. {advice}."
-    )
+    text = f"the files of a checkpoint hold plain, dense tensors with their data, but {key!r} is {found}. {advice}."
+    return CheckpointError(text)
 
 
 def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:
@@ -153,16 +133,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class PartReader:
     """Reads tensors, or boxes of them, from the file that `write_part` made; what it returned, it has verified.
 
-    A context manager. Several threads may read at once (`read_all`); per thread it holds a buffer
-    of one `BLOCK`.
-
-    Args:
-        path: of the file.
-        stored: its description.
-
-    Raises:
-        CheckpointError: if the file is not there, has another size, or its header was changed.
-        OSError: naming `path`, if the disk does not give it.
+    A context manager. Several threads may read at once (`read_all`); each holds a buffer of one `BLOCK`.
     """
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
@@ -182,17 +153,11 @@ class PartReader:
     def __enter__(self) -> PartReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
     def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
-        """Reads a whole tensor into `out`, which has its shape; on any device, with any strides.
-
-        With `cast`, `out` may have another dtype. Raises CheckpointError: naming the tensor, if it
-        is damaged or does not fit; OSError, if the disk does not give it.
-        """
+        """Reads a whole tensor into `out`, of its shape, on any device; with `cast`, of another dtype."""
         self.read_box(key, Box.whole(self._tensor(key).shape), out, cast)
 
     def tensor(self, key: str) -> torch.Tensor:
@@ -204,10 +169,8 @@ class PartReader:
             try:
                 data = torch.empty(stored.nbytes, dtype=torch.uint8)
             except RuntimeError as error:
-                raise CheckpointError(
-                    f"{self.path}: {key!r} has {stored.nbytes} bytes, and there is no memory for so many ({error!s:.200}). "
-                    f"{_ANOTHER}"
-                ) from error
+                text = f"{key!r} has {stored.nbytes} bytes, and there is no memory for so many ({error!s:.200})"
+                raise CheckpointError(f"{self.path}: {text}. {_ANOTHER}") from error
             # As bytes, for torch makes no empty tensors of some of the dtypes.
             out = data.view(DTYPES[stored.dtype]).view(stored.shape)
         self.read(key, out)
@@ -215,10 +178,7 @@ class PartReader:
 
     @torch.no_grad()
     def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
-        """Reads the region `source` of a tensor into `out`, of the shape `source.sizes`; otherwise as `read`.
-
-        Only blocks that the region touches are read, each of them whole.
-        """
+        """Reads the region `source` of a tensor into `out`, of the shape `source.sizes`: only the blocks that it touches."""
         stored = self._tensor(key)
         out = self._fitting(key, stored, source, plain(key, out), cast)
         if source.is_empty:
@@ -269,26 +229,21 @@ class PartReader:
         """Fills `place`, as long as the block, and verifies it."""
         found = self._hash(place, stored.offset + index * BLOCK)
         if found != stored.hashes[index]:
-            first, last = index * BLOCK, index * BLOCK + len(place) - 1
-            raise CheckpointError(
-                f"{self.path}: the bytes of {key!r} from {first} to {last} have the hash {found}, and the checkpoint says "
-                f"{stored.hashes[index]}: the file is damaged. {_ANOTHER}"
-            )
+            span = f"the bytes of {key!r} from {index * BLOCK} to {index * BLOCK + len(place) - 1}"
+            raise self._damage(f"{span} have the hash {found}", stored.hashes[index])
+
+    def _damage(self, found: str, expected: object) -> CheckpointError:
+        text = f"{self.path}: {found}, and the checkpoint says {expected}: the file is damaged. {_ANOTHER}"
+        return CheckpointError(text)
 
     def _check(self) -> None:
         """The size of the file, and its header."""
         found = os.fstat(self._descriptor).st_size
         if found != self.stored.nbytes:
-            raise CheckpointError(
-                f"{self.path}: the file has {found} bytes, and the checkpoint says {self.stored.nbytes}: the file is damaged. "
-                f"{_ANOTHER}"
-            )
+            raise self._damage(f"the file has {found} bytes", self.stored.nbytes)
         header = hash_of(self._descriptor, self.stored.header_bytes, self.path)
         if header != self.stored.header_hash:
-            raise CheckpointError(
-                f"{self.path}: the header has the hash {header}, and the checkpoint says {self.stored.header_hash}: the file is "
-                f"damaged. {_ANOTHER}"
-            )
+            raise self._damage(f"the header has the hash {header}", self.stored.header_hash)
 
     def _hash(self, place: memoryview, offset: int) -> str:
         """Fills `place` from the file, and returns the hash of it."""
@@ -303,23 +258,16 @@ class PartReader:
     def _tensor(self, key: str) -> StoredTensor:
         stored = self.stored.tensors.get(key)
         if stored is None:
-            raise CheckpointError(
-                f"{self.path}: {key!r} is to be read from this file, which has {len(self.stored.tensors)} tensors and none "
-                f"of this name: the checkpoint contradicts itself. {_ANOTHER}"
-            )
+            raise CheckpointError(f"{self.path}: {key!r} is to be read, and is not in this file. {_ANOTHER}")
         return stored
 
     def _fitting(self, key: str, stored: StoredTensor, source: Box, out: torch.Tensor, cast: bool) -> torch.Tensor:
         if not Box.whole(stored.shape).contains(source) or tuple(out.shape) != source.sizes:
             raise CheckpointError(
-                f"{self.path}: {source} of {key!r}, which is stored with the shape {stored.shape}, is to be read into the shape "
-                f"{tuple(out.shape)}. Load it into a tensor that has the shape of what is read."
+                f"{self.path}: {source} of {key!r}, whose shape is {stored.shape}, is to be read into {tuple(out.shape)}."
             )
         if out.dtype != DTYPES[stored.dtype] and not cast:
-            raise CheckpointError(
-                f"{self.path}: {key!r} is stored as {stored.dtype}, and is to be read into {out.dtype}. Load it into a tensor of "
-                f"its own dtype, or pass cast=True."
-            )
+            raise CheckpointError(f"{self.path}: {key!r} is {stored.dtype}, read into {out.dtype} without cast.")
         return out
 
 

@@ -32,13 +32,7 @@ def complete(root: Path) -> list[int]:
 
 
 def newest(root: Path) -> Path:
-    """The complete checkpoint with the highest number. Unfinished saves are passed over; what is damaged is not.
-
-    Raises:
-        CheckpointError: if there is none; if a newer one was complete once and cannot be read now,
-            naming that and the newest one that can.
-        OSError: if the file system fails.
-    """
+    """The complete checkpoint with the highest number. Unfinished saves are passed over; what is damaged raises."""
     unfinished = []
     for number in reversed(numbers(root)):
         path = root / name(number)
@@ -46,33 +40,28 @@ def newest(root: Path) -> Path:
         if isinstance(found, Manifest):
             return path
         if found.kind != "unfinished":
-            good = next((each for each in _below(root, number) if isinstance(examine(each), Manifest)), None)
-            advice = (
-                "No other is complete: start without load_state()" if good is None else f'Type load_state("{good}")'
-            )
+            below = [root / name(each) for each in reversed(numbers(root)) if each < number]
+            good = next((each for each in below if isinstance(examine(each), Manifest)), None)
+            advice = f'Type load_state("{good}")' if good else "No other is complete: start without load_state()"
             raise CheckpointError(
                 f"The newest checkpoint in {root} was to be read, but {path.name} {found.found}. {advice}, or remove that one."
             )
         unfinished.append(path.name)
-    said = (
-        f"none of {', '.join(unfinished)} has a manifest: no save of ours was finished there"
-        if unfinished
-        else "it has none"
-    )
+    none = f"none of {', '.join(unfinished)} has a manifest: no save of ours was finished there"
+    said = none if unfinished else "it has none"
     raise CheckpointError(
         f"The newest checkpoint in {root} was to be read, but {said}. Pass a folder to load_state(...), or start without it."
     )
 
 
 def next_path(root: Path, iteration: int, known: bool) -> Path:
-    """The path for the checkpoint number `iteration`; `known` says whether this run wrote or loaded a checkpoint in `root`.
+    """The path for the checkpoint number `iteration`.
 
-    CheckpointError is raised if an unknown run would be replaced, or have a newer one by its number.
+    CheckpointError is raised if a run that is not `known` in `root` would replace one, or have a newer one by its number.
     """
     path = root / name(iteration)
-    taken = (
-        [] if known else [number for number in numbers(root) if number >= iteration and _is_taken(root / name(number))]
-    )
+    above = [] if known else [number for number in numbers(root) if number >= iteration]
+    taken = [number for number in above if _is_taken(root / name(number))]
     if not taken:
         return path
     raise CheckpointError(
@@ -84,8 +73,7 @@ def next_path(root: Path, iteration: int, known: bool) -> Path:
 def enforce(root: Path, limit: int, keep: Path) -> list[Path]:
     """Removes the complete checkpoints with the lowest numbers until `limit` remain, and what killed saves left below `keep`.
 
-    `keep` was just published, and remains. Whatever else is in the folder is never touched. Returns
-    what was removed, and warns of each that cannot be.
+    Whatever else is in the folder is never touched. Returns what was removed, and warns of each that cannot be.
     """
     kept = _MANAGED.fullmatch(keep.name)
     assert kept is not None, keep
@@ -107,7 +95,3 @@ def _is_taken(path: Path) -> bool:
     found = unseal(path)
     # Where anything else stands in the way, the save itself says what it is.
     return isinstance(found, Manifest) or found.kind in {"damaged", "newer"}
-
-
-def _below(root: Path, number: int) -> list[Path]:
-    return [root / name(each) for each in reversed(numbers(root)) if each < number]

@@ -16,17 +16,13 @@ import torch
 
 from accel_core import CheckpointError
 
-BLOCK = 4 << 20
-"""Bytes that have one hash: the least that is read of a tensor. A multiple of the size of every element."""
-
-HASH_LENGTH = 32
-"""Characters of a hash: 128 bits, in hexadecimal."""
+BLOCK = 4 << 20  # bytes that have one hash: the least that is read of a tensor. A multiple of the size of every element
+HASH_LENGTH = 32  # characters of a hash: 128 bits, in hexadecimal
 
 _HEADER, _ENTRY = 1 << 20, 2048
 """Bytes that a header may have, and for each tensor beside its name: more than any that was written."""
 
-_DIMS = 64
-"""The most dims that torch computes with."""
+_DIMS = 64  # the most dims that torch computes with
 
 # Quantised dtypes of torch itself are no plain numbers: their scales lie elsewhere in the tensor.
 DTYPES: Mapping[str, torch.dtype] = {
@@ -39,22 +35,13 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, in row-major order.
+    """A tensor in a file, in row-major order."""
 
-    Args:
-        dtype: name of torch's dtype, such as "bfloat16".
-        shape: of the tensor.
-        offset: of its first byte, from the beginning of the file.
-        nbytes: how many bytes it has.
-        hashes: the XXH3-128, in hexadecimal, of every `BLOCK` of its bytes, from its beginning; the
-            last may be shorter.
-    """
-
-    dtype: str
+    dtype: str  # torch's name, such as "bfloat16"
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # from the beginning of the file, in bytes
     nbytes: int
-    hashes: tuple[str, ...]
+    hashes: tuple[str, ...]  # the XXH3-128 of every `BLOCK` of its bytes, in hexadecimal
 
     @property
     def itemsize(self) -> int:
@@ -64,17 +51,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of tensors. Header and tensors lie end to end, so that every byte of it is under some hash.
+    """A file of tensors. Header and tensors lie end to end, so that every byte of it is under some hash."""
 
-    Args:
-        name: of the file, without a folder.
-        nbytes: of the whole file.
-        header_bytes: how many bytes come before the tensors.
-        header_hash: the XXH3-128 of these bytes, in hexadecimal.
-        tensors: by their keys in the file.
-    """
-
-    name: str
+    name: str  # without a folder
     nbytes: int
     header_bytes: int
     header_hash: str
@@ -83,20 +62,12 @@ class StoredFile:
     def to_json(self) -> dict[str, Any]:
         """All but the name, as `from_json` takes it."""
         tensors = {key: asdict(tensor) for key, tensor in self.tensors.items()}
-        return {
-            "nbytes": self.nbytes,
-            "header_bytes": self.header_bytes,
-            "header_hash": self.header_hash,
-            "tensors": tensors,
-        }
+        header = {"header_bytes": self.header_bytes, "header_hash": self.header_hash}
+        return {"nbytes": self.nbytes, **header, "tensors": tensors}
 
     @classmethod
     def from_json(cls, name: str, value: Any) -> StoredFile:
-        """The description of the file `name`, from what `to_json` gave.
-
-        Raises:
-            CheckpointError: naming the file and the field that cannot be true.
-        """
+        """The description of the file `name`; CheckpointError names the field that cannot be true."""
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise _lie(name, "the name", name, "the name of a file, without a folder")
         fields = _fields(name, "", value, _FILE)

@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("TARGET is missing; or --dry-run, to see what is in SOURCE")
     try:
         foreign = open_foreign(given.source, given.optimizer)
-        _say(_description(given.source, foreign))
+        print(_description(given.source, foreign), flush=True)  # noqa: T201
         if not given.dry_run:
             write_foreign(foreign, given.target, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
-            _say(f"\nwritten: {given.target}")
+            print(f"\nwritten: {given.target}", flush=True)  # noqa: T201
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2
@@ -41,16 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoint:
-    """The checkpoint in a folder, by the first importer that knows it.
-
-    Raises:
-        CheckpointError: if none does, or it cannot be imported.
-        FileNotFoundError: if there is no such folder.
-    """
+    """The checkpoint in a folder, by the first importer that knows it; CheckpointError if none does."""
     if not folder.is_dir():
-        raise FileNotFoundError(
-            2, "a checkpoint was to be imported from here, but there is no such folder", str(folder)
-        )
+        raise FileNotFoundError(2, "a checkpoint was to be imported, but there is no such folder", str(folder))
     offers = list_offers(GROUP)
     for offer in offers:
         importer: Importer = find(GROUP, f"{offer.distribution}:{offer.name}", offers).load()
@@ -59,20 +52,13 @@ def open_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoin
             return found
     installed = [offer.name for offer in offers]
     missing = [f"For {name}: {how_to_get(by)}." for name, by in KNOWN_PROVIDERS[GROUP].items() if name not in installed]
-    raise CheckpointError(
-        f"A checkpoint was to be imported from {folder}, but no importer knows it. Installed: {', '.join(installed) or 'none'}. "
-        + " ".join(missing)
-    )
+    tried = f"Installed: {', '.join(installed) or 'none'}. {' '.join(missing)}"
+    raise CheckpointError(f"A checkpoint was to be imported from {folder}, but no importer knows it. {tried}")
 
 
 def _description(source: Path, foreign: ForeignCheckpoint) -> str:
     facts = {"checkpoint": str(source), "written by": foreign.origin, **foreign.facts}
     width = max(map(len, facts)) + 2
     lines = [f"{name:<{width}}{value}" for name, value in facts.items()]
-    return "\n".join(
-        [*lines, f"{'not in it':<{width}}{', '.join(foreign.absent)}: load_state() leaves them as they are"]
-    )
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201
+    absent = f"{'not in it':<{width}}{', '.join(foreign.absent)}: load_state() leaves them as they are"
+    return "\n".join([*lines, absent])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,8 +37,7 @@ from accel_core.api.checkpoint import WHOLE
 from accel_core.api.layouts import Alias, Elementwise, State
 
 Say = Callable[[str], None]
-Part = Mapping[str, State]
-"""State by unit, "model.0" and "optimizer.0", that is written into one file."""
+Part = Mapping[str, State]  # state by unit, "model.0" and "optimizer.0", that is written into one file
 
 
 @dataclass(frozen=True)
@@ -85,24 +84,12 @@ class ForeignCheckpoint:
         return [LOADER, OBJECT, *COMPONENTS, RANDOM, *([] if self.schedulers else [SCHEDULER])]
 
 
-class Importer(Protocol):
-    """The function that an entry point of the group `accel.importers` names."""
-
-    def __call__(self, folder: Path, optimizer: str | None) -> ForeignCheckpoint | None:
-        """The checkpoint in a folder; None if it is not of this library.
-
-        Raises:
-            CheckpointError: for one that is, and cannot be imported.
-        """
+Importer = Callable[[Path, "str | None"], "ForeignCheckpoint | None"]
+"""What an entry point names: of a folder and the class of an optimizer; None, or CheckpointError for what it cannot import."""
 
 
 def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
-    """Writes a neutral checkpoint into a folder, part by part, and publishes it when all is there.
-
-    Raises:
-        CheckpointError: if the folder is taken; for a value that no checkpoint can hold.
-        OSError: naming the folder.
-    """
+    """Writes a neutral checkpoint into a folder, part by part, and publishes it when all is there."""
     draft = Draft.begin(folder)
     try:
         portraits, works = [], []
@@ -156,17 +143,9 @@ def _add_objects(work: Work, foreign: ForeignCheckpoint) -> None:
 
 def _record(foreign: ForeignCheckpoint) -> dict[str, Any]:
     return {
-        "accel-core": version("accel-core"),
-        "torch": torch.__version__,
-        "world": {"size": 1, "source": "import", "device": "cpu"},
-        "components": [],
-        "options": [],
-        "backwards": foreign.backwards,
-        "window": {"open": False, "position": 0, "steps": 1},
-        "positions": [],
-        "iteration": None,
-        "tracking": [],
-        "models": foreign.models,
-        "left_to_hooks": [],
+        "accel-core": version("accel-core"), "torch": torch.__version__, "components": [], "options": [],
+        "world": {"size": 1, "source": "import", "device": "cpu"}, "backwards": foreign.backwards, "positions": [],
+        "window": {"open": False, "position": 0, "steps": 1}, "iteration": None, "tracking": [],
+        "models": foreign.models, "left_to_hooks": [],
         IMPORTED: {"origin": foreign.origin, "facts": dict(foreign.facts), "absent": foreign.absent},
-    }
+    }  # fmt: skip

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,7 @@ from accel_checkpoint.files.stored import DTYPES
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import format_table
 
-FINE, AMISS, NO_ANSWER = 0, 1, 2
-"""Exit statuses: all is well; something is damaged; what was asked cannot be answered."""
-
+FINE, AMISS, NO_ANSWER = 0, 1, 2  # exit statuses: all is well; something is damaged; what was asked cannot be answered
 Report = Callable[[str], None]
 
 
@@ -62,25 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-class _Answer(NamedTuple):
-    """The output of the command as JSON and as text, and its exit status."""
-
-    content: Mapping[str, Any]
-    text: str
-    status: int
+_Answer = tuple[Mapping[str, Any], str, int]
+"""The output of the command as JSON and as text, and its exit status."""
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint as JSON: what it is, and what was running. Raises as `read_manifest`."""
     manifest = read_manifest(folder)
-    return {
-        "folder": str(folder),
-        "id": manifest.id,
-        "created": manifest.created,
-        "bytes": _size_of(manifest),
-        "files": dict(manifest.files),
-        "record": dict(manifest.record),
-    }
+    facts = {"folder": str(folder), "id": manifest.id, "created": manifest.created, "bytes": _size_of(manifest)}
+    return {**facts, "files": dict(manifest.files), "record": dict(manifest.record)}
 
 
 def _size_of(manifest: Manifest) -> int:
@@ -89,12 +78,7 @@ def _size_of(manifest: Manifest) -> int:
 
 
 def list_checkpoints(root: Path) -> list[dict[str, Any]]:
-    """All `checkpoint_<n>` in a folder, by number, each with its "state".
-
-    The state is "complete", if every file is there with its size (what is in them, `verify`
-    checks); "unfinished", if it was never published; "damaged"; "newer", if another version wrote
-    it; or "foreign". All but the first have a "reason".
-    """
+    """All `checkpoint_<n>` in a folder, by number, with "state": "complete" if each file has its size, else with a "reason"."""
     return [_listed(root / retention.name(number), number) for number in retention.numbers(root)]
 
 
@@ -109,28 +93,28 @@ def _listed(folder: Path, number: int) -> dict[str, Any]:
 def _described(folder: Path) -> _Answer:
     if not _is_root(folder):
         content = describe(folder)
-        return _Answer(content, _description(content), FINE)
+        return content, _description(content), FINE
     rows = list_checkpoints(folder)
+    sizes = [_bytes(row["bytes"]) if "bytes" in row else "-" for row in rows]
     cells = [
-        (str(row["number"]), row.get("created", "-"), _bytes(row["bytes"]) if "bytes" in row else "-", row["state"])
-        for row in rows
+        (str(row["number"]), row.get("created", "-"), size, row["state"]) for row, size in zip(rows, sizes, strict=True)
     ]
     reasons = [f"\n{row['reason']}." for row in rows if row["state"] not in {"complete", "unfinished"}]
     text = "".join([format_table(("number", "created", "size", "state"), cells), *reasons])
-    return _Answer({"checkpoints": rows}, text, FINE)
+    return {"checkpoints": rows}, text, FINE
 
 
 def _description(content: Mapping[str, Any]) -> str:
     world = content["record"].get("world", "not recorded")
-    facts = [
-        f"checkpoint  {content['folder']}",
-        f"id          {content['id']}",
-        f"created     {content['created']}",
-        f"world       {world['size'] if isinstance(world, dict) and 'size' in world else world}",
-        f"size        {_bytes(content['bytes'])}, {len(content['files'])} files with tensors",
-    ]
-    record = json.dumps(content["record"], indent=2, ensure_ascii=False)
-    return "\n".join([*facts, f"record      {record}"])
+    facts = {
+        "checkpoint": content["folder"],
+        "id": content["id"],
+        "created": content["created"],
+        "world": world["size"] if isinstance(world, dict) and "size" in world else world,
+        "size": f"{_bytes(content['bytes'])}, {len(content['files'])} files with tensors",
+        "record": json.dumps(content["record"], indent=2, ensure_ascii=False),
+    }
+    return "\n".join(f"{name:<12}{value}" for name, value in facts.items())
 
 
 def _is_root(folder: Path) -> bool:
@@ -153,11 +137,7 @@ class Damage(NamedTuple):
 
 
 def verify(folder: Path, report: Report | None = None) -> list[Damage]:
-    """Reads everything in a checkpoint and checks it. Returns one entry for each damaged file; none if all is as saved.
-
-    `report` is told how far it is, a line at a time. CheckpointError is raised if it is no checkpoint,
-    or of a newer version; FileNotFoundError if there is no such folder.
-    """
+    """Reads everything in a checkpoint, and returns an entry for each damaged file. Raises if it is no checkpoint."""
     manifest = manifests.unseal(folder)
     if not isinstance(manifest, Manifest):
         if manifest.kind == "damaged":
@@ -168,10 +148,8 @@ def verify(folder: Path, report: Report | None = None) -> list[Damage]:
         index = Index.read(folder, manifest)
     except (CheckpointError, OSError) as error:
         others = [text for text in manifests.wrong_files(folder, manifest) if text.split()[0] != manifests.INDEX]
-        return [
-            Damage(str(data / manifests.INDEX), str(error)),
-            *(Damage(str(data / text.split()[0]), text) for text in others),
-        ]
+        damaged = [Damage(str(data / text.split()[0]), text) for text in others]
+        return [Damage(str(data / manifests.INDEX), str(error)), *damaged]
     damaged = []
     for number, (name, stored) in enumerate(index.files.items(), start=1):
         if report is not None:
@@ -197,16 +175,10 @@ def _verified(folder: Path) -> _Answer:
     if _is_root(folder):
         folders = [Path(row["folder"]) for row in list_checkpoints(folder) if row["state"] != "unfinished"]
     if not folders:
-        raise CheckpointError(
-            f"The checkpoints in {folder} were to be verified, but none of them was ever finished. Pass another folder."
-        )
-    found = {each: verify(each, _progress) for each in folders}
+        raise CheckpointError(f"The checkpoints in {folder} were to be verified, but none of them was ever finished.")
+    found = {each: verify(each, partial(print, file=sys.stderr)) for each in folders}
     damaged = [damage for each in found.values() for damage in each]
     content = {"verified": [str(each) for each in folders], "damaged": [damage._asdict() for damage in damaged]}
     lines = [f"damaged: {damage.file}\n  {damage.reason}" for damage in damaged]
     lines += [f"intact: {each}" for each, wrong in found.items() if not wrong]
-    return _Answer(content, "\n".join(lines), AMISS if damaged else FINE)
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201
+    return content, "\n".join(lines), AMISS if damaged else FINE

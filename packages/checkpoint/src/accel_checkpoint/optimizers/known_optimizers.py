@@ -48,9 +48,7 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "torch.optim:NAdam": {**_MOMENTS, "mu_product": COUNTER},
     "torch.optim:RAdam": _MOMENTS,
     "torch.optim:RMSprop": {
-        "grad_avg": ELEMENTWISE,
-        "momentum_buffer": ELEMENTWISE,
-        "square_avg": ELEMENTWISE,
+        **dict.fromkeys(("grad_avg", "momentum_buffer", "square_avg"), ELEMENTWISE),
         "step": COUNTER,
     },
     "torch.optim:Rprop": {"prev": ELEMENTWISE, "step_size": ELEMENTWISE, "step": COUNTER},
@@ -100,11 +98,7 @@ def is_partitioned(optimizer: object) -> bool:
 
 
 def layouts_of(optimizer: object) -> dict[str, str]:
-    """The layout of every key that somebody declared: the table, and over it `accel_layouts` of the optimizer.
-
-    Raises:
-        CheckpointError: for an `accel_layouts` that is not one.
-    """
+    """The layout of every key that somebody declared: the table, and over it `accel_layouts`, if that is one."""
     known = next((LAYOUTS[_name(cls)] for cls in type(optimizer).__mro__ if _name(cls) in LAYOUTS), {})
     declared: Any = getattr(optimizer, "accel_layouts", {})
     if not isinstance(declared, Mapping) or not set(declared.values()) <= {ELEMENTWISE, REPLICATED}:

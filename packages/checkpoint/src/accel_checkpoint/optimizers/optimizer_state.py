@@ -1,15 +1,10 @@
 """Optimizer state by parameter name: captured for a checkpoint, restored into any equal optimizer.
 
-State is captured as torch's optimizers keep it: per parameter, in `optimizer.state`. It is restored
-there by assignment, and not through `load_state_dict`, which casts moments to the dtype of the
-parameter and holds everything twice. How each tensor lies is declared (`known_optimizers`); what
-nobody declared is opaque, and comes back only where the parameter is cut in the same way.
-
-An optimizer that defines `state_dict` itself, or has hooks on it, is captured whole, and restored
-by its own `load_state_dict`; but if its `state_dict()` has nothing that `state` and `param_groups`
-lack, it is treated like any other. Under torch's ZeroRedundancyOptimizer the state is that of the
-optimizer inside, on the rank that owns the parameter: so it moves between worlds, and to and from
-the plain optimizer.
+State is captured per parameter, and restored by assignment: `load_state_dict` casts moments to the dtype of the parameter,
+and holds everything twice. How each tensor lies is declared (`known_optimizers`); what nobody declared is opaque, and comes
+back only where the parameter is cut in the same way. An optimizer that defines `state_dict` itself, or has hooks on it, is
+captured whole, unless its `state_dict()` has nothing that `state` and `param_groups` lack. Under ZeroRedundancyOptimizer the
+state is that of the optimizer inside, on the rank that owns the parameter: so it moves between worlds.
 """
 
 from __future__ import annotations
@@ -37,19 +32,7 @@ from accel_core.api.layouts import Opaque, Sharding
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = [
-    "SHARED",
-    "OptimizerState",
-    "SavedEntry",
-    "SavedOptimizer",
-    "capture_optimizer",
-    "list_misfits",
-    "restore_groups",
-    "restore_optimizer",
-]
-
-SHARED = "(shared)"
-"""The entry of what an optimizer keeps in `state` under keys that are no parameters."""
+SHARED = "(shared)"  # the entry of what an optimizer keeps in `state` under keys that are no parameters
 
 
 def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding) -> OptimizerState:
@@ -80,11 +63,7 @@ def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: 
 def list_misfits(
     optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer
 ) -> list[str]:
-    """The reasons why `restore_optimizer` would lose state, a line each. Changes nothing.
-
-    Raises:
-        CheckpointError: if the optimizer here could not be saved either.
-    """
+    """The reasons why `restore_optimizer` would lose state, a line each. Changes nothing."""
     engine = _engine(optimizer)
     named = _named(optimizer, names)
     if not same_kind(kind_of(engine), saved.kind):
@@ -92,9 +71,7 @@ def list_misfits(
     if saved.whole is not None:
         return list(_misfits_whole(optimizer, engine, named, saved))
     if _is_whole(optimizer, engine):
-        return [
-            f"this {type(engine).__name__} gives its state by a state_dict() of its own, and the checkpoint has none such"
-        ]
+        return [f"this {type(engine).__name__} has a state_dict() of its own, and the checkpoint has none such"]
     found = list(_misfits_groups(optimizer, named, saved))
     here = capture_optimizer(optimizer, names, sharding).entries
     stored, layouts = _by_parameter(saved.described(), named), Layouts(engine, sharding)
@@ -112,10 +89,8 @@ def restore_optimizer(
 ) -> None:
     """Gives an optimizer the state that was saved, where `list_misfits` finds none. Not a collective.
 
-    Parameters that had no state have none afterwards. The groups get their hyper-parameters back,
-    but for `foreach`, `fused`, `capturable` and `differentiable`, which say how this process
-    computes. New tensors take the place of old ones, one parameter at a time: `sharding.empty`
-    makes those that are laid out like the parameter.
+    Parameters that had no state have none afterwards. Of the groups, what says how this process computes
+    (`foreach`, `fused`, `capturable`, `differentiable`) stays. New tensors are made one parameter at a time.
     """
     engine = _engine(optimizer)
     if saved.whole is not None:
@@ -145,8 +120,7 @@ def _engine(optimizer: Optimizer) -> Any:
     engine = getattr(optimizer, "optim", None)
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise CheckpointError(
-            "The state of a ZeroRedundancyOptimizer was asked for, but it was made with overlap_with_ddp=True, where a functional "
-            "optimizer keeps it out of reach. Make it with overlap_with_ddp=False."
+            "A ZeroRedundancyOptimizer keeps its state out of reach with overlap_with_ddp=True. Make it with overlap_with_ddp=False."
         )
     return engine
 
@@ -220,10 +194,7 @@ def _restore_shared(engine: Any, saved: SavedOptimizer, has_any: bool) -> None:
 
 
 def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives the groups of an optimizer the hyper-parameters that were saved, but for those that say how this process computes.
-
-    A hyper-parameter that is a tensor here stays one.
-    """
+    """Gives the groups of an optimizer the hyper-parameters that were saved, but for those that say how this process computes."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             if key != "names" and key not in OF_THIS_PROCESS:
@@ -310,14 +281,10 @@ def _check_whole(optimizer: Any, engine: Any, named: Mapping[int, str], sharding
     cut = [named[id(parameter)] for _, parameter in _owned(engine) if layouts.of("", parameter).is_cut]
     if not cut and engine is optimizer:
         return
-    found = (
-        f"of {quoted(cut)} it has only a part on each rank"
-        if cut
-        else "under ZeroRedundancyOptimizer it has a part on each rank"
-    )
+    of = f"of {quoted(cut)}" if cut else "under ZeroRedundancyOptimizer"
     raise CheckpointError(
-        f"The state of {type(engine).__name__} is what its own state_dict() and the hooks on it say, which has to be all of it, but "
-        f"{found}. Use an optimizer that keeps everything in its state and param_groups, or a strategy that does not cut."
+        f"The state of {type(engine).__name__} is what its own state_dict() and the hooks on it say, which has to be all of it, but {of} "
+        f"it has a part on each rank. Use an optimizer that keeps everything in its state and param_groups, or a strategy that does not cut."
     )
 
 

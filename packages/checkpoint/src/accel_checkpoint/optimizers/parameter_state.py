@@ -25,15 +25,7 @@ Read = Callable[[Entry], Any]
 
 
 class Layouts:
-    """The layout of an optimizer's state: as declared for its keys, and as its parameters are sharded.
-
-    Args:
-        optimizer: whose `state` it is about.
-        sharding: of its parameters.
-
-    Raises:
-        CheckpointError: for an `accel_layouts` that is none.
-    """
+    """The layout of an optimizer's state: as declared for its keys, and as its parameters are sharded."""
 
     def __init__(self, optimizer: Any, sharding: Sharding) -> None:
         self.declared = layouts_of(optimizer)
@@ -68,17 +60,11 @@ class ParameterState(NamedTuple):
         """Whether the values have to stay together, because somebody else's optimizer has tensors that nobody declared."""
         if any(not isinstance(key, str) or "/" in key for key in state):
             return True
-        return not self.layouts.known and any(
-            key not in self.layouts.declared and has_tensors(value) for key, value in state.items()
-        )
+        undeclared = (value for key, value in state.items() if key not in self.layouts.declared)
+        return not self.layouts.known and any(map(has_tensors, undeclared))
 
     def entry(self, key: str, value: Any) -> Entry:
-        """A value that holds tensors, as it is to be saved.
-
-        Raises:
-            CheckpointError: for a tensor that was declared to be laid out like the parameter, and
-                is not.
-        """
+        """A value that holds tensors, as it is to be saved; raises where it is not laid out as declared."""
         layout = self.layouts.declared.get(key)
         if layout == ELEMENTWISE and isinstance(value, torch.Tensor):
             local = self.layouts.sharding.local(value)
@@ -98,13 +84,7 @@ class ParameterState(NamedTuple):
         return Opaque(value, f"{self._signature}{signature_of(values)}", self.part)
 
     def refuses(self, key: str | None, saved: SavedEntry, here: Entry | None) -> str | None:
-        """The reason why an entry cannot become state of this parameter; None if it can.
-
-        Args:
-            key: of the state; None if the entry is the whole state.
-            saved: the entry.
-            here: the entry that the state of now would be saved as, if there is any.
-        """
+        """The reason why a saved entry, of a key or (None) of the whole state, cannot become state of this parameter; None if it can."""
         if saved.kind == "opaque":
             return self._refuses_opaque(saved.signatures, here)
         if saved.kind == "elementwise":
@@ -117,14 +97,7 @@ class ParameterState(NamedTuple):
         return f"was computed over the whole parameter, of which this rank has {self.part}"
 
     def read(self, key: str | None, saved: SavedEntry, group: Mapping[str, Any], read: Read) -> dict[Any, Any]:
-        """The state that an entry of a checkpoint becomes, in new tensors.
-
-        Args:
-            key: of the state; None if the entry is the whole state.
-            saved: the entry.
-            group: the group of the parameter.
-            read: fills the tensors of an entry; for one that is opaque, returns its value.
-        """
+        """The state that an entry of a checkpoint becomes, in new tensors; `key` is None if that is the whole state."""
         if saved.kind == "opaque":
             return self._opened(read(Opaque(None, saved.signatures[self.part], self.part)), group)
         assert key is not None
@@ -151,8 +124,7 @@ class ParameterState(NamedTuple):
         if local.shape != expected:
             raise CheckpointError(
                 f"The optimizer's {key!r} of {self.name!r} was declared to be laid out like the parameter, but here it has the shape "
-                f"{list(local.shape)} and the parameter has {list(expected)}. Leave it out of accel_layouts: what is not declared is "
-                f"saved whole."
+                f"{list(local.shape)} and the parameter has {list(expected)}. Leave it out of accel_layouts: it is saved whole then."
             )
 
     def _is_replicated(self, layout: str, numel: int) -> bool:
@@ -222,9 +194,8 @@ def part_of(extents: Sequence[Extent]) -> str:
 def signature_of(value: Any) -> str:
     """The text that two opaque values must share: classes, shapes, dtypes, keys; no numbers or list lengths."""
     if isinstance(value, Mapping):
-        return "; ".join(
-            f"{key}={signature_of(item)}" for key, item in sorted(value.items(), key=lambda item: str(item[0]))
-        )
+        items = sorted(value.items(), key=lambda item: str(item[0]))
+        return "; ".join(f"{key}={signature_of(item)}" for key, item in items)
     if not isinstance(value, torch.Tensor):
         return type(value).__name__ if has_tensors(value) else "value"
     flatten = getattr(value, "__tensor_flatten__", None)

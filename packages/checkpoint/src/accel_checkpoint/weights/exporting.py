@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,7 @@ def export_weights(
         directory: made if it does not exist. Other files in it stay.
         max_shard_size: of one file, as for `save_model`.
         model: which one of a checkpoint that holds several, by its number.
-        overwrite: whether safetensors that `save_model` wrote there before are replaced; else
-            FileExistsError is raised.
+        overwrite: replaces safetensors that `save_model` wrote there; else FileExistsError is raised.
         report: is called after each tensor with its name, the bytes written so far, and all bytes.
     """
     source, directory = Path(source), Path(directory)
@@ -64,28 +63,21 @@ def export_weights(
         sketch = {name: _sketch(source, name, each) for name, each in unique.items()}
         parts = saving._split(sketch, aliases, limit)
         directory.mkdir(parents=True, exist_ok=True)
-        saving._publish(directory, saving._SAFETENSORS, parts, _Reading(unique, sketch, report))
+        done = 0
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            value = torch.empty_like(sketch[name], device="cpu")
+            unique[name].read_box(Box.whole(tuple(value.shape)), value)
+            done += value.nbytes
+            if report is not None:
+                report(name, done, _nbytes(sketch))
+            return value
+
+        saving._publish(directory, saving._SAFETENSORS, parts, read)
     names = saving._SAFETENSORS.names(len(parts))
     entry = [saving._SAFETENSORS.index] if len(parts) > 1 else []
     return Exported((*entry, *names), len(unique), len(aliases), _nbytes(sketch))
-
-
-class _Reading:
-    """Gives the data of one tensor after another, and says how far it is."""
-
-    def __init__(self, stored: Mapping[str, Stored], sketch: Tensors, report: Report | None) -> None:
-        self._stored = stored
-        self._sketch = sketch
-        self._report = report
-        self._done, self._all = 0, _nbytes(sketch)
-
-    def __call__(self, name: str) -> torch.Tensor:
-        value = torch.empty_like(self._sketch[name], device="cpu")
-        self._stored[name].read_box(Box.whole(tuple(value.shape)), value)
-        self._done += value.nbytes
-        if self._report is not None:
-            self._report(name, self._done, self._all)
-        return value
 
 
 def _nbytes(sketch: Tensors) -> int:
@@ -102,9 +94,6 @@ def _sketch(source: Path, name: str, stored: Stored) -> torch.Tensor:
 
 
 def _check_target(directory: Path, overwrite: bool) -> None:
-    if directory.suffix in {".safetensors", ".bin"} or (directory.exists() and not directory.is_dir()):
-        text = "should be a directory for model.safetensors and its parts, but this is a file. Pass a directory"
-        raise NotADirectoryError(errno.ENOTDIR, text, str(directory))
     there = saving._SAFETENSORS.entry(directory)
     if there is not None and not overwrite:
         text = f"holds weights already: {there}. Pass another directory, or overwrite=True (--force)"

@@ -1,14 +1,8 @@
-"""Reads weights into a model: those of a checkpoint, and what `save_model` and other libraries write, as safetensors or by
-`torch.save`.
+"""Reads weights into a model: those of a checkpoint, and what `save_model` and other libraries write.
 
-What is read and where it goes are compared before anything is changed, so weights that do not fit
-leave the model as it was. Then one tensor after another goes from its file into the parameter: into
-its very memory where dtype and layout are equal, else through one copy. A `.bin` is mapped into
-memory; one in the format of torch before 1.6 is read whole.
-
-Where a rank has only parts of a model, it reads those parts alone. They are found in the entries
-that the hook `model_state` gives; a strategy that lays out parameters in its own way leaves a
-function that returns these on the prepared model, under the name `accel_state`.
+All is compared before anything is changed. Then one tensor after another goes from its file into the parameter: into its very
+memory where dtype and layout are equal, else through one copy. Where a rank has only parts of a model, it reads those parts
+alone: those of the entries that `model_state` gives, or the function `accel_state` that a strategy left on the model.
 """
 
 from __future__ import annotations
@@ -34,9 +28,7 @@ from accel_core.api.layouts import Box
 if TYPE_CHECKING:
     from accel_core.api.layouts import State
 
-_SLAB = 16 << 20
-"""Bytes of a tied weight that are compared at a time, if the files have it twice."""
-
+_SLAB = 16 << 20  # bytes of a tied weight that are compared at a time, if the files have it twice
 _UNSERVED = "No package offers it yet: leave it out."
 
 
@@ -56,30 +48,22 @@ def load_checkpoint_in_model(
 ) -> None:
     """Reads weights into a model: all of them, or it raises. No collective: a rank that calls it reads by itself.
 
-    Parameters and buffers stay the same objects, so an optimizer that holds them trains the new
-    values. Names that share memory in the model (tied weights) need one name in the files, and stay
-    tied. `offload_*` and other values of the last two than their defaults are refused.
+    Parameters and buffers stay the same objects, and names that share memory stay tied: one of them is
+    needed in the files. `offload_*` and other values of the last two than their defaults are refused.
 
     Args:
-        model: its parameters have memory. What is inside a compiled or data-parallel wrapper is
-            filled; of a prepared model that is cut into shards, what this rank has.
-        checkpoint: a `.safetensors` or `.bin` file; an `.index.json` that names such files; or a
-            directory that holds a checkpoint of one model, model.safetensors, pytorch_model.bin, an
-            index of one of these names, or a single `.safetensors` file: the first in this order.
+        model: what is inside a compiled or data-parallel wrapper is filled; of shards, what this rank has.
+        checkpoint: a `.safetensors` or `.bin` file; an `.index.json`; or a directory with a checkpoint of one
+            model, model.safetensors, pytorch_model.bin, an index of these, or a single `.safetensors` file.
         device_map: {"": device} moves the model there first. Not for shards.
-        dtype: which floating tensors that are read have afterwards. None: parameters keep theirs,
-            and values are cast. Not for shards.
-        keep_in_fp32_modules: names of modules, such as "norm" or "lm_head"; what is below one of
-            them is float32 whatever `dtype` says.
+        dtype: which floating tensors that are read have afterwards; None: their own. Not for shards.
+        keep_in_fp32_modules: names of modules below which all is float32 whatever `dtype` says.
         strict: False reads what fits, and warns of the rest.
 
     Raises:
-        CheckpointError: if a file is damaged or is none of weights, and, with `strict`, if the
-            weights do not fit, with a list. The model is as it was, unless the message says that
-            it is filled in part.
-        FileNotFoundError: if there is no such file or directory, or no weights in it.
-        NotInstalledError: for other device maps, and offloading, which no package offers yet.
-        ValueError: for arguments that cannot be followed.
+        CheckpointError: if a file is damaged or none of weights, or does not fit, with a list. The model
+            is as it was, unless the message says that it is filled in part.
+        FileNotFoundError, NotInstalledError, ValueError: if nothing is there; for what is not offered.
     """
     if asked := _asked(
         offload_folder=(offload_folder, None),
@@ -89,10 +73,7 @@ def load_checkpoint_in_model(
     ):
         raise NotInstalledError(f"{CALL} was asked for {asked}, but accel-core keeps models in memory. {_UNSERVED}")
     if asked := _asked(full_state_dict=(full_state_dict, True), broadcast_from_rank0=(broadcast_from_rank0, False)):
-        raise ValueError(
-            f"{CALL} was asked for {asked}, but every rank reads whole weights by itself, or "
-            f"what it has of them where a prepared model is cut into shards. Leave it out."
-        )
+        raise ValueError(f"{CALL} was asked for {asked}, but every rank reads what it has by itself. Leave it out.")
     device = _device(device_map)
     inner = unwrapped(model)
     declared: Callable[[], State] | None = getattr(inner, "accel_state", None)
@@ -101,9 +82,8 @@ def load_checkpoint_in_model(
             device_map=(device_map, None), dtype=(dtype, None), keep_in_fp32_modules=(keep_in_fp32_modules, None)
         ):
             raise ValueError(
-                f"{CALL} was asked for {asked}, but this model is cut into shards, which stay where they are and as they are. Leave "
-                f"it out: values are cast to the dtypes that the parameters have. Choose these before prepare(), or by "
-                f"mixed_precision=."
+                f"{CALL} was asked for {asked}, but this model is cut into shards, which stay where they are and as they are. Choose dtypes "
+                f"before prepare(), or by mixed_precision=."
             )
         slots = slots_of(declared())
     else:
@@ -116,9 +96,7 @@ def load_checkpoint_in_model(
         if misfits.any:
             text = misfits.text(type(inner).__name__, checkpoint)
             if strict:
-                raise CheckpointError(
-                    f"{text}\nRead the weights of the same model, or pass strict=False to read what fits."
-                )
+                raise CheckpointError(f"{text}\nRead those of the same model, or pass strict=False to read what fits.")
             warnings.warn(f"{text}\nThe rest was read, because of strict=False.", stacklevel=2)
         if device is not None:
             slots = moved(inner, slots, device)
@@ -153,11 +131,8 @@ class _Misfits:
         return bool(self.missing or self.unexpected or self.different)
 
     def text(self, model: str, checkpoint: str | os.PathLike[str]) -> str:
-        kinds = {
-            "missing in the file": self.missing,
-            "not in the model": self.unexpected,
-            "different": [f"{name}: {words}" for name, words in self.different.items()],
-        }
+        different = [f"{name}: {words}" for name, words in self.different.items()]
+        kinds = {"missing in the file": self.missing, "not in the model": self.unexpected, "different": different}
         lines = [f"  {kind} ({len(names)}): {listed(names, '; ')}" for kind, names in kinds.items() if names]
         return "\n".join([f"{CALL} was asked to fill {model} from {checkpoint}, but they do not fit:", *lines])
 
@@ -168,16 +143,12 @@ def _casts(
     """The function that gives the new dtype of a slot; None to keep the one it has."""
     modules = list(keep_in_fp32 or ())
     if modules and dtype is None:
-        raise ValueError(
-            f"keep_in_fp32_modules={modules} was given without dtype, so there is nothing to keep them from. Pass the dtype of "
-            f"the others, or leave it out."
-        )
+        raise ValueError(f"keep_in_fp32_modules={modules} was given without dtype, that of the others. Pass it too.")
     names = [name for slot in slots for name in slot.names]
     unknown = [module for module in modules if not any(_is_below(name, module) for name in names)]
     if unknown:
         raise ValueError(
-            f"keep_in_fp32_modules={modules} was given, but the model has no weights below {listed(unknown)}. "
-            f"Pass names of modules as they stand in the state dict, which begins with {listed(names)}."
+            f"keep_in_fp32_modules={modules} names no weights: {listed(unknown)}. The state dict begins with {listed(names)}."
         )
 
     def cast(slot: Slot) -> torch.dtype | None:
@@ -302,9 +273,7 @@ def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> 
     try:
         device = torch.device(device_map[""])
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device_map={device_map!r} names no device: {error}. Pass one such as {{'': 'cpu'}}."
-        ) from error
+        raise ValueError(f"device_map={device_map!r} names no device: {error}. Pass {{'': 'cpu'}}, say.") from error
     if device.type == "meta":
         raise ValueError(f"device_map={device_map!r} leaves no memory to read weights into. Pass another device.")
     return device
@@ -313,7 +282,5 @@ def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> 
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(
-            f"dtype={given!r} is no floating dtype. Pass one such as torch.bfloat16 or 'bfloat16', or leave it out."
-        )
+        raise ValueError(f"dtype={given!r} is no floating dtype. Pass one such as torch.bfloat16 or 'bfloat16'.")
     return dtype

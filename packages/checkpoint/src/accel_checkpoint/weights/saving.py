@@ -4,13 +4,9 @@
     model-00001-of-00003.safetensors, …     the parts, and
     model.safetensors.index.json            which tensor is in which part
 
-With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`.
-
-**Saving again** is safe: new files are written under temporary names and synced to the disk, then
-renamed, the one through which readers enter last; only then our stale parts are removed. Files with
-other names are never touched. **Tied weights** are written once; their further names stand in the
-metadata: `"aliases": '{"head.weight": "embedding.weight"}'`. **A model that is cut into shards** is
-written tensor by tensor.
+With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`. Saving again is safe: new files
+are written under temporary names and synced to the disk, then renamed, the one through which readers enter last; only then
+our stale parts are removed. Tied weights are written once; their further names stand in the metadata under "aliases".
 """
 
 from __future__ import annotations
@@ -33,6 +29,7 @@ from torch import nn
 from accel_checkpoint.assembling import WeightGather
 from accel_checkpoint.weights import tensor_files
 from accel_checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
+from accel_core.api.checkpoint import on_main_rank
 from accel_core.api.component import flatten
 
 if TYPE_CHECKING:
@@ -49,26 +46,20 @@ def save_weights(
     safe_serialization: bool,
     world: World,
 ) -> None:
-    """Writes the weights of a model. Collective: the main process writes, and every rank returns when all is on the disk.
+    """Writes the weights of a model. A collective, which returns, or raises, on every rank when all is on the disk.
 
-    `weights` are the unwrapped model or a whole state dict, which only the main process reads; or, on
-    every rank, a gathering of what the ranks have. ValueError, for weights that cannot be written, and
-    OSError are raised on every rank.
+    `weights` are the unwrapped model or a state dict, which only the main process reads, or a gathering on every rank.
     """
     if isinstance(weights, WeightGather):
-        gathering = weights
-        gathering.together(
-            "save_model()", lambda: write_weights(gathering, directory, max_shard_size, safe_serialization)
-        )
+        write = partial(write_weights, weights, directory, max_shard_size, safe_serialization)
+        weights.together("save_model()", write)
         return
-    failure: Exception | None = None
-    if world.is_main:
-        try:
-            state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-            write_weights(state, directory, max_shard_size, safe_serialization)
-        except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
-            failure = error
-    _raise_on_all(failure, world)
+
+    def work() -> None:
+        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        write_weights(state, directory, max_shard_size, safe_serialization)
+
+    on_main_rank(world, work)
 
 
 def write_weights(
@@ -106,32 +97,6 @@ def _contents(weights: Tensors | WeightGather) -> tuple[dict[str, torch.Tensor],
     return unique, aliases, lambda name: weights[name] if name in awaited else unique[name]
 
 
-def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The safetensors weights in a directory, on the CPU and under all their names: tied names have one tensor.
-
-    `model.load_state_dict(read_weights(directory))` is strict, and leaves the ties of the model as
-    they are.
-
-    Raises:
-        FileNotFoundError: if there are none.
-    """
-    from safetensors import safe_open
-
-    folder = Path(directory)
-    entry = _SAFETENSORS.entry(folder)
-    if entry is None:
-        text = f"holds neither {_SAFETENSORS.single} nor {_SAFETENSORS.index}. Pass the directory that save_model wrote into"
-        raise FileNotFoundError(errno.ENOENT, text, str(folder))
-    names = [entry] if entry == _SAFETENSORS.single else sorted({*_read_index(folder / entry)["weight_map"].values()})
-    weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            weights.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  (it is no mapping)
-            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
-        weights.update({alias: weights[kept] for alias, kept in aliases.items()})
-    return weights
-
-
 def save(
     obj: Any,
     f: str | os.PathLike[str],
@@ -140,11 +105,9 @@ def save(
     world: World,
     save_on_each_node: bool = False,
 ) -> None:
-    """Writes one object on the main process, or on that of each node. Not a collective. A file that exists is replaced by the whole new one.
+    """Writes one object on the main process, or on that of each node; a file is replaced as a whole. Not a collective.
 
-    `safe_serialization` takes a mapping from names to tensors; else `torch.save` takes any object.
-    TypeError or ValueError is raised for what cannot be written, on every rank that calls it for
-    tensors of which it has a part.
+    What cannot be written raises TypeError or ValueError; tensors of which each rank has a part, on every rank that calls.
     """
     _refuse_parts(obj)
     if not (world.is_local_main if save_on_each_node else world.is_main):
@@ -166,9 +129,8 @@ def _refuse_parts(obj: Any) -> None:
     # DTensors have `full_tensor`. Their module is not imported for this.
     if any(isinstance(each, torch.Tensor) and hasattr(each, "full_tensor") for each in flatten(obj)[0]):
         raise ValueError(
-            "save() was given tensors of which each rank has a part (DTensors), so the file would hold that of this rank alone. "
-            "Gather them on every rank first: state = accelerator.get_state_dict(model), then accelerator.save(state, file); or "
-            "hand the state on as state_dict=. accelerator.save_model(model, folder) does all of it."
+            "save() was given tensors of which each rank has a part (DTensors), so the file would hold that of this rank alone. Gather them on "
+            "every rank first: accelerator.get_state_dict(model); or call accelerator.save_model(model, folder)."
         )
 
 
@@ -285,8 +247,7 @@ def _publish(folder: Path, files: _Files, parts: list[_Part], read: Read) -> Non
 def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
     """Lets the index that is there point to other names of its parts, where the new set is about to take theirs.
 
-    Parts are replaced one by one. An index that went on naming them would meanwhile describe a
-    mixture of two models.
+    Parts are replaced one by one: an index that went on naming them would describe a mixture of two models.
     """
     index = folder / files.index
     if not index.is_file():
@@ -336,20 +297,3 @@ def _write_json(content: Any, file: BinaryIO) -> None:
 def _remove(folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
-
-
-def _raise_on_all(failure: Exception | None, world: World) -> None:
-    if world.size > 1:
-        from accel_core.api.component import broadcast_object
-
-        outcome = broadcast_object(_portable(failure), world)
-        failure = failure or outcome
-    if failure is not None:
-        raise failure
-
-
-def _portable(error: Exception | None) -> Exception | None:
-    # Other exceptions may have constructors with which they do not unpickle; the others would wait for ever.
-    if error is None or type(error).__module__ == "builtins":
-        return error
-    return RuntimeError(f"{type(error).__qualname__} on the main process: {error}")

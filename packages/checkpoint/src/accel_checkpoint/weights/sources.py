@@ -27,7 +27,7 @@ from torch import nn
 
 from accel_checkpoint.files.disk import read_file
 from accel_checkpoint.files.manifest import LARGEST, Flaw, unseal
-from accel_checkpoint.plan import StoredBox, StoredBoxes
+from accel_checkpoint.plan import StoredBoxes
 from accel_checkpoint.reading import Checkpoint
 from accel_checkpoint.run_state import MODEL
 from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
@@ -35,25 +35,14 @@ from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
 
-CALL = "load_checkpoint_in_model()"
-"""For whom the files are read, in messages."""
-
+CALL = "load_checkpoint_in_model()"  # for whom the files are read, in messages
 _INDEX = ".index.json"
 _ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        file, key: where it is; tied weights are in one place.
-        dtype: None where torch has none such.
-        shape: of the tensor.
-        read_box: fills a tensor, of any dtype and on any device, with the values in a box of this
-            one. No others are read.
-        obstacle: why it cannot be read, if so.
-    """
+    """A tensor in a file. Tied weights have one `file` and `key`. `read_box` fills a tensor, of any dtype and on any device."""
 
     file: Path
     key: str
@@ -69,21 +58,16 @@ class Stored(NamedTuple):
 
 
 def stored_in(checkpoint: Path, files: ExitStack, model: int | None = None) -> dict[str, Stored]:
-    """By name what the weights at a path hold: a checkpoint, a file, an index or a directory. Files stay open as long as `files`.
+    """By name what a checkpoint, a file, an index or a directory holds. Files stay open as long as `files`.
 
-    `model` is the number of one in a checkpoint that holds several. CheckpointError is raised for a
-    checkpoint or a file that is damaged, and a file that holds no weights; FileNotFoundError if there
-    is none; ValueError if the path leads to something else, and for a model that is not there, or has
-    to be chosen.
+    `model` is the number of one in a checkpoint that holds several. CheckpointError is raised for what is
+    damaged or holds no weights, FileNotFoundError if nothing is there, ValueError for a wrong path or number.
     """
     held = _stored_in_checkpoint(checkpoint, files, model)
     if held is not None:
         return held
     if model is not None:
-        raise ValueError(
-            f"Model {model} of {checkpoint} was asked for, but that is no checkpoint, and files of weights hold one model. Leave the "
-            f"number out, or pass a folder that save_state wrote."
-        )
+        raise ValueError(f"Model {model} of {checkpoint} was asked for: it is no checkpoint. Leave the number out.")
     path = _entry(checkpoint)
     if path.name.endswith(_INDEX):
         return _stored_in_parts(path, files)
@@ -149,9 +133,7 @@ def _of_checkpoint(checkpoint: Checkpoint, unit: str, name: str) -> Stored:
         forms = sorted({part["signature"] for part in record["parts"] if "signature" in part})
         return Stored(checkpoint.folder, key, None, (), _never, f"{record['kind']} ({listed(forms)}), no plain tensor,")
     whole = Box.whole(tuple(record["shape"]))
-    # What every rank had alike is there once, as one box.
-    boxes = [StoredBox(whole, part["file"], part["key"]) for part in record["parts"]]
-    stored = StoredBoxes(full, index.boxes(full) if record["kind"] == "elementwise" else boxes)
+    stored = StoredBoxes(full, index.boxes(full))
     for copy in stored.copies(whole):
         checkpoint.reader(copy.stored.file)  # is opened here, so that damage is found before anything is changed
     return Stored(checkpoint.folder, key, index.dtype(full), whole.sizes, partial(_read_copies, checkpoint, stored))
@@ -288,9 +270,7 @@ def _fill(view: memoryview, file: FileIO) -> None:
     while view:
         count = file.readinto(view)
         if not count:
-            raise CheckpointError(
-                f"{file.name} has become shorter while it was read. Read it again when it is complete."
-            )
+            raise CheckpointError(f"{file.name} has become shorter while it was read. Read it when it is complete.")
         view = view[count:]
 
 

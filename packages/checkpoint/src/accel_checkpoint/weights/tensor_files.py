@@ -26,34 +26,18 @@ Write = Callable[[BinaryIO], None]
 
 # The names are those of the format's description: https://github.com/huggingface/safetensors#format
 SAFETENSORS_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16", torch.uint32: "U32",
+    torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
 
 
 def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors without repetitions, and each name left out with the name under which its tensor is kept (the first).
+    """The tensors without repetitions, and each name left out with the first, under which its tensor is kept.
 
-    Only names of the very same memory are tied. Other views stay tensors of their own: a file holds
-    none. `awaited` names tensors on the meta device whose data comes when they are written.
-    ValueError names the values that are not plain, dense tensors with data.
+    Only names of the very same memory are tied. `awaited` names tensors on the meta device whose data come
+    later. ValueError names the values that are not plain, dense tensors with data.
     """
     here = {name: value for name, value in tensors.items() if name not in awaited}
     meta = [name for name, value in here.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -84,9 +68,7 @@ def _plain(name: str, value: Any) -> torch.Tensor:
             f"tensor first, or take it out of the state dict (get_extra_state puts objects there)."
         )
     if value.layout != torch.strided:
-        raise ValueError(
-            f"weights are written as dense tensors, but {name!r} has the layout {value.layout}. Call .to_dense() on it."
-        )
+        raise ValueError(f"weights are dense, but {name!r} has the layout {value.layout}. Call .to_dense() on it.")
     return value.detach().resolve_conj().resolve_neg()
 
 
@@ -101,15 +83,7 @@ def check_safetensors(tensors: Tensors) -> None:
 
 
 def write_safetensors(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
-    """Writes tensors on any device; one at a time is copied to the CPU. The aliases go into the metadata, as JSON.
-
-    Args:
-        tensors: what to write; only shapes and dtypes are looked at.
-        aliases: further names of them.
-        read: gives the data of a tensor, by its name. It is asked when that is written, and the
-            data dropped before the next.
-        file: where to.
-    """
+    """Writes tensors, each asked of `read` when it is its turn, and dropped. The aliases go into the metadata, as JSON."""
     metadata = {"format": "pt"}  # transformers refuses files that do not say so
     if aliases:
         metadata["aliases"] = json.dumps(aliases)
@@ -125,10 +99,7 @@ def in_order(tensors: Tensors) -> list[str]:
 
 
 def header_of(tensors: Tensors, metadata: Mapping[str, str], alignment: int) -> bytes:
-    """The bytes before tensors that lie end to end in this order: https://github.com/huggingface/safetensors#format.
-
-    A dtype that safetensors lacks (complex128, say) stands there as bytes, with one more dim.
-    """
+    """The bytes before tensors that lie end to end in this order. A dtype that safetensors lacks stands there as bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, tensor in tensors.items():
@@ -151,11 +122,7 @@ def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
 
 
 def write_pickled(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
-    """Writes a dict under all names with `torch.save`; it loads with `weights_only=True`, and aliases stay tied.
-
-    The arguments are those of `write_safetensors`, but `torch.save` takes the data of all tensors
-    at once.
-    """
+    """Writes all names with `torch.save`, for which all data are read at once; `weights_only=True` loads it, ties stay."""
     alone = {name: _alone(read(name)) for name in tensors}
     torch_save(alone | {alias: alone[kept] for alias, kept in aliases.items()}, file)
 
@@ -177,11 +144,7 @@ def torch_save(obj: Any, file: BinaryIO) -> None:
 
 
 def stage(path: Path, write: Write) -> Path:
-    """Writes a temporary file beside `path`, all of it on the disk, and returns it; removes it again if that fails.
-
-    Raises:
-        OSError: naming `path`. What stood there before is untouched.
-    """
+    """Writes a temporary file beside `path`, all of it on the disk, and returns it; if that fails, nothing is left of it."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file, _removed_on_failure(temporary):
@@ -195,9 +158,8 @@ def stage(path: Path, write: Write) -> Path:
 
 def cannot_be_written(error: OSError, path: Path) -> OSError:
     """The error to raise for `error`, which came while `path` was written."""
-    text = (
-        f"cannot be written: {error.strerror or error}. What was saved there is untouched. Make room, or save elsewhere"
-    )
+    untouched = "What was saved there is untouched. Make room, or save elsewhere"
+    text = f"cannot be written: {error.strerror or error}. {untouched}"
     return OSError(error.errno, text, str(path))
 
 

@@ -14,16 +14,7 @@ from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Piece
 
 
 class Slot(NamedTuple):
-    """A tensor of the model that is filled, with all names under which the model has it.
-
-    Args:
-        names: of which the files need one.
-        shape: of the whole tensor.
-        dtype: of it.
-        pieces: what is here of it.
-        tensors: all that are the same memory, if that is whole.
-        obstacle: why it cannot be filled, if so.
-    """
+    """A tensor of the model that is filled, with all names under which the model has it; the files need one of them."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 import operator
@@ -10,9 +9,10 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accel_core.api.component import nearest
 
 if TYPE_CHECKING:
     from accel_core import ProjectConfiguration, World
@@ -23,16 +23,8 @@ _LONGEST = 100  # bytes of a project's name in that of its folder, where 255 is 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The arguments of `init_trackers`.
-
-    Args:
-        project: its name.
-        config: plain data.
-        options: of trackers, by their names.
-        resume: whether the run of a checkpoint goes on.
-    """
+class Plan(NamedTuple):
+    """The arguments of `init_trackers`: plain data as `config`, `options` by the names of trackers."""
 
     project: str
     config: Mapping[str, Any]
@@ -58,20 +50,11 @@ def new_id(world: World) -> str:
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}{of_rank}"
 
 
-def as_step(asked: str, step: object) -> int | None:
-    """The step that a call was given, as an integer.
-
-    Raises:
-        TypeError, ValueError: if it is none from 0 to 2**63 - 1, the most that services hold.
-    """
+def as_step(asked: str, step: Any) -> int | None:
+    """The step that a call was given. Raises TypeError or ValueError if services cannot hold it."""
     if step is None:
         return None
-    try:
-        number = operator.index(None if isinstance(step, bool) else step)  # type: ignore[arg-type]  # a 0-d tensor of integers has it too
-    except TypeError:
-        raise TypeError(
-            f"{asked} was given step={step!r}, a {type(step).__name__}: expected an integer of at least 0, or None."
-        ) from None
+    number = operator.index(step)  # a 0-d tensor of integers has it too
     if not 0 <= number < 2**63:
         raise ValueError(f"{asked} was given step={number}: expected an integer from 0 to 2**63 - 1, or None.")
     return number
@@ -85,6 +68,7 @@ def check_mapping(asked: str, value: object) -> None:
 
 def unknown_tracker(asked: str, name: object, names: Collection[str], those: str) -> str:
     """The message about a name that is none of `names`."""
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"Type {near[0]!r} if that was meant." if near else f"{those}: {', '.join(names) or 'none'}."
-    return f"{asked} names no tracker. {hint}"
+    near = nearest(str(name), [*names])
+    return f"{asked} names no tracker. " + (
+        f"Type {near!r} if that was meant." if near else f"{those}: {', '.join(names) or 'none'}."
+    )

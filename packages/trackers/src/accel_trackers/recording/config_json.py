@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from argparse import Namespace
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from numbers import Integral
 from types import SimpleNamespace
@@ -15,78 +12,66 @@ from typing import Any
 
 import torch
 
-from accel_trackers.recording.scalars import PLAIN, clean, fits, plain_value, said
+from accel_trackers.recording.values import PLAIN, clean, fits, is_array, plain_value, said
 
 _DEEPEST = 50  # containers in each other; what lies deeper, or contains itself, is "…"
 _MOST_ELEMENTS = 64  # of a tensor or an array that is written out
 _MOST_CHARACTERS = 2000  # of the text for an object
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def readable_config(config: object) -> dict[str, Any]:
     """A configuration as JSON has it: None, booleans, numbers (also nan and inf), texts, lists, and dicts with texts as keys.
 
-    Mappings, dataclasses, named tuples, namespaces and models of pydantic and attrs become dicts, as
-    any other object with attributes does if it is the whole of the configuration. Small tensors and
-    arrays become lists; what is neither number nor text otherwise, what `str` makes of it, as does an
-    integer that does not fit into 64 bits. Never raises: what cannot be read is a text that says so,
-    for no run is lost over its description.
+    Mappings, dataclasses, named tuples, namespaces and models of pydantic become dicts, as do the
+    attributes of any other object that is the whole of the configuration. Small tensors and arrays
+    become lists; what is neither number nor text otherwise, what `str` makes of it, as does an integer
+    that does not fit into 64 bits. Never raises: what cannot be read is a text that says so.
     """
-    if config is None:
-        return {}
     found = _data(config, ())
-    if (
-        isinstance(found, str)
-        and not isinstance(config, (str, type, Enum, Mapping))
-        and getattr(config, "__dict__", None)
-    ):
-        found = _data({name: each for name, each in vars(config).items() if not str(name).startswith("_")}, ())
-    return found if isinstance(found, dict) and found else {"config": found} if found else {}
+    if isinstance(found, str) and not isinstance(config, (str, type, Mapping)) and hasattr(config, "__dict__"):
+        public = {name: value for name, value in vars(config).items() if not str(name).startswith("_")}
+        found = _data(public, ()) or found
+    return found if isinstance(found, dict) else {} if config is None else {"config": found}
 
 
 def _data(value: Any, above: tuple[int, ...]) -> Any:
     """The data of a value; `above`: the ids of the containers around it."""
     try:
         value = value.value if isinstance(value, Enum) else value
-        if isinstance(value, Integral) and not fits(int(value)):
-            return str(int(value))
-        if isinstance(value, type) or inspect.isroutine(value):
-            return f"{value.__module__}.{value.__qualname__}".removeprefix("builtins.")
-        if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "tolist")):
+        if isinstance(value, torch.Tensor) or (is_array(value) and hasattr(value, "tolist")):
             value = _elements(value)
-        value = plain_value(value)
+        value = str(int(value)) if isinstance(value, Integral) and not fits(int(value)) else plain_value(value)
         if value is None or type(value) in PLAIN:
             return value
         if id(value) in above or len(above) >= _DEEPEST:
             return "…"
-        above = (*above, id(value))
-        if (fields := _fields(value)) is not None:
+        above, fields = (*above, id(value)), _fields(value)
+        if fields is not None:
             return _dict(fields, above)
-        if isinstance(value, (list, tuple, deque, set, frozenset)):
+        if isinstance(value, (list, tuple, set, frozenset)):
             found = [_data(each, above) for each in value]
             return sorted(found, key=str) if isinstance(value, (set, frozenset)) else found
-        return clean(_ADDRESS.sub("", str(value))[:_MOST_CHARACTERS])
-    except Exception as error:  # noqa: BLE001  (whatever the user's objects raise)
+        return clean(str(value)[:_MOST_CHARACTERS])
+    except Exception as error:  # noqa: BLE001  (whatever the user's objects raise: no run is lost over its description)
         return f"<{type(value).__qualname__} that cannot be read: {said(error)}>"
 
 
-def _fields(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def _fields(value: Any) -> Mapping[Any, Any] | None:
     """Names and values of what has fields."""
     if isinstance(value, Mapping):
-        return value.items()
-    if dataclasses.is_dataclass(value) or hasattr(value, "__attrs_attrs__"):
-        each_field = dataclasses.fields(value) if dataclasses.is_dataclass(value) else value.__attrs_attrs__
-        return [(each.name, getattr(value, each.name, "<not set>")) for each in each_field]
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return list(value._asdict().items())
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name, "<not set>") for each in dataclasses.fields(value)}
     if isinstance(value, (Namespace, SimpleNamespace)):
-        return list(vars(value).items())
-    return list(value.model_dump(warnings=False).items()) if hasattr(value, "model_dump") else None
+        return vars(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()  # type: ignore[no-any-return]
+    return value.model_dump(warnings=False) if hasattr(value, "model_dump") else None
 
 
-def _dict(fields: Iterable[tuple[Any, Any]], above: tuple[int, ...]) -> dict[str, Any]:
+def _dict(fields: Mapping[Any, Any], above: tuple[int, ...]) -> dict[str, Any]:
     data: dict[str, Any] = {}
-    for key, value in fields:
+    for key, value in fields.items():
         name = clean(key) if isinstance(key, str) else str(_data(key, ()))
         while name in data:  # of another key: nothing gets lost
             name = f"{name} ({len(data) + 1})"

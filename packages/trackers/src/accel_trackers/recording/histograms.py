@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core import Bins
-from accel_trackers.recording.host_copy import HostCopy
-from accel_trackers.recording.scalars import as_array, describe, is_array, local
+from accel_trackers.recording.values import HostCopy, as_array, describe, is_array, local
 
 if TYPE_CHECKING:
     from accel_core import Histogram
@@ -21,34 +19,15 @@ _PART = 1 << 20  # how many values are counted at a time: in float64 these are 8
 _LARGEST = 1.7976931348623157e308  # of a float
 
 
-class CopiedHistogram:
-    """The values of a histogram as they are now, whatever becomes of them. Making one waits for no device.
-
-    Raises:
-        TypeError: if they cannot be counted.
-    """
-
-    def __init__(self, histogram: Histogram) -> None:
-        self._bins = histogram.bins
-        self._lock = threading.Lock()
-        self._result: Bins | None = None
-        try:
-            self._values: HostCopy | None = HostCopy(_as_tensor(histogram.values))
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise TypeError(
-                f"Histogram(values) was given {describe(histogram.values)}: expected a tensor, an array, or a list of real numbers. "
-                f"Found: {error}."
-            ) from None
-        self.elements = self._values.elements
-
-    def resolve(self) -> Bins:
-        """Counts, once. Waits for the device, so it is for another thread than the training's."""
-        with self._lock:
-            if self._result is None:
-                assert self._values is not None, "let go of when they are counted"
-                self._result = _counted(self._values.wait(), self._bins)
-                self._values = None
-            return self._result
+def copied(histogram: Histogram) -> HostCopy:
+    """The values as they are now, without waiting for a device. Raises TypeError if they cannot be counted."""
+    try:
+        return HostCopy(_as_tensor(histogram.values))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"Histogram(values) was given {describe(histogram.values)}: expected a tensor, an array, or a list of real numbers. "
+            f"Found: {error}."
+        ) from None
 
 
 def _as_tensor(values: Any) -> torch.Tensor:
@@ -69,22 +48,22 @@ def _as_tensor(values: Any) -> torch.Tensor:
     return local(values)
 
 
-def _counted(values: torch.Tensor, bins: int) -> Bins:
-    flat = values.reshape(-1)
-    parts: Callable[[], Iterator[torch.Tensor]] = lambda: map(_finite, flat.split(_PART))  # noqa: E731
-    low, high, total, squares, count = math.inf, -math.inf, 0.0, 0.0, 0
-    for part in parts():
+def count(values: torch.Tensor, bins: int) -> Bins:
+    """The histogram of a tensor in CPU memory."""
+    parts = values.reshape(-1).split(_PART)
+    low, high, total, squares, finite = math.inf, -math.inf, 0.0, 0.0, 0
+    for part in map(_finite, parts):
         if part.numel():
             low, high = min(low, part.min().item()), max(high, part.max().item())
             total += part.sum().item()
             squares += part.square().sum().item()
-            count += part.numel()
-    edges = _edges(low, high, bins) if count else _edges(0.0, 1.0, bins)
+            finite += part.numel()
+    edges = _edges(low, high, bins) if finite else _edges(0.0, 1.0, bins)
     inner = torch.tensor(edges[1:-1], dtype=torch.float64, device="cpu")
     counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
-    for part in parts():
+    for part in map(_finite, parts):
         counts += torch.bincount(torch.bucketize(part, inner, right=True), minlength=bins)
-    return Bins(tuple(counts.tolist()), edges, total, squares, flat.numel() - count)
+    return Bins(tuple(counts.tolist()), edges, total, squares, values.numel() - finite)
 
 
 def _finite(part: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_trackers.recording.scalars import as_array, describe, is_array, local
+from accel_trackers.recording.values import as_array, describe, is_array, local
 
 FORMATS = ("HW", "CHW", "HWC", "NHW", "NCHW", "NHWC")
 """How the dimensions of images are ordered: number, height, width, channels."""
@@ -52,21 +52,16 @@ def _images(value: Any, order: str | None) -> Iterator[torch.Tensor]:
         yield from _of_tensor(torch.from_numpy(array.copy(order="C")), order, "HWC")
     else:
         raise ValueError(
-            "expected a tensor, an array, an image of PIL, or a list of these. What a service has made into an image of its own goes into "
-            "log()."
+            "expected a tensor, an array, an image of PIL, or a list of these. A service's own image goes into log()."
         )
 
 
 def _of_tensor(tensor: torch.Tensor, order: str | None, usual: str) -> list[torch.Tensor]:
     order = order or ("HW" if tensor.dim() == 2 else usual)
     if not _fits(tensor.shape, order):
-        fitting = [
-            each for each in FORMATS if len(each) == tensor.dim() and _fits(tensor.shape, each.removeprefix("N"))
-        ]
-        hint = f" Write dataformats={' or '.join(map(repr, fitting))} if that is the order." if fitting else ""
         raise ValueError(
             f"the shape {tuple(tensor.shape)} is read as {order}, or several of these: expected at least one pixel, and 1, 3 or 4 "
-            f"channels.{hint}"
+            f"channels. Another order is said by dataformats=: {', '.join(FORMATS)}."
         )
     batch = tensor if tensor.dim() > len(order) else tensor.unsqueeze(0)
     channels = batch.unsqueeze(-1) if order == "HW" else batch.movedim(order.index("C") + 1, -1)
@@ -92,8 +87,8 @@ def _as_bytes(images: torch.Tensor) -> torch.Tensor:
     least, greatest = torch.stack(torch.aminmax(finite)).tolist() if finite.numel() else (0.0, 0.0)
     if least < -_ROUNDING or greatest > 1 + _ROUNDING:
         raise ValueError(
-            f"it has floats from {least:g} to {greatest:g}, and floats are read as 0…1. Divide those up to 255 by 255, give (value + 1) / 2 "
-            f"if they go from -1 to 1, and value.clamp(0, 1) if what lies outside may be cut off."
+            f"it has floats from {least:g} to {greatest:g}, and floats are read as 0…1: scale them, as by value / 255 or (value + 1) / 2, or "
+            f"cut them off by value.clamp(0, 1)."
         )
     return (exact.nan_to_num(0.0, 1.0, 0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
 
@@ -101,9 +96,7 @@ def _as_bytes(images: torch.Tensor) -> torch.Tensor:
 def _of_picture(image: Any) -> torch.Tensor:
     """Pixels of an image of PIL. Palettes and other colour spaces become colours; depths above 8 bits have no fixed range."""
     if image.mode in {"I", "F"} or ";" in image.mode:
-        raise ValueError(
-            f"the mode {image.mode!r} does not say which value is white. Give an array of floats from 0 to 1."
-        )
+        raise ValueError(f"the mode {image.mode!r} does not say which value is white. Give floats from 0 to 1.")
     has_opacity = image.mode in {"RGBA", "LA", "PA", "RGBa"} or "transparency" in image.info
     mode = "L" if image.mode in {"1", "L"} and not has_opacity else "RGBA" if has_opacity else "RGB"
     pixels = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)

@@ -10,8 +10,7 @@ from accel_core import GeneralTracker
 class Blank(GeneralTracker):
     """Stands for a tracker, or for a service's own object, on processes that do not record, and when it is switched off.
 
-    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a
-    context manager.
+    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a context manager.
     """
 
     name = "blank"
@@ -37,8 +36,7 @@ class Blank(GeneralTracker):
             raise AttributeError(name)
         return Blank(name)
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __exit__(self, *_: object) -> None: ...
 
     def __len__(self) -> int:
         return 0
@@ -46,8 +44,7 @@ class Blank(GeneralTracker):
     def __iter__(self) -> Any:
         return iter(())
 
-    def __setitem__(self, _: object, __: object) -> None:
-        return None
+    def __setitem__(self, _: object, __: object) -> None: ...
 
     def __repr__(self) -> str:
         return f"<nothing in place of the tracker {self.name!r}>"

@@ -5,31 +5,23 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from accel_core import Histogram
-from accel_trackers.recording.histograms import CopiedHistogram
-from accel_trackers.recording.host_copy import HostCopy
-from accel_trackers.recording.scalars import PLAIN, clean, describe, is_array, local, plain_value, said
+from accel_trackers.recording import histograms
+from accel_trackers.recording.values import PLAIN, HostCopy, clean, describe, is_array, local, plain_value, said
 
 if TYPE_CHECKING:
     from accel_core import Bins
 
 _LEAVES = {*PLAIN, torch.Tensor}  # which need not be asked whether they are mappings
-_Path = tuple[str, ...]
-"""The names of the dicts around a value, and its own."""
+_Path = tuple[str, ...]  # the names of the dicts around a value, and its own
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """Stands for a value that cannot be logged.
-
-    Args:
-        reason: why; it follows "which is".
-    """
+class LeftOut(NamedTuple):
+    """Stands for a value that cannot be logged; `reason` follows "which is"."""
 
     reason: str
 
@@ -61,23 +53,27 @@ class Record:
     def __init__(self, values: Mapping[str, Any], *, objects: bool = True) -> None:
         self._objects = objects
         self._values: dict[_Path, Any] = {}
+        self._histograms: dict[str, tuple[HostCopy, int]] = {}
         self._lock = threading.Lock()
         self._joined: View | None = None
         numbers: dict[tuple[torch.device, torch.dtype], dict[_Path, torch.Tensor]] = {}
         names = set()
         for path, value in _leaves(values, ()):
             if (name := "/".join(path)) in names:
-                raise _same_name(name)
+                raise ValueError(
+                    f"Two values to be logged have the name {name!r}: keys become texts, and those of nested dicts are joined by '/'. "
+                    f"Rename one of them."
+                )
             names.add(name)
-            taken = self._values[path] = value if type(value) is float else self._taken(value)
+            taken = value if type(value) is float else self._taken(name, value)
+            if taken is not _KEPT:
+                self._values[path] = taken
             if isinstance(taken, torch.Tensor):  # until it is here, it holds the place of its number
                 numbers.setdefault((taken.device, taken.dtype), {})[path] = taken
         self._sent = [([*group], HostCopy(torch.stack([*group.values()]))) for group in numbers.values()]
-
-    @property
-    def weight(self) -> int:
+        copies = (copied for copied, _ in self._histograms.values())
+        self.weight = 1 + sum(map(_size, (*self._values.values(), *copies))) // 10_000
         """The number of records that these values count as while they wait."""
-        return 1 + sum(map(_size, self._values.values())) // 10_000
 
     def joined(self) -> View:
         """By names that are joined by "/": numbers and texts, histograms, and other objects. Waits for the device."""
@@ -93,19 +89,20 @@ class Record:
         joined = self.joined()
         found: dict[str, Any] = {}
         for path, value in self._values.items():
-            if not isinstance(value, (LeftOut, CopiedHistogram)):
+            if not isinstance(value, LeftOut):
                 inner = found
                 for name in path[:-1]:
                     inner = inner.setdefault(name, {})
-                inner[path[-1]] = value.wait().tolist() if isinstance(value, HostCopy) else copy_of(value)
+                inner[path[-1]] = value.wait().tolist() if isinstance(value, HostCopy) else _copy_of(value)
         left_out: dict[str, object] = {name: each for name, each in joined.others.items() if isinstance(each, LeftOut)}
         return View(found, joined.histograms, left_out)
 
-    def _taken(self, value: Any) -> Any:
-        """What is kept of a value; a number on a device as a tensor there."""
+    def _taken(self, name: str, value: Any) -> Any:
+        """What stands for a value: a number on a device as a tensor there; `_KEPT` for a histogram."""
         try:
             if isinstance(value, Histogram):
-                return CopiedHistogram(value)
+                self._histograms[name] = histograms.copied(value), value.bins
+                return _KEPT
             if isinstance(value, torch.Tensor):
                 here = value if type(value) is torch.Tensor else local(value)
                 if here.numel() == 1:
@@ -114,7 +111,7 @@ class Record:
             here = plain_value(value)
             if type(here) in PLAIN:
                 return here
-            return copy_of(here) if self._objects else LeftOut(describe(value))
+            return _copy_of(here) if self._objects else LeftOut(describe(value))
         except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; it is reported, and the training goes on)
             return LeftOut(f"{describe(value)} that cannot be read: {said(error)}")
 
@@ -124,45 +121,39 @@ class Record:
             name = "/".join(path)
             if type(value) in PLAIN:
                 view.values[name] = int(value) if type(value) is bool else value
-            elif isinstance(value, CopiedHistogram):
-                try:
-                    view.histograms[name] = value.resolve()
-                except Exception as error:  # noqa: BLE001  (a dtype that torch cannot convert, no memory left: no tracker's fault)
-                    view.others[name] = LeftOut(f"a Histogram that cannot be counted: {said(error)}")
             else:
                 view.others[name] = value.wait() if isinstance(value, HostCopy) else value
-        for name, bins in view.histograms.items():
-            if bins.nonfinite:
-                view.values.setdefault(f"{name}/nonfinite", bins.nonfinite)
+        for name, (copied, bins) in self._histograms.items():
+            try:
+                found = view.histograms[name] = histograms.count(copied.wait(), bins)
+            except Exception as error:  # noqa: BLE001  (a dtype that torch cannot convert, no memory left: no tracker's fault)
+                view.others[name] = LeftOut(f"a Histogram that cannot be counted: {said(error)}")
+                continue
+            if found.nonfinite:
+                view.values.setdefault(f"{name}/nonfinite", found.nonfinite)
+        self._histograms.clear()  # each is as large as its values
         return view
 
 
-def copy_of(value: Any) -> Any:
+_KEPT = object()
+
+
+def _copy_of(value: Any) -> Any:
     """The value, or a shallow copy of a list or an array."""
     return copy.copy(value) if isinstance(value, list) or is_array(value) else value
 
 
 def _leaves(values: Mapping[Any, Any], above: _Path) -> Iterator[tuple[_Path, Any]]:
-    names = set()
     for key, value in values.items():
         name = key if type(key) is str and key.isascii() else clean(str(plain_value(key)))
-        if name in names:
-            raise _same_name("/".join((*above, name)))
-        names.add(name)
         if type(value) is dict or (type(value) not in _LEAVES and isinstance(value, Mapping)):
             yield from _leaves(value, (*above, name))
         else:
             yield (*above, name), value
 
 
-def _same_name(name: str) -> ValueError:
-    return ValueError(
-        f"Two values to be logged have the name {name!r}: keys become texts, and those of nested dicts are joined by '/'. Rename one of them."
-    )
-
-
 def _size(value: Any) -> int:
     """The number of elements, or of characters, that wait with a value."""
-    if isinstance(value, (HostCopy, CopiedHistogram)):
+    if isinstance(value, HostCopy):
         return value.elements
     return len(value) if isinstance(value, (str, list)) else int(getattr(value, "nbytes", 0)) // 8

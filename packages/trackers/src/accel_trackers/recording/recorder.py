@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_core import GeneralTracker, RecordRefusedError, Tracker
 from accel_trackers.recording.null_tracker import Blank
-from accel_trackers.recording.older import OlderAsTracker
 from accel_trackers.recording.record import LeftOut, Record
-from accel_trackers.recording.scalars import describe
 from accel_trackers.recording.tracker_thread import TrackerThread
+from accel_trackers.recording.values import describe
 
 if TYPE_CHECKING:
     import torch
@@ -38,28 +38,19 @@ class Recorder:
         self.started = self.was_started = False
         self._is_finishing = False
         self._is_older = isinstance(tracker, GeneralTracker)
-        self._told: Tracker = OlderAsTracker(tracker) if isinstance(tracker, GeneralTracker) else tracker
+        self._told: Tracker = _Older(tracker) if isinstance(tracker, GeneralTracker) else tracker
         self.thread = TrackerThread(name, rules, self._close, self._flush)
 
     def start(self, run: TrackedRun) -> None:
         """Has the run opened, and its configuration stored."""
         self.thread.put("start()", lambda: self._start(run))
 
-    def log(self, record: Record, step: int, options: Mapping[str, Any]) -> None:
-        """Has values recorded."""
-        self.thread.put("log()", lambda: self._log(record, step, options), record.weight)
-
-    def log_images(self, images: Mapping[str, list[torch.Tensor]], step: int, options: Mapping[str, Any]) -> None:
-        """Has images recorded, as `Tracker.log_images` takes them."""
-        size = sum(image.numel() for several in images.values() for image in several)
-        images = {name: list(several) for name, several in images.items()}  # its own
-        self._put("log_images", (images, step), options, 1 + size // 10_000)
-
-    def log_table(self, name: str, table: Table, step: int, options: Mapping[str, Any]) -> None:
-        """Has a table recorded."""
-        letters = sum(len(cell) for row in table.rows for cell in row if isinstance(cell, str))
-        weight = 1 + len(table.rows) * len(table.columns) // 100 + letters // 10_000
-        self._put("log_table", (name, table, step), options, weight)
+    def put(self, method: str, arguments: tuple[Any, ...], weight: int, options: Mapping[str, Any]) -> None:
+        """Has a method of the tracker called; `log` is given a `Record`, and the last of the arguments is the step."""
+        if method == "log_images":
+            arguments = {name: list(several) for name, several in arguments[0].items()}, arguments[1]  # its own
+        work: Callable[..., None] = self._log if method == "log" else partial(self._call, method)
+        self.thread.put(f"{method}()", partial(work, arguments, options), weight)
 
     def flush(self) -> None:
         """Has what was recorded made readable, and the state brought up to date."""
@@ -88,9 +79,8 @@ class Recorder:
             self._told.start(run)
         except TypeError as error:
             if run.options:  # in which a name may be misspelt
-                raise TypeError(
-                    f"{error} (given were init_kwargs={{{self.name!r}: ...}} with {', '.join(run.options)})"
-                ) from error
+                given = f"given were init_kwargs={{{self.name!r}: ...}} with {', '.join(run.options)}"
+                raise TypeError(f"{error} ({given})") from error
             raise
         self.started = self.was_started = True
         self._remember()
@@ -102,7 +92,8 @@ class Recorder:
     def _remember(self) -> None:
         self.state = json.loads(json.dumps(dict(self._told.state())))  # raises here rather than in `save_state`
 
-    def _log(self, record: Record, step: int, options: Mapping[str, Any]) -> None:
+    def _log(self, arguments: tuple[Record, int], options: Mapping[str, Any]) -> None:
+        record, step = arguments
         with self.thread.excused():  # the device may be busy
             view = record.nested() if self._is_older else record.joined()
         known: dict[str, object] = {}
@@ -118,9 +109,6 @@ class Recorder:
             self._call("log", ({**view.values, **known}, step), options)
         if view.histograms:
             self._call("log_histograms", (dict(view.histograms), step), options)
-
-    def _put(self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any], weight: int) -> None:
-        self.thread.put(f"{method}()", lambda: self._call(method, arguments, options), weight)
 
     def _call(self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         kind = _KINDS[method]
@@ -147,3 +135,30 @@ class Recorder:
         """After a failure: the record is not complete, but what is in it should be readable."""
         if self.started:
             self._finish(failed=True)
+
+
+class _Older(Tracker):
+    """A `GeneralTracker` as a `Tracker`: it has no state, no options at its start, and no histograms."""
+
+    def __init__(self, older: GeneralTracker) -> None:
+        self._older: Any = older
+
+    def start(self, run: TrackedRun) -> None:
+        self._older.start()
+        if run.config:
+            self._older.store_init_configuration(dict(run.config))
+
+    def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """Values are nested as the user gave them."""
+        self._older.log(dict(values), step=step, **options)
+
+    def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
+        arrays = {name: [image.numpy().copy() for image in several] for name, several in values.items()}
+        self._older.log_images(arrays, step, **options)
+
+    def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
+        rows = [list(row) for row in table.rows]
+        self._older.log_table(name, list(table.columns), rows, None, step, **options)  # None: a dataframe
+
+    def finish(self, failed: bool) -> None:  # noqa: ARG002
+        self._older.finish()

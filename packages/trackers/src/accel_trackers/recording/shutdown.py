@@ -29,18 +29,18 @@ def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> No
     """Has all of them closed, and waits for that."""
     for each in recorders:
         each.finish(failed)
-    deadline = time.monotonic() + timeout
-    quiet = time.monotonic() + _QUIET
+    now = time.monotonic()
     for each in recorders:
-        if not each.thread.wait(min(left(deadline), left(quiet))):
+        thread = each.thread
+        if not thread.wait(min(left(now + timeout), left(now + _QUIET))):
             logger.warning(
                 "Waiting for the tracker %r to record what is pending, for %g s at most.", each.name, timeout
             )
-            if not each.thread.wait(left(deadline)):
-                each.thread.give_up(
-                    f"at the end {each.thread.pending} records were not done within {timeout:g} s, and may be lost"
+            if not thread.wait(left(now + timeout)):
+                thread.give_up(
+                    f"at the end {thread.pending} records were not done within {timeout:g} s, and may be lost"
                 )
-        each.thread.join(left(deadline))
+        thread.join(left(now + timeout))
 
 
 def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, process: int) -> None:
@@ -74,7 +74,7 @@ def let_go(recorders: Sequence[Recorder], process: int) -> None:
 
 
 def is_failing() -> bool:
-    """Whether an exception is on its way: this may be called in a `finally`. `sys.exit()` without a code and the end of a generator are no failure."""
+    """Whether an exception is on its way, as in a `finally`. `sys.exit()` without a code and the end of a generator are no failure."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return error.code is not None and error.code != 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from accel_core import Table
-from accel_trackers.recording.scalars import PLAIN, clean, describe, local, plain_value, said
+from accel_trackers.recording.values import PLAIN, clean, describe, local, plain_value, said
 
 
 def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = None, dataframe: Any = None) -> Table:
@@ -20,12 +19,18 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
     `itertuples` or `rows`. TypeError or ValueError is raised for what is no table, naming row and column.
     """
     if dataframe is not None and columns is None and data is None:
-        columns, data = _content(dataframe)
+        if not hasattr(dataframe, "columns") or not (hasattr(dataframe, "itertuples") or hasattr(dataframe, "rows")):
+            raise TypeError(
+                f"log_table(dataframe=...) was given {describe(dataframe)}: expected a dataframe of pandas or polars. Give columns=... "
+                f"and data=... instead."
+            )
+        columns = dataframe.columns
+        pandas = hasattr(dataframe, "itertuples")
+        data = dataframe.itertuples(index=False, name=None) if pandas else dataframe.rows()
     elif dataframe is not None or columns is None or data is None:
         raise ValueError("log_table() takes columns=['a', 'b'] and data=[[1, 2], [3, 4]], or dataframe=... alone.")
     names = [str(plain_value(each)) for each in _listed(columns, "columns", "a list of names, such as ['a', 'b']")]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"log_table() was given two columns of the name {', '.join(map(repr, twice))}. Rename one.")
     rows = []
     for index, row in enumerate(_listed(data, "data", "a list of rows, such as [[1, 2], [3, 4]]")):
@@ -35,20 +40,8 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
                 f"log_table() was given {len(names)} columns ({', '.join(names)}), but row {index} of data has {len(cells)} cells. Give "
                 f"each row one cell per column, None where there is nothing."
             )
-        rows.append(tuple(map(_cell, cells, names, itertools.repeat(index))))
+        rows.append(tuple(_cell(cell, name, index) for cell, name in zip(cells, names, strict=True)))
     return Table(tuple(names), tuple(rows))
-
-
-def _content(dataframe: Any) -> tuple[Iterable[Any], Iterable[Any]]:
-    columns = getattr(dataframe, "columns", None)
-    if columns is not None and hasattr(dataframe, "itertuples"):
-        return columns, dataframe.itertuples(index=False, name=None)
-    if columns is not None and callable(getattr(dataframe, "rows", None)):
-        return columns, dataframe.rows()
-    raise TypeError(
-        f"log_table(dataframe=...) was given {describe(dataframe)}: expected a dataframe of pandas or polars. Give columns=... and "
-        f"data=... instead."
-    )
 
 
 def _listed(value: Any, what: str, expected: str) -> list[Any]:
@@ -67,6 +60,5 @@ def _cell(value: Any, column: str, row: int) -> Any:
         found = plain_value(local(value).item() if is_number else value)
         return found if type(found) in PLAIN else clean(str(found))
     except Exception as error:
-        raise TypeError(
-            f"log_table() was given {describe(value)} in row {row} under {column!r}, which cannot be read: {said(error)}."
-        ) from error
+        asked = f"log_table() was given {describe(value)} in row {row} under {column!r}"
+        raise TypeError(f"{asked}, which cannot be read: {said(error)}.") from error

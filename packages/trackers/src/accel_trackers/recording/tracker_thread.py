@@ -1,13 +1,9 @@
 """A tracker in a thread of its own, so that nothing that it does, or fails to do, reaches the training.
 
-**A job that raises** is the last: the tracker is switched off, and closed as well as it can be.
-
-**A job that takes too long** is not waited for: the tracker is switched off, and its thread is left
-to itself. Threads are daemons, so one that never comes back does not keep the program from ending.
-
-**Failures are told where the training runs**, by whoever asks for `untold`: an exception or a
-warning in another thread would be seen by nobody. What is switched off gets nothing more, and what
-was waiting for it is dropped.
+A job that raises is the last: the tracker is switched off, and closed as well as it can be. One that
+takes too long is not waited for: its thread, a daemon, is left to itself. What is switched off gets
+nothing more, and what was waiting for it is dropped. Failures are told where the training runs, by
+whoever asks for `untold`: an exception or a warning in another thread would be seen by nobody.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from accel_trackers.recording.scalars import said
+from accel_trackers.recording.values import said
 
 if TYPE_CHECKING:
     from accel_core import TrackingKwargs
@@ -75,7 +71,7 @@ class TrackerThread:
         return self._handed - self._done
 
     def put(self, doing: str, job: Job, weight: int = 1, *, last: bool = False) -> None:
-        """Hands a job over, and never waits; unless the tracker is switched off.
+        """Hands a job over, unless the tracker is switched off; never waits.
 
         Args:
             doing: what it does, as it stands in messages.
@@ -120,19 +116,13 @@ class TrackerThread:
             self._since = time.monotonic()
 
     def leave_out(self, reason: str, kind: str = "") -> None:
-        """Notes that something cannot be recorded; the tracker goes on.
-
-        Args:
-            reason: what, and why.
-            kind: of which one is told; empty: the reason itself.
-        """
+        """Notes that something cannot be recorded, once for each `kind`, or reason; the tracker goes on."""
         if (kind or reason) not in self._left_out and len(self._left_out) < MOST_TOLD:
             self._left_out.add(kind or reason)
             self._untold.append(f"The tracker {self.name!r} leaves out {reason}")
             if len(self._left_out) == MOST_TOLD:
-                self._untold.append(
-                    f"The tracker {self.name!r} has left out {MOST_TOLD} things; of further ones nothing is said."
-                )
+                more = f"has left out {MOST_TOLD} things; of further ones nothing is said."
+                self._untold.append(f"The tracker {self.name!r} {more}")
 
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
         """Switches the tracker off, and drops what was waiting for it. Called by another thread, this one may never come back."""
@@ -156,10 +146,8 @@ class TrackerThread:
 
     def untold(self) -> list[str]:
         """The messages since the last call."""
-        found = []
-        while self._untold:
-            found.append(self._untold.popleft())
-        return found
+        with self._changed:  # several threads may ask
+            return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def abandon(self) -> None:
         """Has messages logged where they arise: nobody is left who would ask for them."""
@@ -182,30 +170,27 @@ class TrackerThread:
                 self._done += weight
                 self._changed.notify_all()
         if self.failure is not None:
-            self._close_after_failure()
+            try:
+                self._close()
+            except BaseException as error:  # noqa: BLE001
+                closed = (
+                    f"could not be closed either: {said(error).rstrip('.')}. What it has recorded may be incomplete."
+                )
+                self._untold.append(f"The tracker {self.name!r} {closed}")
         if self._is_abandoned:
             self._log_untold()
 
     def _next(self) -> tuple[str, Job, int] | None:
         """The next job, for which it waits until the tracker should flush."""
-        if self._flush_at is None:
-            return self._jobs.get()
         try:
+            if self._flush_at is None:
+                return self._jobs.get()
             if (wait := self._flush_at - time.monotonic()) > 0:
                 return self._jobs.get(timeout=wait)
         except Empty:
             pass
         self._flush_at = None
         return "flush()", self._flush, 0
-
-    def _close_after_failure(self) -> None:
-        try:
-            self._close()
-        except BaseException as error:  # noqa: BLE001
-            self._untold.append(
-                f"The tracker {self.name!r} could not be closed either: {said(error).rstrip('.')}. What it has recorded may "
-                f"be incomplete."
-            )
 
     def _log_untold(self) -> None:
         for text in self.untold():

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from accel_core.api.tracker import Chosen
 
 _MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
+Options = Mapping[str, Any] | None
+Take = Callable[[], tuple[tuple[Any, ...], int]]
+
 _GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."
 
 logger = logging.getLogger(__name__)
@@ -55,17 +58,8 @@ class Trackers:
         project: where local trackers write.
     """
 
-    def __init__(
-        self,
-        chosen: Chosen,
-        rules: TrackingKwargs,
-        world: World,
-        project: ProjectConfiguration,
-    ) -> None:
-        self._chosen = chosen
-        self._rules = rules
-        self._world = world
-        self._project = project
+    def __init__(self, chosen: Chosen, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> None:
+        self._chosen, self._rules, self._world, self._project = chosen, rules, world, project
         self._names = chosen.names
         components = [each.component for each in chosen.selected]
         self.on_every_rank = any(not each.main_process_only for each in components)
@@ -78,106 +72,90 @@ class Trackers:
         self._resumed: Mapping[str, Any] = {}
         self._run_id = ""
         self._next_step = 0
-        self._ended = False
         self._process = os.getpid()
-        self._starting = threading.RLock()  # a signal handler may log, too
-        self._is_starting = self._was_used = False
-        self._counting = threading.RLock()
+        self._starting, self._counting = threading.RLock(), threading.RLock()  # a signal handler may log, too
+        self._is_starting = self._was_used = self._ended = False
         self._at_exit: Callable[[], None] | None = None
         if chosen.left_out and world.is_main:
-            logger.warning(
-                "log_with='all' records with %s. Left out:\n%s",
-                ", ".join(self._names) or "nothing",
-                "\n".join(f"  {name}: {why}" for name, why in chosen.left_out.items()),
-            )
+            left_out = "\n".join(f"  {name}: {why}" for name, why in chosen.left_out.items())
+            names = ", ".join(self._names) or "nothing"
+            logger.warning("log_with='all' records with %s. Left out:\n%s", names, left_out)
 
     @property
     def in_hand(self) -> list[TrackerHandle | GeneralTracker]:
         """The trackers that record in this process."""
         return list(map(self._in_hand, self._components))
 
-    def init(
-        self, project_name: object, config: object, init_kwargs: Mapping[str, Any] | None, *, resume: bool
-    ) -> None:
+    def init(self, project_name: object, config: object, init_kwargs: Options, *, resume: bool) -> None:
         """See `Accelerator.init_trackers`."""
         if not isinstance(project_name, str) or not project_name.strip():
             raise TypeError(f"init_trackers({project_name!r}): expected the name of the project, such as 'my-project'.")
-        plan = Plan(
-            project_name,
-            readable_config(config) if self._components else {},
-            self._options("init_trackers(init_kwargs=...)", init_kwargs),
-            resume,
-        )
+        options = self._options("init_trackers(init_kwargs=...)", init_kwargs)
+        plan = Plan(project_name, readable_config(config) if self._components else {}, options, resume)
         if self._names and (self._ended or (self._plan is not None and (self._was_used or plan != self._plan))):
-            before = (
-                "after end_training()"
-                if self._plan is None
-                else f"a second time, after that for {self._plan.project!r}"
-            )
+            before = f"a second time, after that for {self._plan.project!r}" if self._plan else "after end_training()"
             raise RuntimeError(
                 f"init_trackers({project_name!r}) was called {before}. Call it once, before the first log(); a second run has an "
                 f"Accelerator of its own."
             )
         self._plan = plan
 
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
-        *,
-        only: str | None = None,
-    ) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Options, *, only: str | None = None) -> None:
         """See `Accelerator.log`; `only` is the name of the one tracker that records."""
         check_mapping("log()", values)
-        self._record(
-            "log", step, log_kwargs, lambda: (Record(values, objects=self._takes_objects),), only, advance=True
-        )
+
+        def take() -> tuple[tuple[Any, ...], int]:
+            record = Record(values, objects=self._takes_objects)
+            return (record,), record.weight
+
+        self._record("log", step, log_kwargs, take, only)
 
     def log_images(
         self,
         values: Mapping[str, Any],
         step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
+        log_kwargs: Options,
         dataformats: str | None,
         *,
         only: str | None = None,
     ) -> None:
         """See `Accelerator.log_images`."""
         check_mapping("log_images()", values)
-        self._record("log_images", step, log_kwargs, lambda: (as_images(values, dataformats),), only)
+
+        def take() -> tuple[tuple[Any, ...], int]:
+            images = as_images(values, dataformats)
+            return (images,), 1 + sum(image.numel() for several in images.values() for image in several) // 10_000
+
+        self._record("log_images", step, log_kwargs, take, only)
 
     def log_table(
         self,
         name: str,
-        content: tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any],
+        content: tuple[Any, Any, Any],
         step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
+        log_kwargs: Options,
         *,
         only: str | None = None,
     ) -> None:
         """See `Accelerator.log_table`; `content` is columns, data and dataframe."""
         if not isinstance(name, str):
             raise TypeError(f"log_table() was given the name {name!r}, a {type(name).__name__}: expected a text.")
-        self._record("log_table", step, log_kwargs, lambda: (name, as_table(*content)), only)
 
-    def _record(
-        self,
-        method: str,
-        step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
-        make: Callable[[], tuple[Any, ...]],
-        only: str | None,
-        *,
-        advance: bool = False,
-    ) -> None:
-        """Hands what `make` takes of the user's values to this method of every recorder."""
+        def take() -> tuple[tuple[Any, ...], int]:
+            table = as_table(*content)
+            letters = sum(len(cell) for row in table.rows for cell in row if isinstance(cell, str))
+            return (name, table), 1 + len(table.rows) * len(table.columns) // 100 + letters // 10_000
+
+        self._record("log_table", step, log_kwargs, take, only)
+
+    def _record(self, method: str, step: int | None, log_kwargs: Options, take: Take, only: str | None) -> None:
+        """Hands what `take` makes of the user's values, with its weight, to this method of every tracker."""
         options = self._options(f"{method}(log_kwargs=...)", log_kwargs)
         number = as_step(f"{method}()", step)
         if not self._is_recording(f"{method}()"):
             return
         try:
-            content = make()
+            content, weight = take()
         except Exception as error:  # whatever methods of the user's objects raise
             if self._rules.strict:
                 raise
@@ -188,10 +166,10 @@ class Trackers:
         if not recorders:
             self._warn(f"{method}() was called while the trackers are being started, and is not recorded.")
             return
-        number = self._at(number, advance=advance)
+        number = self._at(number, advance=method == "log")
         for each in recorders:
             if only is None or each.name == only:
-                getattr(each, method)(*content, number, options.get(each.name, {}))
+                each.put(method, (*content, number), weight, options.get(each.name, {}))
         self._tell()
 
     def get(self, name: str, unwrap: bool = False) -> Any:
@@ -199,21 +177,15 @@ class Trackers:
         if name not in self._names:
             raise ValueError(unknown_tracker(f"get_tracker({name!r})", name, self._names, "log_with has"))
         tracker = self.caught_up(name)
-        if isinstance(tracker, Blank):
-            return tracker
-        if unwrap:
-            return next(each for each in self._started() if each.name == name).unwrapped()
-        return self._in_hand(tracker)
+        if isinstance(tracker, Blank) or not unwrap:
+            return tracker if isinstance(tracker, Blank) else self._in_hand(tracker)
+        return next(each for each in self._started() if each.name == name).unwrapped()
 
     def caught_up(self, name: str) -> Any:
-        """The tracker, when it has recorded what was logged so far; a blank where it does not record.
-
-        After the end it is closed, and still says where its run is.
-        """
-        if not any(name_of(each) == name for each in self._components):
-            return Blank(name)
+        """The tracker, when it has recorded what was logged so far, also after the end; a blank where it does not record."""
         is_closed = self._ended and self._recorders is not None and os.getpid() == self._process
-        if not is_closed and not self._is_recording("get_tracker()"):
+        is_here = any(name_of(each) == name for each in self._components)
+        if not is_here or not (is_closed or self._is_recording("get_tracker()")):
             return Blank(name)
         recorder = next((each for each in self._started() if each.name == name), None)
         if recorder is None:  # they are being started
@@ -228,24 +200,16 @@ class Trackers:
 
     def state(self) -> dict[str, Any]:
         """The recorded run for a checkpoint: project, id, next step, and trackers' states."""
-        if (
-            self._plan is None
-            or not self._components
-            or os.getpid() != self._process
-            or (self._ended and self._recorders is None)
-        ):
+        is_over = os.getpid() != self._process or (self._ended and self._recorders is None)
+        if self._plan is None or not self._components or is_over:
             return dict(self._resumed)
         recorders = self._started()
         if not self._ended:
             self._catch_up(recorders)
         before = self._resumed["trackers"] if self._resumed.get("run_id") == self._run_id else {}
         own = {each.name: dict(each.state) for each in recorders if each.was_started}
-        return {
-            "project": self._plan.project,
-            "run_id": self._run_id,
-            "step": self._next_step,
-            "trackers": {**before, **own},
-        }
+        run = {"project": self._plan.project, "run_id": self._run_id, "step": self._next_step}
+        return {**run, "trackers": {**before, **own}}
 
     def _catch_up(self, recorders: Sequence[Recorder]) -> None:
         """Has everything recorded that was logged, as far as that takes no longer than one record may."""
@@ -256,7 +220,7 @@ class Trackers:
             if not each.thread.wait(max(deadline - time.monotonic(), 0.0)) and not each.thread.give_up_if_stalled():
                 self._warn(
                     f"The tracker {each.name!r} has not recorded within {self._rules.stall_timeout:g} s what was logged before "
-                    f"save_state(): the checkpoint holds of it what it said last, so a run that resumes from it may miss, or repeat, some."
+                    f"save_state(): a run that resumes from it may miss, or repeat, some."
                 )
         self._tell()
 
@@ -270,11 +234,9 @@ class Trackers:
         if state["run_id"] == self._run_id:
             self._next_step = state["step"]
         else:
-            logger.warning(
-                "load_state() restored a checkpoint of the run %r, but the run %r has begun to be recorded, and is gone on with. To go on "
-                "with the other, call load_state() before the first log(), get_tracker() or save_state().",
-                state["run_id"], self._run_id,
-            )  # fmt: skip
+            begun = "restored a checkpoint of the run %r, but the run %r has begun to be recorded, and is gone on with"
+            advice = "To go on with the other, call load_state() before the first log(), get_tracker() or save_state()."
+            logger.warning(f"load_state() {begun}. {advice}", state["run_id"], self._run_id)
 
     def finish(self, failed: bool | None = None) -> None:
         """See `Accelerator.end_training`: records what is pending, and closes the run. Returns within `finish_timeout`."""
@@ -293,17 +255,12 @@ class Trackers:
 
     def details(self) -> dict[str, str]:
         """The status of each tracker, by name, for `explain()`."""
-        recording = {each.name: each for each in self._recorders or ()}
         found = {name: f"left out of 'all': {why}" for name, why in self._chosen.left_out.items()}
-        for name in self._names:
-            recorder = recording.get(name)
-            if recorder is None:
-                here = any(name_of(each) == name for each in self._components)
-                found[name] = "has not begun" if here else "records on the main process"
-            elif recorder.thread.failure is not None:
-                found[name] = f"switched off: {recorder.thread.failure}"
-            else:
-                found[name] = f"{'has recorded' if self._ended else 'records'} the run {self._run_id}"
+        found |= dict.fromkeys(self._names, "records on the main process")
+        found |= {name_of(each): "has not begun" for each in self._components}
+        for each in self._recorders or ():
+            records = f"{'has recorded' if self._ended else 'records'} the run {self._run_id}"
+            found[each.name] = records if each.thread.failure is None else f"switched off: {each.thread.failure}"
         return found
 
     @cached_property
@@ -311,11 +268,7 @@ class Trackers:
         return known_names(self._chosen)
 
     def _is_recording(self, call: str) -> bool:
-        """Whether this process records; raises, where it does, if a run is missing.
-
-        A process that records nothing does not ask: scripts call `init_trackers` on the main
-        process, and `log` on all.
-        """
+        """Whether this process records; raises, where it does, if `init_trackers` was not called."""
         if not self._components:
             self._was_used = True
             return False
@@ -373,19 +326,11 @@ class Trackers:
         streams = capture_random_state(None)
         try:
             for each, needs in zip(recorders, needs_folder, strict=True):
-                run = TrackedRun(
-                    project=plan.project,
-                    run_id=self._run_id,
-                    config=copy.deepcopy(plan.config),
-                    directory=folder if needs else None,
-                    options=plan.options.get(each.name, {}),
-                    resumed=before.get(each.name),
-                    step=self._next_step,
-                )
-                each.start(run)
-            self._recorders = (
-                recorders  # before any begins: what anybody logs meanwhile, `start` itself too, comes after it
-            )
+                config, options = copy.deepcopy(plan.config), plan.options.get(each.name, {})
+                place, resumed = folder if needs else None, before.get(each.name)
+                each.start(TrackedRun(plan.project, self._run_id, config, place, options, resumed, self._next_step))
+            # Before any begins: what anybody logs meanwhile, `start` itself too, comes after it.
+            self._recorders = recorders
             for each in recorders:
                 each.thread.begin()
             deadline = time.monotonic() + self._rules.start_timeout

@@ -1,16 +1,13 @@
-"""Single values: numbers and texts in another guise, and how messages name the others.
+"""Single values: numbers and texts in another guise, tensors on their way to the host, and words for all others.
 
-Objects of numpy are known by what they do (`__array__`), and numpy is used only where the user's
-program has imported it.
+Objects of numpy are known by what they do (`__array__`): numpy is used only where the program has imported it.
 """
 
 from __future__ import annotations
 
 import numbers
-import os
 import sys
-from datetime import date, time, timedelta
-from decimal import Decimal
+import time
 from enum import Enum
 from typing import Any
 
@@ -19,14 +16,15 @@ import torch
 PLAIN = frozenset({int, float, bool, str})
 """The types that are kept as they are."""
 
+_SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two looks at an event
+
 
 def plain_value(value: Any) -> Any:
-    """The number or text that a value is, or the value itself if it is neither.
+    """The number or text that a value is, or the value itself if it is neither. Tensors are not looked into.
 
-    Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element; texts are also
-    paths, and dates in ISO 8601. A `timedelta` becomes seconds, a member of an `Enum` its value, an
-    integer that does not fit into 64 bits a float. Tensors are not looked into: those are on
-    devices. Raises OverflowError or ValueError for a number that no float can hold.
+    Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element. A member of an
+    `Enum` becomes its value, an integer that does not fit into 64 bits a float. Raises OverflowError
+    or ValueError for a number that no float can hold.
     """
     kind = type(value)
     if kind is float or kind is bool or (kind is int and fits(value)):
@@ -38,14 +36,8 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         number = int(value)
         return number if fits(number) else float(number)
-    if isinstance(value, (numbers.Real, Decimal)):
+    if isinstance(value, numbers.Real):
         return float(value)
-    if isinstance(value, os.PathLike):
-        return clean(os.fsdecode(value))
-    if isinstance(value, (date, time)):
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
     if is_array(value) and getattr(value, "size", None) == 1 and hasattr(value, "item"):
         return plain_value(value.item())
     return value
@@ -67,7 +59,7 @@ def is_array(value: Any) -> bool:
 
 
 def as_array(value: Any) -> Any:
-    """The array of numpy that a value is, or that can be made of it; only if `is_array`. No copy, where that can be avoided."""
+    """The array of numpy for a value that `is_array`, without a copy where that can be avoided."""
     return sys.modules["numpy"].asarray(value)
 
 
@@ -87,6 +79,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         )
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]  # a DTensor, whose module is not imported for this
+
+
+class HostCopy:
+    """A copy of a tensor that is `local`, as it is now. Making one waits for no device that has events and pinned memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.elements = tensor.numel()
+        self._event: torch.Event | None = None
+        with torch.no_grad():
+            if tensor.is_cpu:
+                self._host = tensor.clone(memory_format=torch.contiguous_format)
+                return
+            try:
+                self._host = tensor.to("cpu", non_blocking=True)
+                event = torch.Event(tensor.device)
+                event.record(torch.accelerator.current_stream(tensor.device))
+                self._event = event
+            except (RuntimeError, ValueError):  # no pinned memory, no events, or not the accelerator of torch
+                self._host = tensor.to("cpu")
+
+    def wait(self) -> torch.Tensor:
+        """The copy, once it is complete. It looks now and then: the wait of an event itself would keep a processor busy."""
+        pause = _SHORTEST
+        while self._event is not None and not self._event.query():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        self._event = None
+        return self._host
 
 
 def said(error: BaseException) -> str:
