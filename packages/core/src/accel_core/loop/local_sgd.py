@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.errors import CollectiveMismatchError
-from accel_core.collectives import reduce_gather
+from accel_core.collectives import objects, reduce_gather
 from accel_core.processes.watch.collective_scope import collective
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class LocalSGD:
             _take_from_first(list(self._model.buffers()), world.channel(group))
         # A loss scale shrinks on the rank whose gradients overflow; steps that ranks take together need one.
         for each in self._accelerator._scales():
-            each.load_state_dict(reduce_gather.broadcast_object(each.state_dict(), world, group=group))
+            each.load_state_dict(objects.broadcast_object(each.state_dict(), world, group=group))
 
 
 def _take_from_first(tensors: list[torch.Tensor], channel: Channel) -> None:

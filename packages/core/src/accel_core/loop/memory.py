@@ -25,8 +25,8 @@ import torch
 
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
 from accel_core.loop.oom_vote import all_done, cast_error
+from accel_core.processes.failure_output import is_broken_connection
 from accel_core.processes.watch.collective_scope import explain
-from accel_core.processes.watch.failure_notices import is_broken_connection
 
 REDUCTION = 0.9
 """By what a batch size that did not fit is multiplied."""
