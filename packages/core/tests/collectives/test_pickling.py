@@ -35,7 +35,7 @@ BETWEEN_RANKS = "objects travel between the memories of ranks, never by a file"
 A_TEST_S = "the processes of a test send each other its function, its arguments and its results"
 NOTEBOOKS = "a function of a notebook and what comes of it travel between the memories of processes that it started, never by a file that has a name"
 ALLOWED = {
-    ("accel_core.collectives.pickling", "pickle.loads"): BETWEEN_RANKS,
+    ("accel_core.collectives.objects", "pickle.loads"): BETWEEN_RANKS,
     ("accel_data.batch_codec", "pickle.loads"): BETWEEN_RANKS,
     ("accel_testing.precision_jobs", "pickle.loads"): "a model is pickled and unpickled by the test that made it",
     (

@@ -16,13 +16,8 @@ from hypothesis import strategies as st
 from together import Together
 
 from accel_core.base.errors import CollectiveMismatchError
-from accel_core.collectives.reduce_gather import (
-    broadcast_object,
-    broadcast_object_list,
-    gather,
-    gather_objects,
-    reduce_tree,
-)
+from accel_core.collectives.objects import broadcast_object, broadcast_object_list, gather_objects
+from accel_core.collectives.reduce_gather import gather, reduce_tree
 from accel_core.processes import channel as channel_module
 from accel_core.processes.channel import Channel, Letter, from_bytes, to_bytes
 from accel_core.processes.mismatch_report import describe, mismatch

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
 from accel_core import Accelerator
-from accel_core.collectives import reduce_gather
+from accel_core.collectives import objects, reduce_gather
 from accel_core.collectives.splitting import split_between_processes
 from accel_core.processes.launch_environment import Place
 from accel_core.processes.world import World
@@ -207,7 +207,7 @@ def test_what_has_no_parts_is_refused_in_any_world(inputs: Any, size: int) -> No
 
 
 def test_tensor_without_dimensions_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"inputs\['t'\] is a tensor without dimensions"):
+    with pytest.raises(TypeError, match="0-d tensor"):
         parts({"t": torch.tensor(1)}, 2)
 
 
@@ -407,7 +407,7 @@ def take_turns(folder: Path) -> dict[str, Any]:
     found["nested"] = outcome(state.main_process_first(), nest)
     found["failure in nested"] = outcome(state.main_process_first(), fail_in_nested)
     found["collective"] = outcome(state.main_process_first(), gather)
-    found["afterwards"] = reduce_gather.gather_objects([outcome(state.main_process_first(), nest)], state._world)
+    found["afterwards"] = objects.gather_objects([outcome(state.main_process_first(), nest)], state._world)
     return found
 
 

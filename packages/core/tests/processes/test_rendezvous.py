@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from accel_core.base.errors import WorldError
 from accel_core.processes.launch_environment import Place, read_place
-from accel_core.processes.rendezvous import assemble, claim, claim_device, identity, open_store, round_of
+from accel_core.processes.rendezvous import assemble, claim, identity, open_store, round_of
 from accel_testing import run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -100,15 +100,3 @@ def test_devices_are_told_apart_by_what_torch_says_and_by_their_host(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     expected = f"cuda uuid=0 pci_domain_id=0 pci_bus_id=7 pci_device_id=1 on {socket.gethostname()}"
     assert identity(GPU) == expected
-
-
-def test_device_in_a_group_that_runs_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
-    store, first, second = dist.HashStore(), Place(rank=0, size=2), Place(rank=1, size=2)
-    for _ in range(2):
-        claim_device(store, first, GPU)
-    claim_device(store, second, torch.device("cuda", 1))
-    for _ in range(2):
-        claim_device(store, second, CPU)
-    with pytest.raises(WorldError, match=r"Rank 1 of 2 wants a device of its own, but ranks 0, 1 have one device"):
-        claim_device(store, second, GPU)

@@ -251,8 +251,8 @@ def groups_are_cached() -> None:
         channel = world.channel(pair)
         assert (channel.rank, channel.size) == (world.rank // 2, 2)
         assert world.channel(pair) is channel
-    for ranks in ([0, 0], [0, 3], [-1], []):
-        with pytest.raises(ValueError, match="give ranks from 0 to 2, at least one and each once"):
+    for ranks in ([0, 0], [0, 0, 1], [0, 3], [-1]):
+        with pytest.raises(ValueError, match="duplicate|out of range"):
             world.subgroup(ranks)
 
 
@@ -388,7 +388,7 @@ class Lodger:
         self.log.append(self.name)
 
 
-def test_tenants_are_closed_once_the_last_one_first_and_held_weakly() -> None:
+def test_what_is_to_be_closed_is_so_once_the_last_one_first_and_held_weakly() -> None:
     log: list[str] = []
     world = World.current()
     first, second, third = (Lodger(log, name) for name in ("first", "second", "third"))
@@ -420,7 +420,7 @@ class Troublemaker:
         raise RuntimeError("my wrapper is stuck")
 
 
-def test_tenant_that_fails_to_close_is_heard_and_stops_nobody() -> None:
+def test_one_that_fails_to_close_is_heard_and_stops_nobody() -> None:
     log: list[str] = []
     world = World.current()
     first, second = Lodger(log, "first"), Troublemaker()

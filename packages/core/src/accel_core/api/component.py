@@ -4,8 +4,8 @@ from accel_core.base.class_override import ClassOverride, overridden_class, over
 from accel_core.base.nested import Tree, flatten, map_tensors, paths, rebuilt, to_device
 from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
 from accel_core.base.suggestions import nearest
+from accel_core.collectives.objects import broadcast_object, gather_objects
 from accel_core.collectives.random_sync import synchronize_random_states
-from accel_core.collectives.reduce_gather import broadcast_object, gather_objects
 from accel_core.collectives.run_seed import agree_seed
 from accel_core.options.resolution import as_rng_types, as_sequence
 from accel_core.processes.channel import FRAME_STEP, Channel

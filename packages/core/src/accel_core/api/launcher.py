@@ -28,9 +28,9 @@ from accel_core.options.option_sources import (
 from accel_core.options.resolution import flag
 from accel_core.plugins.explain import format_table, offer_state, why_unusable
 from accel_core.plugins.offers import NOUNS, Group, Offer, find, how_to_get, list_offers
+from accel_core.processes.failure_output import broken_connection_in
 from accel_core.processes.launch_environment import Place, read_place
 from accel_core.processes.rendezvous import loopback_listener, open_store
-from accel_core.processes.watch.failure_notices import broken_connection_in
 
 __all__ = [
     "CHANNEL", "DEFAULT_LOADER", "DEFAULT_STRATEGIES", "HIDDEN", "KNOWN_PROVIDERS", "LOADER_OPTIONS", "NOUNS",

@@ -1,8 +1,7 @@
 """Tensors of one rank for all.
 
-A small tree travels in one exchange, like everything small. A large one is compared first, and then
-broadcast: its large tensors each by itself and straight into the result, its small ones packed
-together.
+A small tree takes one exchange. A large one is compared first, and then broadcast: its large
+tensors each by itself and straight into the result, its small ones packed together.
 """
 
 from __future__ import annotations
@@ -14,12 +13,19 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.nested import Tree, flatten_with_shape, unflatten
-from accel_core.collectives.reduce_gather import Measured, bytes_of, channel_of, check_source, check_tensors, letter_for
+from accel_core.collectives.reduce_gather import (
+    Measured,
+    bytes_of,
+    channel_of,
+    check_source,
+    check_tensors,
+    header_only,
+    letter_for,
+    whole,
+)
 from accel_core.processes.watch.collective_scope import collective
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from accel_core.processes.channel import Channel
     from accel_core.processes.world import World
 
@@ -32,14 +38,10 @@ PARCEL = 4 << 20
 """Bytes that are packed together: so much extra memory, and a tensor at least as large goes unpacked."""
 
 
-def broadcast(tree: T, world: World, source: int = 0, group: ProcessGroup | None = None) -> T:
-    """Gives every rank the tensors of one rank: `accel_core.broadcast`. A collective.
+def broadcast(tree: T, world: World, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Gives every rank the tensors of one rank of the group (None: all): `accel_core.broadcast`. A collective.
 
-    Args:
-        tree: where shapes are not known on every rank, use `broadcast_object_list`.
-        world: the processes.
-        source: whose tensors; its rank within the group.
-        group: the ranks that take part; None: all.
+    Where shapes are not known on every rank, use `broadcast_object_list`.
     """
     channel = channel_of(world, group)
     call = f"broadcast(from_process={source!r})"
@@ -56,17 +58,19 @@ def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
     if bytes_of(leaves) * channel.size > SMALL_BROADCAST:
         received = _large(channel, call, tree, leaves, shape, source)
     else:
-        measure, sent = (_sent, leaves) if channel.rank == source else (_awaited, [])
+        measure, sent = (whole, leaves) if channel.rank == source else (_awaited, [])
         parts = channel.exchange(letter_for(channel, call, tree, leaves, shape, measure), sent)
         received = [part[source][0].clone() for part in parts]
-    return unflatten(tree, [_placed(tensor, leaf) for tensor, leaf in zip(received, leaves, strict=True)])
+    # What was received goes to where the argument is; a meta tensor is nowhere.
+    placed = [tensor if leaf.is_meta else tensor.to(leaf.device) for tensor, leaf in zip(received, leaves, strict=True)]
+    return unflatten(tree, placed)
 
 
 def _large(
     channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, source: int
 ) -> list[torch.Tensor]:
     """Compares headers, then broadcasts the bytes, which backends can move whatever the dtype is."""
-    letter = letter_for(channel, call, tree, leaves, shape, _compared)
+    letter = letter_for(channel, call, tree, leaves, shape, header_only)
     try:
         received = [torch.empty(leaf.shape, dtype=leaf.dtype, device=channel.device) for leaf in leaves]
         if channel.rank == source:
@@ -102,21 +106,6 @@ def _parcels(contents: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield together
 
 
-def _placed(tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Puts what was received where the argument is; a meta tensor is nowhere."""
-    return tensor if leaf.is_meta or tensor.device == leaf.device else tensor.to(leaf.device)
-
-
-def _sent(leaf: torch.Tensor) -> Measured:
-    """On the source: the leaf is one row."""
-    return (leaf.dtype, tuple(leaf.shape)), 1, list(leaf.shape)
-
-
 def _awaited(leaf: torch.Tensor) -> Measured:
-    """On the other ranks: no row, of the same kind."""
+    """On ranks that receive: no row, of the same kind."""
     return (leaf.dtype, tuple(leaf.shape)), 0, list(leaf.shape)
-
-
-def _compared(leaf: torch.Tensor) -> Measured:
-    """For a large tree: the shape must agree, and the values travel by other means."""
-    return None, 0, list(leaf.shape)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from accel_core.base.errors import CheckpointError, CollectiveMismatchError
-from accel_core.collectives.reduce_gather import broadcast_object, gather_objects
+from accel_core.collectives.objects import broadcast_object, gather_objects
 from accel_core.processes.watch.stack_location import raising_line
 
 if TYPE_CHECKING:
@@ -20,43 +20,24 @@ _LINE = "_accel_line"
 def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
     """Does some work on every rank and gives each the results of all, in rank order. A collective.
 
-    Args:
-        world: the processes.
-        step: what it is, in words that go on after "rank 1 waits".
-        work: is called here; what it returns is pickled for the others.
-
-    Raises:
-        Exception: on every rank, if `work` raised on one: the error of the lowest such rank, which
-            is named.
+    `step` says what it is, in words that go on after "rank 1 waits". What `work` returns is pickled
+    for the others. If it raises on one rank, all raise the error of the lowest such rank, which is
+    named.
     """
     if world.size == 1:
         return [work()]
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except CollectiveMismatchError:
-        raise  # on every rank, so that nobody waits for the outcome
-    except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
-        failure = error
-    outcomes: list[tuple[Exception | None, Any]] = exchange(world, step, (portable(failure), result), failure)
+    result, failure = _tried(work)
+    outcomes = exchange(world, step, (portable(failure), result), failure)
     for rank, (reason, _) in enumerate(outcomes):
         if reason is not None:
             raise located(reason, rank) from failure
-    return [found for _, found in outcomes]
+    return [found for _, found in outcomes]  # type: ignore[misc]  # no rank has failed
 
 
 def exchange(world: World, step: str, value: T, failure: Exception | None = None) -> list[T]:
-    """The values of all ranks, in rank order, if they came for the same step. A collective.
+    """The values of all ranks, pickled, in rank order, if they came for the same step. A collective.
 
-    Args:
-        world: the processes.
-        step: as for `everywhere`.
-        value: is pickled for the others.
-        failure: what made this rank come here, if it failed.
-
-    Raises:
-        CollectiveMismatchError: on every rank, if they did not, with the failures that led to it.
+    Else all raise `CollectiveMismatchError`, with the failures that made ranks come here.
     """
     reason = None if failure is None else f"{type(failure).__name__}: {failure}"
     found: list[tuple[str, str | None, T]] = gather_objects([(step, reason, value)], world)
@@ -74,35 +55,30 @@ def exchange(world: World, step: str, value: T, failure: Exception | None = None
 
 
 def on_each_rank(world: World, step: str, work: Callable[[], T]) -> T:
-    """Does some work on every rank and gives each what it returned there, which need not be picklable. A collective.
-
-    Raises:
-        Exception: on every rank, if `work` raised on one.
-    """
+    """What `work` returns on this rank, which need not be picklable; if it raises on one, all raise. A collective."""
     kept: list[T] = []
     everywhere(world, step, lambda: kept.append(work()))
     return kept[0]
 
 
 def on_main_rank(world: World, work: Callable[[], T]) -> T:
-    """Does some work on the main process and gives every rank its result. A collective.
-
-    Raises:
-        Exception: on every rank, what `work` raised.
-    """
+    """Does some work on the main process and gives every rank its result, or its error. A collective."""
     if world.size == 1:
         return work()
-    result: T | None = None
-    failure: Exception | None = None
-    if world.is_main:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
-            failure = error
+    result, failure = _tried(work) if world.is_main else (None, None)
     reason, found = broadcast_object((portable(failure), result), world)
     if reason is not None:
         raise located(reason, 0) from failure
     return found  # type: ignore[no-any-return]
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except CollectiveMismatchError:
+        raise  # on every rank, so that nobody waits for the outcome
+    except Exception as error:  # noqa: BLE001  (the others wait for the outcome, whatever it is)
+        return None, error
 
 
 def portable(error: Exception | None) -> Exception | None:
@@ -112,17 +88,17 @@ def portable(error: Exception | None) -> Exception | None:
     """
     if error is None or type(error) is CheckpointError:
         return error
-    carried = _portable(error)
+    carried: Exception
+    if isinstance(error, OSError) and error.errno is not None:
+        carried = OSError(error.errno, error.strerror, error.filename)
+    elif type(error).__module__ != "builtins":
+        carried = CheckpointError(f"{type(error).__qualname__}: {error}")
+    elif len(error.args) == 1:
+        carried = type(error)(str(error))
+    else:
+        carried = RuntimeError(f"{type(error).__qualname__}: {error}")
     setattr(carried, _LINE, raising_line(error, or_ours=not isinstance(error, OSError)))
     return carried
-
-
-def _portable(error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, error.strerror, error.filename)
-    if type(error).__module__ == "builtins":
-        return type(error)(str(error)) if len(error.args) == 1 else RuntimeError(f"{type(error).__qualname__}: {error}")
-    return CheckpointError(f"{type(error).__qualname__}: {error}")
 
 
 def located(error: Exception, rank: int) -> Exception:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.base.nested import Tree, flatten_with_shape, paths, unflatten
-from accel_core.collectives.reduce_gather import alone, channel_of, gather_leaves, gather_objects
+from accel_core.collectives.objects import gather_objects
+from accel_core.collectives.reduce_gather import alone, channel_of, gather_leaves
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from accel_core.contract.loader_progress import Rows
     from accel_core.processes.world import World
+
+_HOW = "Call gather_for_metrics once per batch, inside the loop over the prepared loader."
 
 
 def gather_for_metrics(
@@ -29,47 +32,32 @@ def gather_for_metrics(
 ) -> Tree:
     """Gathers the results for one batch from all ranks, without the padding. A collective, exactly one.
 
-    Args:
-        data: nested tensors, one row per sample of this rank's batch; tensors without dimensions
-            give one element per rank. Or a list or tuple of objects, of which at least one is no
-            tensor.
-        rows: rows of the batch on this rank, from `Feed.current_rows()`; None gathers everything.
-        world: the processes.
-        group: the ranks over which the global batch is spread; None: all.
-        use_gather_object: `data` holds one object per sample, even if all are tensors.
-
-    Returns:
-        The same structure, with the samples of rank 0 first; for objects, a list.
-
-    Raises:
-        ValueError: on every rank, if a tensor or a list has not one row per sample of the batch.
-        TypeError: on every rank, if `data` holds objects and is no list or tuple.
-        CollectiveMismatchError: on every rank, if structures, dtypes or other dimensions differ.
+    `data` are nested tensors, one row per sample of this rank's batch (without dimensions: one
+    element per rank), or a list or tuple of objects, of which at least one is no tensor or
+    `use_gather_object` is set. `rows` are from `Feed.current_rows()`; None gathers everything.
+    Raises on every rank `ValueError` if there is not one row per sample, `TypeError` for objects in
+    no list or tuple, `CollectiveMismatchError` for what differs.
     """
     leaves, shape = flatten_with_shape(data)
-    if use_gather_object or not _only_tensors(leaves):
+    if use_gather_object or not leaves or not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):
         return _objects_for_metrics(data, rows, world, group)
     channel = channel_of(world, group)
-    if channel is None:
-        if rows is not None and _is_padded(rows):
-            data = unflatten(data, [_real(leaf, rows) for leaf in leaves])
-            leaves, _ = flatten_with_shape(data)
-        return alone(data, leaves)
-    if rows is not None:
+    if channel is not None and rows is not None:
         for index, leaf in enumerate(leaves):
             if leaf.ndim and rows.rows not in (None, leaf.shape[0]):
                 channel.refuse(_not_per_sample(data, index, leaf, rows))
-        if _is_padded(rows):
-            leaves = [_real(leaf, rows) for leaf in leaves]
-    return unflatten(data, gather_leaves(channel, data, leaves, shape))
+    if rows is not None and _is_padded(rows):
+        leaves = [leaf[: rows.real] if leaf.ndim and rows.rows in (None, leaf.shape[0]) else leaf for leaf in leaves]
+        data = data if channel is not None else unflatten(data, leaves)
+    return alone(data, leaves) if channel is None else unflatten(data, gather_leaves(channel, data, leaves, shape))
 
 
 def _objects_for_metrics(data: Any, rows: Rows | None, world: World, group: ProcessGroup | None) -> Any:
     channel = channel_of(world, group)
     is_list = isinstance(data, (list, tuple))
     if channel is None:
-        cut = is_list and rows is not None and rows.rows in (None, len(data)) and _is_padded(rows)
-        return data[: rows.real] if cut and rows is not None else data
+        padded = is_list and rows is not None and rows.rows in (None, len(data)) and _is_padded(rows)
+        return data[: rows.real] if padded and rows is not None else data
     if not is_list:
         channel.refuse(
             TypeError(
@@ -87,29 +75,13 @@ def _objects_for_metrics(data: Any, rows: Rows | None, world: World, group: Proc
     return gather_objects(data if rows is None else data[: rows.real], world, group)
 
 
-_HOW = "Call gather_for_metrics once per batch, inside the loop over the prepared loader."
-
-
 def _not_per_sample(data: Tree, index: int, leaf: torch.Tensor, rows: Rows) -> ValueError:
-    path = paths(data, "data")[index]
     return ValueError(
-        f"gather_for_metrics: {path} with shape {list(leaf.shape)} does not have one row per sample of the batch, "
-        f"which has {rows.rows} rows on this rank. {_HOW} For values that are not per sample use gather(); for a list "
-        f"of one tensor per sample, use_gather_object=True."
+        f"gather_for_metrics: {paths(data, 'data')[index]} with shape {list(leaf.shape)} does not have one row per sample "
+        f"of the batch, which has {rows.rows} rows on this rank. {_HOW} For values that are not per sample use gather(); "
+        f"for a list of one tensor per sample, use_gather_object=True."
     )
-
-
-def _real(leaf: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A leaf without its padding."""
-    return leaf[: rows.real] if leaf.ndim and rows.rows in (None, leaf.shape[0]) else leaf
 
 
 def _is_padded(rows: Rows) -> bool:
     return rows.rows is None or rows.real < rows.rows
-
-
-def _only_tensors(leaves: list[Any]) -> bool:
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            return False
-    return bool(leaves)

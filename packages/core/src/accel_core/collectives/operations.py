@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel_core.collectives import padding, random_sync, reduce_gather
+from accel_core.collectives import objects, padding, random_sync, reduce_gather
 from accel_core.collectives.broadcast import broadcast as broadcast_over
 from accel_core.collectives.padding import pad_input_tensors
 from accel_core.options.resolution import as_rng_types
@@ -43,58 +43,32 @@ __all__ = [
 def gather(tensor: T) -> T:
     """Concatenates the tensors of all ranks along dim 0, in rank order. Collective.
 
-    Args:
-        tensor: a tree of one structure on all ranks. Sizes may differ in dim 0 only. A tensor
-            without dimensions gives one element per rank.
-
-    Returns:
-        The same structure, detached, each tensor on its device; in a world of one the tensors
-        themselves.
-
-    Raises:
-        CollectiveMismatchError: on every rank, if structures, dtypes or other dims differ.
+    Takes a tree of one structure on all ranks, with equal dtypes; sizes may differ in dim 0 only,
+    and a tensor without dimensions gives one element per rank. Returns the same structure,
+    detached, each tensor on its device; in a world of one the tensors themselves.
     """
     return reduce_gather.gather(tensor, World.current())
 
 
 def gather_object(object: Sequence[Any]) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order. Collective.
+    """Concatenates the lists of all ranks, in rank order: `gather_object([value])` has one item per rank. Collective.
 
-    Args:
-        object: a list or tuple, of any length, of objects that can be pickled; tensors inside
-            arrive on the CPU.
-
-    Returns:
-        One list, the same on every rank: `gather_object([value])` has one item per rank.
-
-    Raises:
-        TypeError: on every rank, if it is no list or tuple.
-        UnpicklingError: on a rank that cannot unpickle what another one sent. There, and where an
-            object cannot be pickled, the other ranks raise `CollectiveMismatchError` with that
-            reason.
+    Takes a list or tuple, of any length, of objects that can be pickled; tensors inside arrive on
+    the CPU. Raises `TypeError` on every rank for anything else, and `UnpicklingError` on a rank
+    that cannot unpickle what another one sent. There, and where an object cannot be pickled, the
+    other ranks raise `CollectiveMismatchError` with that reason.
     """
-    return reduce_gather.gather_objects(object, World.current())
+    return objects.gather_objects(object, World.current())
 
 
 def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
-    """Combines tensors over the ranks: their sum, mean or maximum. Collective, except for "none".
+    """Combines tensors over the ranks: "sum", "mean", "max", times `scale`; "none" returns `tensor`. Collective but for that.
 
     The reduction has no default: `Accelerator.reduce` sums, functions of this name elsewhere
-    average.
-
-    Args:
-        tensor: a tree of one structure, and of the same shapes, on all ranks.
-        reduction: "sum", "mean", "max", or "none", which returns `tensor`.
-        scale: a factor for the result.
-
-    Returns:
-        The same structure and shapes, detached, equal on all ranks. Dtypes stay, but booleans are
-        counted as int64, and the mean of integers and booleans, or their product with a scale, has
-        the default floating dtype.
-
-    Raises:
-        ValueError: on every rank, if the reduction is unknown.
-        CollectiveMismatchError: on every rank, if structures, dtypes, shapes or options differ.
+    average. Takes a tree of one structure, and of the same shapes, on all ranks, and returns the
+    same, detached, equal on all ranks. Dtypes stay, but booleans are counted as int64, and the mean
+    of integers and booleans, or their product with a scale, has the default floating dtype. Raises
+    `ValueError` on every rank for another reduction.
     """
     return reduce_gather.reduce_tree(tensor, World.current(), reduction, scale)
 
@@ -102,18 +76,10 @@ def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
 def broadcast(tensor: T, from_process: int = 0) -> T:
     """Gives every rank the tensors of one rank. Collective.
 
-    Args:
-        tensor: a tree of one structure, and of the same shapes and dtypes, on all ranks. The values
-            count on the source only; elsewhere tensors on the meta device will do.
-        from_process: the source.
-
-    Returns:
-        The same structure of new tensors, detached, each on the device of the one given here, or on
-        the world's for one on the meta device; in a world of one `tensor` itself.
-
-    Raises:
-        ValueError: on every rank, if there is no such process.
-        CollectiveMismatchError: on every rank, if structures, dtypes, shapes or sources differ.
+    Takes a tree of one structure, and of the same shapes and dtypes, on all ranks; values count on
+    the source only, elsewhere tensors on the meta device will do. Returns new tensors, detached,
+    each on the device of the one given here, or on the world's for a meta tensor; in a world of one
+    `tensor` itself. Raises `ValueError` on every rank if there is no such process.
     """
     return broadcast_over(tensor, World.current(), from_process)
 
@@ -121,40 +87,21 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replaces the items of every rank's list, in place, by those of one rank, and returns it. Collective.
 
-    Args:
-        object_list: on the source, a list of objects that can be pickled; elsewhere one of the same
-            length, whose items are ignored.
-        from_process: the source.
-
-    Raises:
-        TypeError: on every rank, if it is no list.
-        ValueError: on every rank, if there is no such process.
-        CollectiveMismatchError: on every rank, if lengths or sources differ; other errors as in
-            `gather_object`.
+    The lists have one length on all ranks; items are ignored but for the source's, which can be
+    pickled. Raises `TypeError` on every rank for no list, `ValueError` for no such process, others
+    as `gather_object`.
     """
-    return reduce_gather.broadcast_object_list(object_list, World.current(), from_process)
+    return objects.broadcast_object_list(object_list, World.current(), from_process)
 
 
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_first: bool = False) -> T:
     """Pads each tensor along one dimension to the largest size that it has on any rank. Collective.
 
-    Other dimensions may differ between the ranks. Gradients flow through the padding.
-
-    Args:
-        tensor: a tree of one structure on all ranks, with the same numbers of dimensions.
-        dim: the dimension; negative ones count from the last. A tensor without it stays as it is.
-        pad_index: the value to pad with.
-        pad_first: whether the padding stands before the values.
-
-    Returns:
-        The same structure and dtypes; each tensor is new, or itself if it has the largest size. In
-        a world of one `tensor` itself.
-
-    Raises:
-        TypeError: on every rank, if `dim` is no integer or `pad_index` no number.
-        ValueError: on every rank, if a dtype cannot hold `pad_index`.
-        CollectiveMismatchError: on every rank, if structures, dtypes, numbers of dimensions or
-            options differ.
+    Takes a tree of one structure on all ranks, with the same numbers of dimensions, all of which
+    may differ in size; a tensor without `dim` stays as it is. The values are filled up with
+    `pad_index`, behind them or, with `pad_first`, before them. Returns the same structure and
+    dtypes; each tensor is new, or itself if it has the largest size. Gradients flow through. Raises
+    `ValueError` on every rank if a dtype cannot hold `pad_index`.
     """
     return padding.pad_across_processes(tensor, World.current(), dim, pad_index, pad_first)
 
@@ -167,9 +114,7 @@ def wait_for_everyone() -> None:
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
     """Sets one random stream to the state that it has on rank 0: see `synchronize_rng_states`. Collective.
 
-    Args:
-        rng_type: which one; None: "generator" if one is given, else "torch".
-        generator: for "generator"; it is changed in place.
+    `rng_type` is "generator" by default if one is given, else "torch".
     """
     default = "torch" if generator is None else "generator"
     synchronize_rng_states([default if rng_type is None else rng_type], generator)
@@ -178,17 +123,10 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
     """Sets random streams to the states that they have on rank 0. One collective; none in a world of one.
 
-    Args:
-        rng_types: names of `RNGType`: "torch" for torch's global stream on the CPU, a device type
-            for that of the device (one that this run does not train on warns), "generator" for
-            `generator`.
-        generator: for "generator"; it is changed in place. Without that name a warning says that it
-            has no effect.
-
-    Raises:
-        TypeError: on every rank, if `rng_types` is no list of names.
-        ValueError: on every rank, if a name is unknown, or there is no generator for "generator".
-        CollectiveMismatchError: on every rank, if they name other streams.
+    `rng_types` are names of `RNGType`: "torch" for torch's global stream on the CPU, a device type
+    for that of the device, "generator" for `generator`, which is changed in place. What has no
+    effect here warns. Raises on every rank `TypeError` for no list of names, `ValueError` for an
+    unknown name or a missing generator, `CollectiveMismatchError` for other streams.
     """
     world = World.current()
     try:

@@ -32,17 +32,20 @@ def pad_across_processes(
     leaves, shape = flatten_with_shape(tree)
     try:
         check_tensors("pad_across_processes", tree, leaves)
-        for dtype in dict.fromkeys([leaf.dtype for leaf in leaves if _reaches(dim, leaf)]):
-            _check_value(pad_index, dtype)
+        reaching = [leaf for leaf in leaves if _reaches(dim, leaf)]
+        for dtype in dict.fromkeys(leaf.dtype for leaf in reaching):
+            if not _holds(pad_index, dtype):
+                raise ValueError(
+                    f"pad_across_processes(pad_index={pad_index}): {str(dtype).removeprefix('torch.')} cannot hold this "
+                    f"value. Pass one that every tensor can hold, or pad tensors of different dtypes in calls of their own."
+                )
     except (TypeError, ValueError) as error:
         refuse(channel, error)
     if channel is None:
         return tree
     call = f"pad_across_processes(dim={dim}, pad_index={pad_index}, pad_first={bool(pad_first)})"
     letter = letter_for(channel, call, tree, leaves, shape, _Along(dim))
-    reaching = [leaf for leaf in leaves if _reaches(dim, leaf)]
-    nothing = torch.empty(0, dtype=torch.uint8)
-    rows = channel.exchange(letter, [nothing] * len(reaching))
+    rows = channel.exchange(letter, [torch.empty(0, dtype=torch.uint8)] * len(reaching))
     largest = iter([max(map(len, by_rank)) for by_rank in rows])
     return unflatten(
         tree,
@@ -53,41 +56,31 @@ def pad_across_processes(
 def pad_input_tensors(tree: Tree, batch_size: int, num_processes: int, dim: int = 0) -> Tree:
     """Repeats the last row of a batch until `num_processes` processes can share it evenly. Not a collective.
 
-    Args:
-        tree: nested tensors; other leaves stay as they are.
-        batch_size: how many rows the batch has. Tensors of another size in `dim` stay as they are.
-        num_processes: among how many the batch is to be split.
-        dim: the dimension that holds the rows; negative ones count from the last.
-
-    Returns:
-        The same structure, with the next multiple of `num_processes` rows; `tree` itself if it has
-        such.
-
-    Raises:
-        ValueError: if there are no processes, or if no tensor has `batch_size` rows.
+    `batch_size` is how many rows the batch has, in `dim`: tensors of another size there, and other
+    leaves, stay as they are. Returns the same structure, or `tree` itself if nothing is missing.
+    Raises `ValueError` if there are no processes, or if no tensor has `batch_size` rows.
     """
     if num_processes < 1:
         raise ValueError(f"pad_input_tensors(num_processes={num_processes}): pass the number of processes, 1 or more.")
+    missing = -batch_size % num_processes
+    shapes = []
+    full = 0
 
-    def is_full(tensor: torch.Tensor) -> bool:
-        return _reaches(dim, tensor) and tensor.shape[dim] == batch_size
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal full
+        shapes.append(list(tensor.shape))
+        if not (_reaches(dim, tensor) and tensor.shape[dim] == batch_size):
+            return tensor
+        full += 1
+        return torch.cat([tensor, *[tensor.narrow(dim, batch_size - 1, 1)] * missing], dim) if missing else tensor
 
-    tensors = [leaf for leaf in flatten_with_shape(tree)[0] if isinstance(leaf, torch.Tensor)]
-    if not any(map(is_full, tensors)):
-        shapes = [list(tensor.shape) for tensor in tensors]
+    padded = map_tensors(filled, tree)
+    if not full:
         raise ValueError(
             f"pad_input_tensors(batch_size={batch_size}, dim={dim}): no tensor has that many rows; the shapes are {shapes}. "
             f"Pass the size that the batch has in this dimension."
         )
-    missing = -batch_size % num_processes
-
-    def filled(tensor: torch.Tensor) -> torch.Tensor:
-        if not is_full(tensor):
-            return tensor
-        last = tensor.narrow(dim, batch_size - 1, 1)
-        return torch.cat([tensor, *[last] * missing], dim)
-
-    return map_tensors(filled, tree) if missing else tree
+    return padded if missing else tree
 
 
 @dataclass(frozen=True)
@@ -116,14 +109,6 @@ def _padded(leaf: torch.Tensor, largest: int, dim: int, pad_index: complex, pad_
     padded = leaf.new_full(shape, pad_index)
     padded.narrow(dim, largest - size if pad_first else 0, size).copy_(leaf)
     return padded
-
-
-def _check_value(value: complex, dtype: torch.dtype) -> None:
-    if not _holds(value, dtype):
-        raise ValueError(
-            f"pad_across_processes(pad_index={value}): {str(dtype).removeprefix('torch.')} cannot hold this value. Pass one "
-            f"that every tensor can hold, or pad tensors of different dtypes in calls of their own."
-        )
 
 
 def _holds(value: complex, dtype: torch.dtype) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,55 +14,40 @@ from accel_core.collectives.reduce_gather import channel_of
 if TYPE_CHECKING:
     from accel_core.processes.world import World
 
-States = dict[str, list[torch.Tensor]]
-
 
 def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
     """Sets the streams of this process to the states that they have on rank 0. One collective for all of them.
 
-    None in a world of one, or where there is nothing to send. All ranks give the same `rng_types`
-    and equally many generators, or all raise `CollectiveMismatchError`.
-
-    Args:
-        rng_types: as for `accel_core.synchronize_rng_states`; "generator" stands for `generators`.
-        generators: those that the user handed in; they are changed in place.
-        world: the processes.
+    None in a world of one, or where there is nothing to send. All ranks give the same `rng_types`,
+    as for `accel_core.synchronize_rng_states`, and equally many generators (changed in place), or
+    all raise `CollectiveMismatchError`.
     """
     channel = channel_of(world, None)
     if channel is None:
         return
-    states = _states(rng_types, generators, world)
-    if states:
-        states = broadcast_from(channel, "synchronize_rng_states", states, 0)
-        if channel.rank:
-            _restore(states, generators, world)
-
-
-def _states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> States:
-    states: States = {}
+    states: dict[str, list[torch.Tensor]] = {}
+    setters: list[Callable[[torch.Tensor], object]] = []
+    found: list[tuple[torch.Tensor, Callable[[torch.Tensor], object]]]
     for kind in rng_types:
         if kind == "generator":
-            if generators:
-                states[kind] = [generator.get_state() for generator in generators]
+            found = [(generator.get_state(), generator.set_state) for generator in generators]
         elif kind == "torch":
-            states[kind] = [torch.get_rng_state()]
+            found = [(torch.get_rng_state(), torch.set_rng_state)]
         elif kind == world.device.type:
-            states[kind] = [torch.get_device_module(kind).get_rng_state(world.device)]
+            module, device = torch.get_device_module(kind), world.device
+            found = [(module.get_rng_state(device), lambda state: module.set_rng_state(state, device))]  # noqa: B023
         else:
+            found = []
             warnings.warn(
                 f"rng_types has {kind!r}, but this run trains on {str(world.device)!r}: it has no effect here. Leave it out, "
                 f"or name the stream of the device in use.",
-                stacklevel=3,
+                stacklevel=2,
             )
-    return states
-
-
-def _restore(states: States, generators: Sequence[torch.Generator], world: World) -> None:
-    for kind, tensors in states.items():
-        if kind == "generator":
-            for generator, state in zip(generators, tensors, strict=True):
-                generator.set_state(state)
-        elif kind == "torch":
-            torch.set_rng_state(tensors[0])
-        else:
-            torch.get_device_module(kind).set_rng_state(tensors[0], world.device)
+        if found:
+            states[kind] = [state for state, _ in found]
+            setters += [setter for _, setter in found]
+    if states:
+        received = broadcast_from(channel, "synchronize_rng_states", states, 0)
+        if channel.rank:
+            for setter, state in zip(setters, [each for same in received.values() for each in same], strict=True):
+                setter(state)

@@ -1,4 +1,4 @@
-"""Collectives over nested structures of tensors, and over Python objects.
+"""Collectives over nested structures of tensors.
 
 `accel_core.collectives.operations` says what arguments, results and errors are. Each function here
 takes a `world`, and the `group` of ranks in it that take part; None: all. In a group of one they
@@ -7,27 +7,21 @@ cost next to nothing and copy nothing. Arguments are not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableSequence, Sequence
-from pickle import UnpicklingError
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from accel_core.base.nested import Tree, flatten_with_shape, outline, paths, unflatten
-from accel_core.collectives.pickling import pickled, unpickled
-from accel_core.processes.channel import Channel, Letter, Spec, from_bytes
+from accel_core.processes.channel import Channel, Letter, Spec
 from accel_core.processes.mismatch_report import describe
 from accel_core.processes.watch.collective_scope import collective
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from accel_core.processes.world import World
 
 Reduction = Literal["sum", "mean", "max", "none"]
-
-REDUCTIONS = ("sum", "mean", "max", "none")
 
 SMALL_REDUCE = 1 << 20
 """`reduce` sends everything to everyone and sums locally while a rank receives at most this many bytes: one collective.
@@ -36,17 +30,12 @@ both ways cost the main thread the same at about 0.8 MiB per rank, while the fir
 the time; this is 0.5 MiB per rank."""
 
 Measured = tuple[Spec | None, int, list[int | str]]
-"""How a leaf travels: dtype and trailing dimensions (None: not at all), rows, and what must agree (`*`: may differ)."""
-
-Measure = Callable[[torch.Tensor], Measured]
-
-SMALL_OBJECT = 1 << 20
-"""`broadcast_object` sends more pickled bytes than this in a second collective, from the source only."""
+"""How a leaf is sent: dtype and trailing dimensions (None: not at all), rows, and what must agree (`*`: may differ)."""
 
 T = TypeVar("T")
 
 
-def gather(tree: T, world: World, group: ProcessGroup | None = None) -> T:
+def gather(tree: T, world: World, group: dist.ProcessGroup | None = None) -> T:
     """Concatenates the tensors of all ranks along dim 0, in rank order: `accel_core.gather`. A collective, exactly one."""
     channel = channel_of(world, group)
     leaves, shape = flatten_with_shape(tree)
@@ -61,7 +50,7 @@ def reduce_tree(
     world: World,
     reduction: Reduction = "sum",
     scale: float = 1.0,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> T:
     """Combines tensors over the ranks, element by element: `accel_core.reduce`. A collective, except for `"none"`.
 
@@ -72,12 +61,11 @@ def reduce_tree(
     if reduction == "none":
         return tree
     channel = channel_of(world, group)
-    if reduction not in REDUCTIONS:
-        error = ValueError(
-            f"reduce(reduction={reduction!r}): there is no such reduction. "
-            f"Choose one of {', '.join(map(repr, REDUCTIONS))}."
+    if reduction not in ("sum", "mean", "max"):
+        text = (
+            f"reduce(reduction={reduction!r}): there is no such reduction. Choose one of 'sum', 'mean', 'max', 'none'."
         )
-        refuse(channel, error)
+        refuse(channel, ValueError(text))
     leaves, shape = flatten_with_shape(tree)
     if channel is None:
         check_tensors("reduce", tree, leaves)
@@ -85,67 +73,14 @@ def reduce_tree(
     call = f"reduce({reduction!r})" if scale == 1.0 else f"reduce({reduction!r}, scale={scale!r})"
     if bytes_of(leaves) * channel.size > SMALL_REDUCE:
         return unflatten(tree, _all_reduce(channel, call, tree, leaves, shape, reduction, scale))
-    letter = letter_for(channel, call, tree, leaves, shape, _whole)
+    letter = letter_for(channel, call, tree, leaves, shape, whole, stacked=True)
     parts = channel.exchange(letter, leaves)
-    combined = [_combined(part, leaf, reduction, scale) for (part,), leaf in zip(parts, leaves, strict=True)]
-    return unflatten(tree, combined)
+    return unflatten(
+        tree, [_combined(part, leaf, reduction, scale) for (part,), leaf in zip(parts, leaves, strict=True)]
+    )
 
 
-def gather_objects(objects: Sequence[Any], world: World, group: ProcessGroup | None = None) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order: `accel_core.gather_object`. A collective.
-
-    Plain data, with tensors, takes one exchange. Objects of other classes take a second one, in
-    which the ranks tell each other whether all could unpickle them.
-    """
-    channel = channel_of(world, group)
-    if not isinstance(objects, (list, tuple)):
-        error = TypeError(
-            f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated over "
-            f"the ranks. Pass [value] for one item per rank."
-        )
-        refuse(channel, error)
-    if channel is None:
-        return objects if isinstance(objects, list) else list(objects)
-    content, unsure = _pickled(channel, objects)
-    letter = _letter_of_bytes(channel, "gather_object", "", len(content), unsure)
-    _, parts, doubts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(content), _nothing()])
-
-    def joined() -> list[Any]:
-        return [item for rank, part in enumerate(parts) for item in unpickled("gather_object", rank, part)]
-
-    return _confirmed(channel, "gather_object", joined) if any(map(len, doubts)) else joined()
-
-
-def broadcast_object(obj: Any, world: World, source: int = 0, group: ProcessGroup | None = None) -> Any:
-    """Gives every rank the object of the rank `source` of the group. A collective; errors as in `gather_objects`.
-
-    Returns `obj` itself on the source, and a copy elsewhere, where `obj` is ignored.
-    """
-    channel = channel_of(world, group)
-    call = f"broadcast_object(source={source!r})"
-    check_source(channel, call, source)
-    return obj if channel is None else _broadcast_object(channel, call, "", obj, source)
-
-
-def broadcast_object_list(
-    objects: MutableSequence[Any], world: World, source: int = 0, group: ProcessGroup | None = None
-) -> list[Any]:
-    """Replaces the items of every rank's list by those of one rank: `accel_core.broadcast_object_list`. A collective."""
-    channel = channel_of(world, group)
-    call = f"broadcast_object_list(from_process={source!r})"
-    check_source(channel, call, source)
-    if not isinstance(objects, list):
-        error = TypeError(
-            f"broadcast_object_list({type(objects).__name__}): expected a list, whose items are replaced by those of "
-            f"the source. Pass a list with as many items on every rank, such as [None]."
-        )
-        refuse(channel, error)
-    if channel is not None:
-        objects[:] = _broadcast_object(channel, call, f"a list of {len(objects)}", list(objects), source)
-    return objects
-
-
-def channel_of(world: World, group: ProcessGroup | None) -> Channel | None:
+def channel_of(world: World, group: dist.ProcessGroup | None) -> Channel | None:
     """The channel of a group; None if there is nobody else in it."""
     if world.size == 1:
         return None
@@ -189,7 +124,15 @@ def gather_leaves(channel: Channel, tree: Tree, leaves: list[Any], shape: Hashab
     ]
 
 
-def letter_for(channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, measure: Measure) -> Letter:
+def letter_for(
+    channel: Channel,
+    call: str,
+    tree: Tree,
+    leaves: list[Any],
+    shape: Hashable,
+    measure: Callable[[torch.Tensor], Measured],
+    stacked: bool = False,
+) -> Letter:
     """The letter for these leaves, from the channel's store if such were sent before. Refuses what is no tensor."""
     try:
         key = (call, measure, shape, *[(leaf.dtype, leaf.shape, leaf.layout) for leaf in leaves])
@@ -207,12 +150,10 @@ def letter_for(channel: Channel, call: str, tree: Tree, leaves: list[Any], shape
         (path, leaf.dtype, sizes)
         for path, leaf, (_, _, sizes) in zip(paths(tree, "data"), leaves, measured, strict=True)
     ]
-    travelling = [(spec, rows) for spec, rows, _ in measured if spec is not None]
-    specs, rows = [spec for spec, _ in travelling], [rows for _, rows in travelling]
-    stacked = measure is _whole
-    letter = channel.letters[key] = Letter(
-        describe(call, outline(tree), described), specs, rows, channel.device, stacked
-    )
+    sent = [(spec, rows) for spec, rows, _ in measured if spec is not None]
+    specs, rows = [spec for spec, _ in sent], [rows for _, rows in sent]
+    letter = Letter(describe(call, outline(tree), described), specs, rows, channel.device, stacked)
+    channel.letters[key] = letter
     return letter
 
 
@@ -222,7 +163,7 @@ def check_tensors(call: str, tree: Tree, leaves: list[Any]) -> None:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{call}() takes tensors in nested tuples, lists and dicts; {path} is a {type(leaf).__name__}. Use "
-                f"torch.tensor(...) for numbers, and for one object per sample "
+                f"torch.tensor(...), or for one object per sample "
                 f"accelerator.gather_for_metrics(objects, use_gather_object=True)."
             )
         if leaf.layout is not torch.strided:
@@ -239,13 +180,13 @@ def _rows(leaf: torch.Tensor) -> Measured:
     return (leaf.dtype, tuple(sizes)), rows, ["*", *sizes]
 
 
-def _whole(leaf: torch.Tensor) -> Measured:
-    """For a small reduce: the leaf is one row, and all of its shape must agree."""
+def whole(leaf: torch.Tensor) -> Measured:
+    """The leaf as one row, all of whose shape must agree."""
     return (leaf.dtype, tuple(leaf.shape)), 1, list(leaf.shape)
 
 
-def _header_only(leaf: torch.Tensor) -> Measured:
-    """For a large reduce: the shape must agree, and the values travel by other means."""
+def header_only(leaf: torch.Tensor) -> Measured:
+    """For what is large: the shape must agree, and the values are sent by other means."""
     return None, 0, list(leaf.shape)
 
 
@@ -253,24 +194,25 @@ def _all_reduce(
     channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, reduction: Reduction, scale: float
 ) -> list[torch.Tensor]:
     """Compares headers, then calls all_reduce once per dtype."""
-    letter = letter_for(channel, call, tree, leaves, shape, _header_only)
-    flats = {}
+    letter = letter_for(channel, call, tree, leaves, shape, header_only)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for leaf in leaves:
+        by_dtype.setdefault(_wire_dtype(leaf, reduction), []).append(leaf.detach().reshape(-1))
     try:
-        for dtype in dict.fromkeys([_wire_dtype(leaf, reduction) for leaf in leaves]):
-            same = [leaf.detach().reshape(-1) for leaf in leaves if _wire_dtype(leaf, reduction) == dtype]
-            flats[dtype] = torch.cat([leaf.to(channel.device, dtype) for leaf in same])
+        flats = {
+            dtype: torch.cat([leaf.to(channel.device, dtype) for leaf in same]) for dtype, same in by_dtype.items()
+        }
     except RuntimeError as error:  # out of memory, say: the other ranks are waiting
         channel.refuse(error)
     channel.exchange(letter, ())
     remaining = {}
     for dtype, flat in flats.items():
-        with collective(f"{call.partition('(')[0]}()"):
+        with collective("reduce()"):
             if reduction == "max":
                 _all_reduce_max(flat, channel)
             else:
                 dist.all_reduce(flat, group=channel.group)
-        sizes = [leaf.numel() for leaf in leaves if _wire_dtype(leaf, reduction) == dtype]
-        remaining[dtype] = iter(flat.split(sizes))
+        remaining[dtype] = iter(flat.split([len(leaf) for leaf in by_dtype[dtype]]))
     totals = [next(remaining[_wire_dtype(leaf, reduction)]).view(leaf.shape) for leaf in leaves]
     return [_finished(total, channel.size, leaf, reduction, scale) for total, leaf in zip(totals, leaves, strict=True)]
 
@@ -315,62 +257,3 @@ def _finished(total: torch.Tensor, ranks: int, leaf: torch.Tensor, reduction: Re
         elif reduction == "sum" and dtype == torch.bool:
             dtype = torch.int64
     return total.to(leaf.device, dtype)
-
-
-def _pickled(channel: Channel, obj: Any) -> tuple[bytearray, bool]:
-    try:
-        return pickled(obj)
-    except Exception as error:  # noqa: BLE001  (whatever an object's own methods raise; the other ranks are waiting)
-        channel.refuse(error)
-
-
-def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:
-    """The result of `receive`; if it raises on one rank, all raise. A collective."""
-    try:
-        received = receive()
-    except UnpicklingError as error:
-        channel.refuse(error)
-    letter = channel.letters.get((call, "received"))
-    if letter is None:
-        letter = channel.letters[call, "received"] = Letter(describe(call, "received"), [], [], channel.device)
-    channel.exchange(letter, ())
-    return received
-
-
-def _broadcast_object(channel: Channel, call: str, structure: str, obj: Any, source: int) -> Any:
-    content, unsure = _pickled(channel, obj) if channel.rank == source else (bytearray(), False)
-    sent = content if len(content) <= SMALL_OBJECT else bytearray()
-    letter = _letter_of_bytes(channel, call, structure, len(sent), unsure)
-    lengths, parts, doubts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(sent), _nothing()])
-    part, length, unsure = parts[source], int(lengths[source]), len(doubts[source]) > 0
-    if length > SMALL_OBJECT:
-        part = from_bytes(content).to(channel.device) if content else _empty_bytes(length, channel.device)
-        with collective(f"{call.partition('(')[0]}()"):
-            dist.broadcast(part, group=channel.group, group_src=source)
-
-    def received() -> Any:
-        return obj if channel.rank == source else unpickled(call, source, part)
-
-    return _confirmed(channel, call, received) if unsure else received()
-
-
-def _letter_of_bytes(channel: Channel, call: str, structure: str, count: int, unsure: bool) -> Letter:
-    """Three tensors: how many bytes this rank has, those that travel in this message, and a row without values if unsure.
-
-    The rows of the last one travel in the header, where looking at them costs nothing.
-    """
-    key = (call, structure, count, unsure)
-    letter = channel.letters.get(key)
-    if letter is None:
-        specs: list[Spec] = [(torch.int64, ()), (torch.uint8, ()), (torch.uint8, (0,))]
-        rows = [1, count, int(unsure)]
-        letter = channel.letters[key] = Letter(describe(call, structure), specs, rows, channel.device)
-    return letter
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
-
-def _empty_bytes(count: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=device)

@@ -23,22 +23,19 @@ _NUMPY_SEEDS = 2**32
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's `random`, torch on the CPU and on every accelerator, and NumPy if it is installed.
-
-    No collective; may stand before the Accelerator is made.
+    """Seeds Python's `random`, torch on the CPU and on every accelerator, and NumPy if it is installed. No collective.
 
     Args:
         seed: from 0 to 2**64 - 1. NumPy gets it up to 2**32 - 1, else `derive_seed(seed) % 2**32`.
         device_specific: adds the rank (modulo 2**64), so that dropout and augmentation differ
             between processes. Rank 0's seed stays the seed of the run.
         deterministic: also calls `torch.use_deterministic_algorithms(True)`.
-
-    Raises:
-        TypeError: if the seed is not an integer.
-        ValueError: if it is out of range.
-        WorldError: with `device_specific`, if the launcher's variables contradict each other.
     """
-    seed = _checked(seed)
+    seed = operator.index(seed)
+    if not 0 <= seed < _TORCH_SEEDS:
+        raise ValueError(
+            f"set_seed({seed}) is out of range: torch takes seeds from 0 to 2**64 - 1. Pass one such as {seed % _TORCH_SEEDS}."
+        )
     if device_specific:
         seed = (seed + _rank()) % _TORCH_SEEDS
     random.seed(seed)
@@ -55,17 +52,12 @@ def agree_seed(world: World, given: int | None = None) -> int:
     It is `given`, else what `torch.initial_seed()` says on rank 0: the seed of `set_seed` or
     `torch.manual_seed`, else a random one. Nothing is drawn.
 
-    Args:
-        world: the processes.
-        given: a seed that takes the place of the process's; the same on all ranks, or None on all.
-
-    Raises:
-        ValueError: on every rank, if they were given different seeds.
+    Raises `ValueError` on every rank if they were given different seeds.
     """
     own = torch.initial_seed() if given is None else given
     if world.size == 1:
         return own
-    from accel_core.collectives.reduce_gather import gather_objects
+    from accel_core.collectives.objects import gather_objects
 
     told: list[tuple[int | None, int]] = gather_objects([(given, own)], world)
     others = [rank for rank, (seed, _) in enumerate(told) if seed != told[0][0]]
@@ -82,20 +74,3 @@ def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return read_place(os.environ).rank
-
-
-def _checked(seed: int) -> int:
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or isinstance(seed, bool):
-        raise TypeError(
-            f"set_seed needs an integer, but got {seed!r} of type {type(seed).__name__}. Pass a whole number: set_seed(42)."
-        )
-    if not 0 <= number < _TORCH_SEEDS:
-        raise ValueError(
-            f"set_seed({number}) is out of range: torch takes seeds from 0 to 2**64 - 1. "
-            f"Pass one of these, such as {number % _TORCH_SEEDS}."
-        )
-    return number

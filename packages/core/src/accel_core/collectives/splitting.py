@@ -27,16 +27,11 @@ _FOREVER = timedelta(days=365)
 
 
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the same name and signature that does something only where `applies()` is true when it is called.
-
-    Elsewhere it returns None; that of a coroutine function a coroutine that gives None. Raises
-    `TypeError` if `function` cannot be called.
-    """
+    """The function, for where `applies()` is true when it is called; elsewhere it, or its coroutine, gives None."""
     if not callable(function):
         raise TypeError(
-            f"A decorator that chooses processes was given {function!r}, a {type(function).__name__}, expected the function. "
-            f"Name the other arguments, as in @accelerator.on_process(process_index=0), and put the decorator below "
-            f"@classmethod or @property."
+            f"A decorator that chooses processes was given {function!r}, a {type(function).__name__}, expected the function: name "
+            f"the arguments, @accelerator.on_process(process_index=0), and put it below @classmethod or @property."
         )
     if inspect.iscoroutinefunction(function):
 
@@ -54,18 +49,11 @@ def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Cal
 
 
 def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
-    """Whether `index`, as a decorator has it, means this process; in a world of one every index does.
+    """Whether `index`, as a decorator has it, means this process, whose index is `own`; in a world of one every index does.
 
-    Args:
-        call, argument: what the user wrote, for messages.
-        index: the argument; negative ones count from the end.
-        own: the index of this process.
-        world: the processes.
-        local: whether the index is one within the machine.
-
-    Raises:
-        TypeError: if it is no integer.
-        ValueError: if there is no such process.
+    `call` and `argument` are what the user wrote, for messages; `local` indices are those within
+    the machine; negative ones count from the end. Raises `TypeError` for no integer, `ValueError`
+    if there is no such process.
     """
     count, where = (world.local_size, "this machine") if local else (world.size, "this run")
     there_are = f"{where} has {count} process(es), 0 to {count - 1}, or -{count} to -1 from the end"
@@ -77,8 +65,7 @@ def is_process(call: str, argument: str, index: object, own: int, world: World, 
         return True
     if not -count <= index < count:
         raise ValueError(
-            f"{call}({argument}={index}): there is no such process; {there_are}. Type {argument}=-1 for the last one, or start "
-            f"more processes."
+            f"{call}({argument}={index}): there is no such process; {there_are}. Type {argument}=-1 for the last one."
         )
     return index % count == own
 
@@ -89,12 +76,9 @@ def leader_first(world: World, local: bool) -> Iterator[None]:
 
     Exactly one collective in a larger world: the leaders take part after their block, the others
     before theirs, and wait as long as that takes; without a Watch, for the world's timeout. A block
-    inside of one of the same kind, or of any kind on one machine, waits for nobody.
-
-    Raises:
-        RuntimeError: on the other ranks, if a leader fails in its block: with its rank and its
-            error. On several machines, on a rank inside of a block of the other kind.
-        CollectiveMismatchError: on every rank, if a leader's block calls another collective.
+    inside of one of the same kind, or of any kind on one machine, waits for nobody. Raises
+    `RuntimeError` on the other ranks if a leader fails in its block, with its rank and its error,
+    and on several machines inside of a block of the other kind.
     """
     call = "local_main_process_first()" if local else "main_process_first()"
     if world.size == 1 or _is_in_order(call, world):
@@ -122,16 +106,16 @@ def _is_in_order(call: str, world: World) -> bool:
     if outer is None or outer == call or world.local_size == world.size:
         return outer is not None
     raise RuntimeError(
-        f"{call} was called inside of {outer}, but the processes run on several machines, and they cannot wait for both: who "
-        f"comes first in one is among the others in the other. Write the blocks one after the other."
+        f"{call} was called inside of {outer}: on several machines who comes first in one is among the others in the other, and "
+        f"they cannot wait for both. Write the blocks one after the other."
     )
 
 
 def _meet(world: World, call: str, error: BaseException | None = None) -> None:
     """Waits until every rank is here. Raises if another rank comes with an error; one that has an error raises its own."""
     from accel_core.processes.channel import Letter, from_bytes, to_bytes
+    from accel_core.processes.failure_output import described
     from accel_core.processes.mismatch_report import describe
-    from accel_core.processes.watch.failure_notices import described
 
     channel = world.channel()
     told = bytearray(b"" if error is None else described(error).encode())
@@ -149,11 +133,7 @@ def _meet(world: World, call: str, error: BaseException | None = None) -> None:
 
 @contextmanager
 def _without_timeout(world: World) -> Iterator[None]:
-    """Collectives of the world wait inside for as long as it takes: a download takes longer than a batch.
-
-    Where nobody watches over the ranks, the timeout is all that ends a wait in vain, and stays; as
-    it does where the backend takes no other one.
-    """
+    """Collectives of the world wait inside for as long as it takes; without a Watch the timeout stays, to end a wait in vain."""
     group = world.channel().group
     backend = None if group is None or world.watch is None else group._get_backend(world.device)
     if backend is None or not hasattr(backend, "options"):
@@ -173,20 +153,11 @@ def _without_timeout(world: World) -> Iterator[None]:
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
     """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
 
-    No collective: every process is given the same. With fewer elements than processes, parts are
-    empty.
-
-    Args:
-        inputs: a sequence, whose parts are lists; a tuple, whose parts are plain tuples; a tensor
-            or an array, split along dim 0; a dataset with `select(indices)`, or one of torch's with
-            a length, whose parts are `torch.utils.data.Subset`; or a mapping of such, all of one
-            length.
-        world: the processes; in a world of one `inputs` comes back as it is.
-        apply_padding: whether shorter parts repeat the last element of `inputs`.
-
-    Raises:
-        TypeError: for anything else, such as a string or a tensor without dimensions.
-        ValueError: if the values of a mapping differ in length.
+    No collective: every process is given the same. `inputs` are a sequence, whose parts are lists;
+    a tuple, whose parts are plain tuples; a tensor or an array, split along dim 0; a dataset with
+    `select(indices)`, or one of torch's with a length, whose parts are `torch.utils.data.Subset`;
+    or a mapping of such, all of one length. Shorter parts repeat the last element with
+    `apply_padding`. Raises `TypeError` for anything else, such as a string.
     """
     length = _length(inputs, "inputs")
     yield inputs if world.size == 1 else _part(inputs, _indices(length, world, apply_padding))
@@ -208,27 +179,18 @@ def _length(inputs: Any, path: str) -> int:
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{place} has {length}" for place, length in lengths.items())
             raise ValueError(
-                f"split_between_processes() was given a {type(inputs).__name__} whose values differ in length: {found}. Give "
-                f"all of them one element per input, or split them one by one."
+                f"split_between_processes() was given a {type(inputs).__name__} whose values differ in length: {found}. Split "
+                f"them one by one."
             )
         return next(iter(lengths.values()), 0)
-    if isinstance(inputs, torch.Tensor) and not inputs.dim():
-        raise TypeError(
-            f"split_between_processes() splits tensors along dim 0, and {path} is a tensor without dimensions. Pass one "
-            f"element per input, or use the value as it is: every process has it."
-        )
-    if not _is_divisible(inputs):
+    divisible = isinstance(inputs, (Sequence, torch.Tensor, Dataset)) or _has_select(inputs) or _is_array(inputs)
+    # The parts of a text are no texts that anybody means.
+    if not (divisible and hasattr(inputs, "__len__")) or isinstance(inputs, (str, bytes, bytearray)):
         raise TypeError(
             f"split_between_processes() cannot split {path}, a {type(inputs).__name__}. It takes lists, tuples and other "
             f"sequences, tensors, arrays, datasets with a length, and dicts of these: wrap a single input as [input]."
         )
     return len(inputs)
-
-
-def _is_divisible(inputs: Any) -> bool:
-    if isinstance(inputs, (str, bytes, bytearray)) or not hasattr(inputs, "__len__"):
-        return False  # the parts of a text are no texts that anybody means
-    return isinstance(inputs, (Sequence, torch.Tensor, Dataset)) or _has_select(inputs) or _is_array(inputs)
 
 
 def _part(inputs: Any, indices: list[int]) -> Any:

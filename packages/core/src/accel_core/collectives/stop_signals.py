@@ -2,20 +2,17 @@
 
 The first arrival of a signal is noted, and nothing else happens. Arrivals within `GRACE` after it
 count as the same one, for schedulers and launchers often tell a rank twice. A later one does what
-the signal did before `watch`.
-
-Python runs handlers between two of its instructions: a process that waits in a collective notes a
-signal when that returns. One that is stuck is ended by SIGKILL, after the patience of its launcher.
+the signal did before `watch`. A process that waits in a collective notes a signal when that returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core.collectives.triggers import anywhere
@@ -28,20 +25,14 @@ if TYPE_CHECKING:
 GRACE = 5.0
 """Seconds after the first arrival of a signal in which further ones count as the same: more than launchers take to pass it on."""
 
-_NEVER_CAUGHT = ("SIGKILL", "SIGSTOP")
+_NEVER_CAUGHT = {"SIGKILL", "SIGSTOP"}
 
 
 class Preemption:
-    """Lets all ranks know that one of them was told to stop.
-
-    Args:
-        world: the processes that stop together.
-        grace: seconds after the first arrival of a signal, in which further ones count as the same.
-    """
+    """Lets all ranks of a world know that one of them was told to stop."""
 
     def __init__(self, world: World, grace: float = GRACE) -> None:
-        self._world = world
-        self._grace = grace
+        self._world, self._grace = world, grace
         self._known = False  # to all ranks
         self._arrived: list[str] = []
         self._handlers: dict[signal.Signals, _Handler] = {}
@@ -50,17 +41,11 @@ class Preemption:
     def watch(self, *signals: signal.Signals | int | str) -> None:
         """From now on the first arrival of each of these signals on this rank is noted. No collective.
 
-        Args:
-            signals: by number or name, such as "SIGUSR1"; SIGTERM if there are none. Ranks may
-                differ.
-
-        Raises:
-            ValueError: for a signal that this platform does not have or that cannot be caught, and
-                outside of the main thread. No signal is watched then that was not before.
+        They are numbers or names, such as "SIGUSR1"; SIGTERM if there are none. Ranks may differ.
+        Raises `ValueError` for one that this platform does not have or that cannot be caught, and,
+        as Python does, outside of the main thread; no signal is watched then that was not before.
         """
-        numbers = [_number(given) for given in signals or (signal.SIGTERM,)]
-        _check_thread()
-        for number in numbers:
+        for number in [_number(given) for given in signals or (signal.SIGTERM,)]:
             if number not in self._handlers:
                 self._handlers[number] = _Handler(number, self._arrived, self._grace)
 
@@ -81,25 +66,16 @@ class Preemption:
     def close(self) -> None:
         """Puts back the earlier handlers, unless somebody has replaced ours since; happens with the last reference too.
 
-        In another thread than the main one our handler stays, and lets the next signal do what it
-        did before.
+        In another thread than the main one ours stays, and lets a signal do what it did before.
         """
         _release(self._handlers)
 
 
 class _Handler:
-    """Notes the first arrival of a signal in this process, and stands aside at a later one.
-
-    Args:
-        number: the signal; its handler is this object from now on.
-        arrived: gets the name of the signal.
-        grace: seconds after the first arrival, in which further ones count as the same.
-    """
+    """Notes in `arrived` the first arrival of a signal in this process, and stands aside at a later one."""
 
     def __init__(self, number: signal.Signals, arrived: list[str], grace: float) -> None:
-        self._number = number
-        self._arrived = arrived
-        self._grace = grace
+        self._number, self._arrived, self._grace = number, arrived, grace
         self._first: float | None = None  # when it arrived, by the monotonic clock
         self._process = os.getpid()
         self._active = True
@@ -108,12 +84,23 @@ class _Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        handlers = list(self._stacked())
-        taken = [handler._takes(now) for handler in handlers]  # all are to know
-        if not any(taken):
-            for handler in handlers:
-                handler.stand_aside()
-            self._do_as_before(number, frame)
+        stacked: list[_Handler] = []  # this one, and those of other Accelerators that it took the place of
+        handler: Any = self
+        while isinstance(handler, _Handler):
+            stacked.append(handler)
+            handler = handler._before
+        if any([each._takes(now) for each in stacked]):  # all are to know
+            return
+        for each in stacked:
+            each.stand_aside()
+        before = self._previous()
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            # The handler in force may be somebody's who calls ours: a signal that is raised to that would come back here.
+            in_force = signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, in_force)
 
     def _takes(self, now: float) -> bool:
         """Whether an arrival is for the owner: the first one, which is noted, or one that counts as the same."""
@@ -126,30 +113,12 @@ class _Handler:
             return True
         return now - self._first < self._grace
 
-    def _do_as_before(self, number: int, frame: FrameType | None) -> None:
-        before = self._previous()
-        if callable(before):
-            before(number, frame)
-        elif before == signal.SIG_DFL:
-            # The handler in force may be somebody's who calls ours: a signal that is raised to that would come back here.
-            in_force = signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-            signal.signal(number, in_force)
-
     def stand_aside(self) -> None:
         """Notes nothing more, and puts the previous handler back if this is the one in force."""
         self._active = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
         in_force: object = signal.getsignal(self._number)
-        if in_main_thread and in_force is self:
+        if in_force is self and threading.current_thread() is threading.main_thread():
             signal.signal(self._number, self._previous())
-
-    def _stacked(self) -> Iterator[_Handler]:
-        """This one, and those of other Accelerators that it took the place of."""
-        handler: Any = self
-        while isinstance(handler, _Handler):
-            yield handler
-            handler = handler._before
 
     def _previous(self) -> Any:
         """The handler before this one that still has something to do."""
@@ -166,29 +135,12 @@ def _release(handlers: dict[signal.Signals, _Handler]) -> None:
 
 
 def _number(given: signal.Signals | int | str) -> signal.Signals:
-    try:
+    with contextlib.suppress(KeyError, ValueError):
         number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"stop_on_signal({given!r}) was called, but this platform has no such signal. Pass one of these: "
-            f"{_listed([each.name for each in signal.Signals if each.name not in _NEVER_CAUGHT])}."
-        ) from None
-    if number.name in _NEVER_CAUGHT:
-        raise ValueError(
-            f"stop_on_signal({given!r}) was called, but no process can catch {number.name}. Pass the signal that is sent "
-            f"before it, which usually is SIGTERM."
-        )
-    return number
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _check_thread() -> None:
-    thread = threading.current_thread()
-    if thread is not threading.main_thread():
-        raise ValueError(
-            f"stop_on_signal() was called in the thread {thread.name!r}, but Python handles signals in the main thread "
-            f"only. Call it there; should_stop() may then be called anywhere."
-        )
+        if number.name not in _NEVER_CAUGHT:
+            return number
+    names = sorted({each.name for each in signal.Signals} - _NEVER_CAUGHT)
+    raise ValueError(
+        f"stop_on_signal({given!r}) was called, but this platform has no such signal that a process can catch. Pass one of "
+        f"these: {', '.join(names)}."
+    )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_core.collectives.reduce_gather import channel_of
-from accel_core.processes.channel import Letter
 from accel_core.processes.mismatch_report import describe
 
 if TYPE_CHECKING:
@@ -15,11 +14,7 @@ if TYPE_CHECKING:
 
 
 class Trigger:
-    """Lets one rank tell all that something happened there: that a loss is NaN, say, and all had better stop.
-
-    Args:
-        world: the processes that share it.
-    """
+    """Lets one rank tell all that something happened there: that a loss is NaN, say, and all had better stop."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -43,19 +38,10 @@ class Trigger:
 
 
 def anywhere(world: World, call: str, here: bool) -> bool:
-    """Whether a flag is set on any rank. A collective, except in a world of one.
-
-    Args:
-        world: the processes that are asked.
-        call: the method that asks, without parentheses, by which ranks in different calls are told.
-        here: the flag of this rank.
-    """
+    """Whether a flag is set on any rank, for the method `call`. A collective, except in a world of one."""
     channel = channel_of(world, None)
     if channel is None:
         return here
-    letter = channel.letters.get(call)
-    if letter is None:
-        letter = Letter(describe(call), [(torch.bool, ())], [1], channel.device, stacked=True)
-        channel.letters[call] = letter
+    letter = channel.letter(call, lambda: describe(call), [(torch.bool, ())], [1], stacked=True)
     ((flags,),) = channel.exchange(letter, [torch.tensor(here)])
     return bool(flags.any())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_core.base.errors import CollectiveMismatchError
-from accel_core.collectives import reduce_gather
+from accel_core.collectives import objects, reduce_gather
 from accel_core.collectives.broadcast import broadcast
 
 if TYPE_CHECKING:
@@ -123,4 +123,4 @@ class LocalSGD:
                 own.copy_(agreed)
         # A loss scale shrinks on the rank whose gradients overflow; steps that ranks take together need one.
         for each in self._accelerator._scales():
-            each.load_state_dict(reduce_gather.broadcast_object(each.state_dict(), world, group=group))
+            each.load_state_dict(objects.broadcast_object(each.state_dict(), world, group=group))

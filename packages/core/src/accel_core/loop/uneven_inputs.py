@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from accel_core.collectives import reduce_gather
+from accel_core.collectives import objects, reduce_gather
 from accel_core.options.resolution import flag
 from accel_core.processes.watch.collective_scope import collective
 
@@ -113,6 +113,6 @@ class _Followers(Joinable):
             return
         source = max(rank for rank, went_on in enumerate(last) if went_on)
         followers = [*self._prepared.optimizers, *self._prepared.schedulers, *self._others]
-        states = reduce_gather.broadcast_object([each.state_dict() for each in followers], world, source, group)
+        states = objects.broadcast_object([each.state_dict() for each in followers], world, source, group)
         for each, state in zip(followers, states, strict=True) if not is_last_joiner else ():
             each.load_state_dict(state)

@@ -8,14 +8,10 @@ and then the tensors, aligned. The digest covers the call, the structure, the dt
 dimensions but the first: ranks that called different things, or that refuse their arguments, are
 seen in the headers, and all raise.
 
-The capacity of the buffer has to be the same on every rank, and depends only on the headers of
-earlier exchanges: the largest need among the last `MEMORY` that followed an exchange of the same
-kind. If any rank needs more, one second, larger collective follows
-(docs/decisions/0003-collectives-of-agreed-size.md).
-
-There is one transport per group, on the device of the channel, for a rank with CPU tensors must
-meet one with tensors elsewhere. Its process group is not that of torch's collectives: gloo takes a
-message of one for that of another, and aborts on a larger one than expected.
+The capacity of the buffer is the same on every rank, for it depends only on the headers of earlier
+exchanges. If any rank needs more, one second, larger collective follows
+(docs/decisions/0003-collectives-of-agreed-size.md). Messages have a process group of their own:
+gloo takes one for that of another collective, and aborts on a larger one than expected.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -32,25 +28,21 @@ import torch.distributed as dist
 
 from accel_core.processes.mismatch_report import Description, describe, mismatch
 from accel_core.processes.watch.collective_scope import REFUSED
+from accel_core.processes.watch.stack_location import calling_line
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch.distributed import ProcessGroup
-
-    from accel_core.processes.watch.watch import Watch
+    from accel_core.processes.watch.monitor import Watch
 
 MEMORY = 4
-"""How many earlier needs decide about a capacity."""
+"""How many earlier needs, after an exchange of the same kind, decide about a capacity: the largest."""
 
 FRAME_STEP = 4096
 """Capacities are multiples of this many bytes; below it, gloo takes the same time for any size."""
 
-KEPT_FRAMES = 4
-"""Buffers kept for reuse."""
-
-KEPT_BYTES = 64 << 20
-"""A larger buffer is not kept: one huge gather must not occupy memory for the rest of the run."""
+KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20
+"""Buffers kept for reuse, and the largest: one huge gather must not occupy memory for the rest of the run."""
 
 KEPT_LAYOUTS = 64
 """Layouts remembered, per cache."""
@@ -70,15 +62,10 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 class Letter:
     """Everything about a rank's message but the values. Made once per layout and kept, for making it is dear.
 
-    Args:
-        description: what must agree between the ranks.
-        specs: dtype and trailing dimensions of each tensor that travels; must follow from it.
-        rows: the first dimension of each of them; may differ between the ranks.
-        device: of the channel.
-        stacked: every rank sends one row of each tensor, and receives them in one piece.
+    The `description` must agree between the ranks, and `specs` follow from it: dtype and trailing
+    dimensions of each tensor. `rows`, the first dimensions, may differ; `stacked`: all are 1, and
+    come in one piece.
     """
-
-    __slots__ = ("description", "digest", "header", "kind", "name", "rows", "size", "specs", "stacked")
 
     def __init__(
         self,
@@ -88,18 +75,11 @@ class Letter:
         device: torch.device,
         stacked: bool = False,
     ) -> None:
-        self.description = description
+        self.description, self.specs, self.rows, self.stacked = description, tuple(specs), tuple(rows), stacked
         call = description["call"]
         self.name = call if call.endswith(")") else f"{call}()"
         self.digest = _digest(json.dumps(description))
-        self.kind: Hashable = (
-            description["call"],
-            description["structure"],
-            *[leaf[1] for leaf in description["leaves"]],
-        )
-        self.specs = tuple(specs)
-        self.rows = tuple(rows)
-        self.stacked = stacked
+        self.kind: Hashable = (call, description["structure"], *[leaf[1] for leaf in description["leaves"]])
         self.size = _places(self.specs, rows)[1]
         self.header = torch.tensor([self.digest, self.size, *rows], dtype=torch.int64, device=device)
 
@@ -114,26 +94,23 @@ class Channel:
 
     def __init__(
         self,
-        connect: Callable[[], ProcessGroup],
+        connect: Callable[[], dist.ProcessGroup],
         rank: int,
         size: int,
         device: torch.device,
         watch: Watch | None = None,
         members: tuple[int, ...] | None = None,
     ) -> None:
-        self._connect = connect
-        self._group: ProcessGroup | None = None
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self._watch, self._members = watch, members
+        self._connect, self._watch, self._members = connect, watch, members
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size, self.device = rank, size, device
         self.letters: _Cache[Hashable, Letter] = _Cache()
         self._frames: dict[int, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
         self._previous: Hashable = None
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         """The process group in which messages travel; None for a rank alone. The first access connects it: a collective."""
         if self._group is None and self.size > 1:
             self._group = self._connect()
@@ -144,10 +121,8 @@ class Channel:
 
         A part has the shape (rows of that rank, trailing dimensions); for a stacked letter there is
         a single one, of shape (ranks, trailing dimensions). Parts are detached, on the channel's
-        device, and lie in a buffer that the next exchange overwrites: copy them.
-
-        Raises:
-            CollectiveMismatchError: on every rank, if the ranks called different things.
+        device, in a buffer that the next exchange overwrites: copy them. Raises
+        `CollectiveMismatchError` on every rank if the ranks called different things.
         """
         with self._marked(letter.name, letter.description):
             frame = self._frame(self._capacity())
@@ -156,15 +131,27 @@ class Channel:
             if largest > frame.capacity:
                 frame = self._frame(_rounded(largest))
                 headers = self._pass(frame, letter, tensors)
-        self._remember(letter.kind, largest)
+        self._needs[self._previous] = (*self._needs.get(self._previous, ())[1 - MEMORY :], largest)
+        self._previous = letter.kind
         return frame.parts(letter, headers)
+
+    def letter(
+        self,
+        key: Hashable,
+        description: Callable[[], Description],
+        specs: Sequence[Spec] = (),
+        rows: Sequence[int] = (),
+        stacked: bool = False,
+    ) -> Letter:
+        """The letter that was made for this key, or a new one."""
+        letter = self.letters.get(key)
+        if letter is None:
+            letter = self.letters[key] = Letter(description(), specs, rows, self.device, stacked)
+        return letter
 
     def arrive(self, name: str) -> None:
         """Returns once every rank is here, under the same name. Raises `CollectiveMismatchError` on every rank otherwise."""
-        letter = self.letters.get(name)
-        if letter is None:
-            letter = self.letters[name] = Letter(describe(name), (), (), self.device)
-        self.exchange(letter, ())
+        self.exchange(self.letter(name, lambda: describe(name)), ())
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises `error`, about arguments that cannot be sent, here; the other ranks, which are in `exchange`, raise too."""
@@ -198,13 +185,7 @@ class Channel:
         dist.all_gather_single(received, sent, group=self.group)
 
     def _capacity(self) -> int:
-        needs = self._needs.get(self._previous)
-        return FRAME_STEP if needs is None else _rounded(max(needs))
-
-    def _remember(self, kind: Hashable, need: int) -> None:
-        needs = self._needs.get(self._previous, ())
-        self._needs[self._previous] = (*needs[1 - MEMORY :], need)
-        self._previous = kind
+        return _rounded(max(self._needs.get(self._previous, (FRAME_STEP,))))
 
     def _frame(self, capacity: int) -> _Frame:
         frame = self._frames.pop(capacity, None) or _Frame(capacity, self.size, self.device)
@@ -216,10 +197,7 @@ class Channel:
 
     def _descriptions(self, description: Description) -> list[Description]:
         """The descriptions of all ranks, in rank order. Two collectives; only when something is wrong already."""
-        from accel_core.processes.watch.stack_location import calling_line
-
-        said = {**description, "line": calling_line()}
-        text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
         self._gather(lengths, torch.tensor([len(text)], device=self.device))
         longest = int(lengths.max())
@@ -241,12 +219,16 @@ class _Frame:
         self._outgoing: _Cache[Letter, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]] = _Cache()
         self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
 
-    def write(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def write(self, letter: Letter, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Writes a message, or only the beginning of its header if it does not fit; returns the view of all headers."""
         views = self._outgoing.get(letter)
         if views is None:
+            fits = letter.size <= self.capacity
+            words = len(letter.header) if fits else 2
             with torch.inference_mode(False):
-                views = self._outgoing[letter] = self._views(letter)
+                bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
+                place = self.sent[: words * _WORD].view(torch.int64)
+                views = self._outgoing[letter] = place, letter.header[:words], bodies, self._headers(words)
         place, header, bodies, headers = views
         place.copy_(header)
         for body, tensor in zip(bodies, tensors):  # noqa: B905  (no bodies if it does not fit)
@@ -264,26 +246,16 @@ class _Frame:
         parts = self._parts.get(key)
         if parts is None:
             with torch.inference_mode(False):
-                parts = self._parts[key] = self._stacks(letter) if letter.stacked else self._pieces(letter, headers)
+                if letter.stacked:
+                    placed = zip(_places(letter.specs, letter.rows)[0], letter.specs, strict=True)
+                    rows = [(self._by_rank[:, begin:end].view(dtype), sizes) for (begin, end), (dtype, sizes) in placed]
+                    parts = [[row.view(len(row), *sizes)] for row, sizes in rows]
+                else:
+                    ranks = zip(self._by_rank, headers, strict=True)
+                    by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
+                    parts = [list(part) for part in zip(*by_rank, strict=True)]
+            self._parts[key] = parts
         return parts
-
-    def _pieces(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
-        ranks = zip(self._by_rank, headers, strict=True)
-        by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
-        return [list(part) for part in zip(*by_rank, strict=True)]
-
-    def _stacks(self, letter: Letter) -> list[list[torch.Tensor]]:
-        places, _ = _places(letter.specs, letter.rows)
-        return [
-            [self._by_rank[:, begin:end].view(dtype).view(len(self._by_rank), *sizes)]
-            for (begin, end), (dtype, sizes) in zip(places, letter.specs, strict=True)
-        ]
-
-    def _views(self, letter: Letter) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        fits = letter.size <= self.capacity
-        words = len(letter.header) if fits else 2
-        bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
-        return self.sent[: words * _WORD].view(torch.int64), letter.header[:words], bodies, self._headers(words)
 
     def _headers(self, words: int) -> torch.Tensor:
         return self._by_rank[:, : words * _WORD].view(torch.int64)
@@ -311,11 +283,8 @@ def _places(specs: Sequence[Spec], rows: Sequence[int]) -> tuple[list[tuple[int,
 
 def _bodies(buffer: torch.Tensor, specs: Sequence[Spec], rows: Sequence[int]) -> list[torch.Tensor]:
     """Views of the tensors of a message, with the dtypes and shapes that they have for its sender."""
-    places, _ = _places(specs, rows)
-    return [
-        buffer[begin:end].view(dtype).view(count, *sizes)
-        for (begin, end), (dtype, sizes), count in zip(places, specs, rows, strict=True)
-    ]
+    placed = zip(_places(specs, rows)[0], specs, rows, strict=True)
+    return [buffer[begin:end].view(dtype).view(count, *sizes) for (begin, end), (dtype, sizes), count in placed]
 
 
 def _rounded(need: int) -> int:

@@ -2,11 +2,13 @@
 
 `torch.distributed.elastic.multiprocessing.errors.record` writes the same file for a main function. A
 mistake that all ranks of one agent on one terminal make is shown once; ranks that come later say so
-in a line.
+in a line. What is said of errors to other ranks, and which of them are a broken connection, is at
+the end.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,7 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+LONGEST = 4000
+"""Characters of an error that are told, its last ones: a worker's error ends with the original exception."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -25,29 +32,23 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
     """Writes the file, if an agent has asked for one and nobody has written it yet.
 
-    Args:
-        error: what ends this process.
-        follows: whether it only follows from another rank's failure.
-        why: what the Watch has found out.
+    `follows` says whether the error only follows from another rank's failure, `why` what the Watch
+    has found out.
     """
     name = os.environ.get(VARIABLE)
     if not name or Path(name).exists():
         return
     now = time.time()
-    told = {
-        "message": {
-            "message": why or "".join(traceback.format_exception_only(error)).strip(),
-            "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
-                "timestamp": str(int(now)),
-                "time": now,
-                "follows": follows,
-            },
-        }
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(now)),
+        "time": now,
+        "follows": follows,
     }
+    message = why or "".join(traceback.format_exception_only(error)).strip()
     draft = Path(f"{name}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps(told), encoding="utf-8")
+        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
         draft.replace(name)  # at once: agents read it as soon as it is there
     except OSError as problem:
         print(f"{VARIABLE}={name} could not be written: {problem}", file=sys.stderr)  # noqa: T201
@@ -55,32 +56,33 @@ def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
 
 def show_once() -> None:
     """Has this process print an exception that nobody caught in one line, if another rank has printed its lines."""
-    if VARIABLE in os.environ and not isinstance(sys.excepthook, ShowOnce):
-        sys.excepthook = ShowOnce(sys.excepthook)
+    if VARIABLE in os.environ and getattr(sys.excepthook, "func", None) is not _show:
+        sys.excepthook = functools.partial(_show, sys.excepthook)
 
 
-class ShowOnce:
-    """A `sys.excepthook`, in front of the one `before`, which the first rank with a traceback still calls."""
-
-    def __init__(self, before: Hook) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Shows the exception: see `sys.excepthook`."""
-        first = _first_rank(error)
-        if first is None:
-            self._before(kind, error, trace)
-            return
-        message = "".join(traceback.format_exception_only(error)).strip()
-        print(f"Rank {os.environ.get('RANK')} failed at the same lines as rank {first}: {message}", file=sys.stderr)  # noqa: T201
+def _show(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook` in front of the one `before`, which the first rank with a traceback still calls."""
+    first = _first_rank(error)
+    if first is None:
+        before(kind, error, trace)
+        return
+    message = "".join(traceback.format_exception_only(error)).strip()
+    print(f"Rank {os.environ.get('RANK')} failed at the same lines as rank {first}: {message}", file=sys.stderr)  # noqa: T201
 
 
 def _first_rank(error: BaseException) -> str | None:
     """The rank that has shown these lines; None if it is this one, or if nobody can say."""
+    lines = [
+        (
+            type(each).__qualname__,
+            [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(each.__traceback__)],
+        )
+        for each in chain(error)
+    ]
     try:
         stream = os.fstat(2)
         place = (os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT"), stream.st_dev, stream.st_ino)
-        key = hashlib.sha256(repr((*place, *_lines(error))).encode()).hexdigest()
+        key = hashlib.sha256(repr((place, lines)).encode()).hexdigest()
         shown = Path(os.environ[VARIABLE]).parent.parent / f"shown-{key[:16]}"
         draft = shown.with_name(f"{shown.name}.{os.getpid()}")
         draft.write_text(os.environ.get("RANK", "?"), encoding="utf-8")
@@ -95,12 +97,29 @@ def _first_rank(error: BaseException) -> str | None:
     return None
 
 
-def _lines(error: BaseException) -> Iterator[object]:
-    """Type and lines of an exception, and of those that led to it."""
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one has gone. gloo raises a bare `RuntimeError` that names its source."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def broken_connection_in(error: BaseException) -> BaseException | None:
+    """The first error of a broken connection among an error, its cause or context, theirs, and so on."""
+    return next((each for each in chain(error) if is_broken_connection(each)), None)
+
+
+def described(error: BaseException) -> str:
+    """Type and message, and the line that raised it."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return (text if len(text) <= LONGEST else f"…{text[-LONGEST:]}") + place
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, its cause or context, theirs, and so on; each once."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield type(found).__qualname__
-        yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(found.__traceback__))
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__

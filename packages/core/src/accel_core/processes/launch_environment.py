@@ -15,71 +15,51 @@ from typing import NamedTuple, NoReturn
 from accel_core.base.errors import WorldError
 
 _PORTS = range(15000, 29983)
-"""Ports derived from a job's identity: unprivileged, and below what kernels give to clients. As many as a prime, so
-that identities which differ by a small number, like those of jobs that start together, never have
-the same port."""
+"""Ports derived from a job's identity: unprivileged, and below what kernels give to clients. As many as a prime, so that
+identities which differ by a small number never have the same port."""
 
 
 class Launcher(NamedTuple):
-    """The variables of one kind of launcher.
+    """The names of the variables of one kind of launcher; where there are several, best first."""
 
-    Args:
-        source: what `World.source` says.
-        marks: it is taken to have started this process when all of these are set.
-        alone: variables and values that say that it has started this process alone.
-        rank, local_rank: the variable that holds it.
-        size, local_size: the variables that may hold it, best first. A local size may be a list of
-            tasks per node in Slurm's notation, "2(x3),1".
-        node: the index of this node in such a list.
-        job: identities that all ranks of a job share, from which a port is derived; all that are
-            set.
-        nodes: lists of the nodes in Slurm's notation, best first; the first node hosts the store.
-    """
-
-    source: str
-    marks: tuple[str, ...]
+    source: str  # what `World.source` says
+    marks: tuple[str, ...]  # it is taken to have started this process when all of these are set
     rank: str
     size: tuple[str, ...]
     local_rank: str
-    local_size: tuple[str, ...]
-    node: str = ""
-    job: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-    alone: tuple[tuple[str, str], ...] = ()
+    local_size: tuple[str, ...]  # perhaps a list of tasks per node in Slurm's notation, "2(x3),1"
+    node: str = ""  # the index of this node in such a list
+    job: tuple[
+        str, ...
+    ] = ()  # identities that all ranks of a job share, from which a port is derived; all that are set
+    nodes: tuple[str, ...] = ()  # lists of the nodes in Slurm's notation; the first node hosts the store
+    alone: tuple[tuple[str, str], ...] = ()  # variables and values that say that it has started this process alone
 
     def started(self, environ: Mapping[str, str]) -> bool:
         """Whether its variables say that it has started this process, as one of several or as the only one."""
-        return all(environ.get(mark) for mark in self.marks) and not any(
-            environ.get(name) == value for name, value in self.alone
-        )
-
-    def variables(self) -> tuple[str, ...]:
-        """Everything that errors show."""
-        return (self.rank, *self.size, self.local_rank, *self.local_size)
+        alone = any(environ.get(name) == value for name, value in self.alone)
+        return all(environ.get(mark) for mark in self.marks) and not alone
 
 
 _TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
 # What jobs are called by batch systems that may have an mpirun inside. Not the steps of Slurm: an mpirun there starts its
 # daemons on other nodes as a step, and the ranks on the first node without one.
 _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_MPI = Launcher(
-    source="mpi",  # Open MPI
-    marks=("OMPI_COMM_WORLD_RANK",),
-    rank="OMPI_COMM_WORLD_RANK",
-    size=("OMPI_COMM_WORLD_SIZE",),
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+
+
+def _mpi(
+    rank: str, size: str, local_rank: str, local_size: str, *marks: str, job: tuple[str, ...] = _BATCH
+) -> Launcher:
+    """A kind of mpirun, known by the variable of its rank and by `marks`."""
+    names = ((rank, *marks), rank, (size,), local_rank, (local_size,))
+    return Launcher("mpi", *names, job=job, nodes=("SLURM_JOB_NODELIST",))
+
+
+_OPEN_MPI = _mpi(
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
-    nodes=("SLURM_JOB_NODELIST",),
 )
-_PMI = _MPI._replace(
-    marks=("PMI_RANK",),
-    rank="PMI_RANK",
-    size=("PMI_SIZE",),
-    local_rank="MPI_LOCALRANKID",
-    local_size=("MPI_LOCALNRANKS",),
-    job=_BATCH,
-)
+_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 TORCHRUN = (
     _TORCHRUN,
@@ -90,17 +70,12 @@ TORCHRUN = (
 
 LAUNCHERS = (
     # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
-    _MPI,
-    _MPI._replace(  # MVAPICH2
-        marks=("MV2_COMM_WORLD_RANK",),
-        rank="MV2_COMM_WORLD_RANK",
-        size=("MV2_COMM_WORLD_SIZE",),
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-        job=_BATCH,
+    _OPEN_MPI,
+    _mpi(  # MVAPICH2
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
     ),
-    _PMI._replace(marks=("PMI_RANK", "MPI_LOCALRANKID")),  # MPICH and Intel MPI
-    _PMI._replace(marks=("PMI_RANK", "PMI_LOCAL_RANK"), local_rank="PMI_LOCAL_RANK", local_size=("PMI_LOCAL_SIZE",)),
+    _mpi(*_PMI, "MPI_LOCALRANKID"),  # MPICH and Intel MPI
+    _mpi("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"),
     Launcher(
         source="slurm",
         # A batch script has a process id too, and is one process all the same: only steps of srun have a step id.
@@ -115,45 +90,35 @@ LAUNCHERS = (
         # The ids that Slurm keeps for its own steps: the shell of salloc, the batch script, and what is outside.
         alone=tuple(("SLURM_STEP_ID", str(number)) for number in range(4294967290, 4294967294)),
     ),
-    _PMI,  # after Slurm, whose steps may offer PMI as well
+    _mpi(*_PMI),  # after Slurm, whose steps may offer PMI as well
     # PMIx alone gives a rank, but no size: an error that says so, and not a world of one.
-    _MPI._replace(marks=("PMIX_RANK",), rank="PMIX_RANK"),
+    _OPEN_MPI._replace(marks=("PMIX_RANK",), rank="PMIX_RANK"),
 )
 """The other launchers, in the order in which they are asked."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process, and where its world meets.
+    """The place of this process, checked to fit together, and where its world meets."""
 
-    Args:
-        source: "torchrun", "slurm", "mpi" or "alone".
-        rank, size, local_rank, local_size: checked to fit together.
-        address, port: of the store at which the ranks meet, or what is to be set to tell it.
-        agent: whether the launcher itself hosts that store.
-        attempt: how often the launcher has restarted the job, if all ranks are local.
-        job: what the launcher calls the job; empty if it does not say.
-    """
-
-    source: str = "alone"
+    source: str = "alone"  # or "torchrun", "slurm", "mpi"
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    address: str | None = None
+    address: str | None = None  # of the store at which the ranks meet
     port: int | None = None
-    agent: bool = False
-    attempt: int = 0
-    job: str = ""
+    agent: bool = False  # whether the launcher itself hosts that store
+    attempt: int = 0  # how often the launcher has restarted the job, if all ranks are local
+    job: str = ""  # what the launcher calls the job
 
     def meeting_point(self) -> str:
         """The URL at which the ranks meet. Raises `WorldError` if the environment does not tell."""
         missing = [name for name, value in (("MASTER_ADDR", self.address), ("MASTER_PORT", self.port)) if value is None]
         if missing:
             raise WorldError(
-                f"A world of {self.size} ranks was asked for ({self.source}), and its ranks have to meet somewhere. Found "
-                f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}. Set {' and '.join(missing)}, the same on every "
-                f"rank: the host of rank 0, and a port that is free there."
+                f"The {self.size} ranks ({self.source}) have to meet somewhere. Found MASTER_ADDR={self.address}, "
+                f"MASTER_PORT={self.port}. Set {' and '.join(missing)}, on every rank: the host of rank 0, and a free port there."
             )
         host = f"[{self.address}]" if ":" in str(self.address) else self.address
         return f"tcp://{host}:{self.port}"
@@ -163,45 +128,30 @@ def read_place(environ: Mapping[str, str]) -> Place:
     """Reads the place of this process from its environment; alone if no launcher has left its variables.
 
     torchrun's variables win where torchrun has set them, or where they make a larger world than the
-    launcher around them. Otherwise they have to say the same as that one.
-
-    Raises:
-        WorldError: if the variables contradict each other or are incomplete.
+    launcher around them. Otherwise they have to say the same as that one. Raises `WorldError` if
+    the variables contradict each other or are incomplete.
     """
     inner = next((row for row in TORCHRUN if row.started(environ)), None)
-    if inner is not None and environ.get("TORCHELASTIC_RUN_ID"):
-        return _place(inner, environ)
     launcher = next((row for row in LAUNCHERS if row.started(environ)), None)
-    if launcher is None:
+    if launcher is None or (inner is not None and environ.get("TORCHELASTIC_RUN_ID")):
         return Place() if inner is None else _place(inner, environ)
-    outer = _place(launcher, environ)
+    place = _place(launcher, environ)
     if inner is None:
-        return outer
+        return place
     size = environ.get("WORLD_SIZE", "")
-    if environ.get("RANK") and size.isdecimal() and int(size) > outer.size:
+    if environ.get("RANK") and size.isdecimal() and int(size) > place.size:
         return _place(inner, environ)
-    _compare(launcher, outer, environ)
-    return outer
-
-
-def _compare(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> None:
-    """Raises `WorldError` if a variable of torchrun's says something else than `place`, which `launcher` gives."""
-    told = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_size,
-    }
-    other = [
-        f"{name}={environ[name]!r}" for name, value in told.items() if (environ.get(name) or str(value)) != str(value)
-    ]
+    names = (_TORCHRUN.rank, *_TORCHRUN.size, _TORCHRUN.local_rank, *_TORCHRUN.local_size)
+    told = zip(names, map(str, (place.rank, place.size, place.local_rank, place.local_size)), strict=True)
+    other = [f"{name}={environ[name]!r}" for name, value in told if (environ.get(name) or value) != value]
     if other:
         raise WorldError(
             f"The place of this process is told twice, and differently. Found {', '.join(other)} beside what "
             f"{launcher.source} says ({launcher.marks[-1]} is set): rank {place.rank} of {place.size}, local rank "
-            f"{place.local_rank} of {place.local_size}. Unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE to start with "
-            f"{launcher.source}, or unset {', '.join(launcher.marks)} to give the place yourself."
+            f"{place.local_rank} of {place.local_size}. Unset {', '.join(names)} to start with {launcher.source}, or unset "
+            f"{', '.join(launcher.marks)} to give the place yourself."
         )
+    return place
 
 
 def _place(launcher: Launcher, environ: Mapping[str, str]) -> Place:
@@ -213,11 +163,7 @@ def _place(launcher: Launcher, environ: Mapping[str, str]) -> Place:
     one_machine = local_size == size
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Place(
-        source=launcher.source,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        *(launcher.source, rank, size, local_rank, local_size),
         address=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else reader.first_node()),
         port=reader.port(),
         agent=launcher.source == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -233,11 +179,12 @@ class _Reader(NamedTuple):
     environ: Mapping[str, str]
 
     def fail(self, problem: str) -> NoReturn:
-        found = ", ".join(f"{name}={self.environ.get(name)!r}" for name in self.launcher.variables())
+        row = self.launcher
+        names = (row.rank, *row.size, row.local_rank, *row.local_size)
+        found = ", ".join(f"{name}={self.environ.get(name)!r}" for name in names)
         raise WorldError(
-            f"The environment says that {self.launcher.source} started this process ({self.launcher.marks[0]} is set), so "
-            f"its variables give the place of this process. {problem}. Found {found}. Start the script with the launcher "
-            f"(`torchrun --nproc-per-node 2 script.py`), set all of them, or unset all of them to run one process alone."
+            f"The environment says that {row.source} started this process ({row.marks[0]} is set). {problem}. Found {found}. Set "
+            f"all of them, as launchers do (`torchrun --nproc-per-node 2 script.py`), or unset them to run one process alone."
         )
 
     def text(self, *names: str) -> str | None:
@@ -256,15 +203,20 @@ class _Reader(NamedTuple):
         value = self.text(*names)
         if not self.launcher.node or value is None:
             return self.number(*names)
-        tasks = _tasks_per_node(value)
+        # The number of tasks of each node: "2(x3),1" is [2, 2, 2, 1].
+        sound = re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", value)
+        pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", value) if sound else []
+        tasks = [int(count) for count, times in pairs for _ in range(int(times or 1))]
         node = self.number(self.launcher.node)
         if node >= len(tasks):
             self.fail(f"{' or '.join(names)}={value!r} has no node {node} ({self.launcher.node})")
         return tasks[node]
 
     def first_node(self) -> str | None:
+        """The first host of a list: "rack[07-12,20]n[1-3],login" begins with rack07n1."""
         value = self.text(*self.launcher.nodes)
-        return None if value is None else _first_node(value)
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", value or "")
+        return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group()) if value and first else None
 
     def port(self) -> int | None:
         """MASTER_PORT, else a port made from what identifies the job, the same on every rank."""
@@ -286,17 +238,3 @@ def _port(job: str) -> int:
     for digits in re.findall(r"\d+", job):
         number = number * 61 + int(digits)
     return _PORTS[number % len(_PORTS)]
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node: "2(x3),1" is [2, 2, 2, 1]. Empty for what is not of this form."""
-    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        return []
-    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-
-
-def _first_node(text: str) -> str:
-    """The first host of a list: "rack[07-12,20]n[1-3],login" begins with rack07n1."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
-    assert first is not None, "the expression matches the empty string"
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())

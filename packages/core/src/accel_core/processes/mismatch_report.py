@@ -23,10 +23,8 @@ def describe(
 ) -> Description:
     """The description of a call: all that must agree between the ranks that take part.
 
-    Args:
-        call: what the user called, with the options that must agree: `reduce('mean')`.
-        structure: text that is equal where the nested structures are.
-        leaves: path, dtype and sizes of each tensor, with `*` for a size that may differ.
+    `call` has the options that must agree: `reduce('mean')`; `structure` is equal where the nested
+    structures are; `leaves` are path, dtype and sizes of each tensor, `*` for one that may differ.
     """
     texts = [[path, str(dtype).removeprefix("torch."), list(sizes)] for path, dtype, sizes in leaves]
     return {"call": call, "structure": structure, "leaves": texts}
@@ -36,36 +34,43 @@ def mismatch(descriptions: Sequence[Description]) -> CollectiveMismatchError:
     """The error for what the ranks said, by rank; it has the same text on all of them."""
     if any("error" in description for description in descriptions):
         return CollectiveMismatchError(_refused(descriptions))
-    calls, names = _calls(descriptions), _names(descriptions)
+    calls = {description["call"] for description in descriptions}
+    names = {call.partition("(")[0] for call in calls}  # without their options
     what = "different collectives"
     if len(calls) == 1:
         what = f"{calls.pop()} with arguments that do not fit together"
     elif len(names) == 1:
         what = f"{names.pop()} with different options"
-    common = _common(descriptions)
+    # Tensors that are alike on all ranks need no mention.
+    common = set.intersection(*[{_leaf(leaf) for leaf in description["leaves"]} for description in descriptions])
     outlines = len({description["structure"] for description in descriptions}) > 1
     table = _table([_line(description, common, outlines) for description in descriptions])
-    return CollectiveMismatchError(f"The ranks called {what}.\n{table}\n{_advice(descriptions)}")
+    advice = _advice(names, len(calls) > 1, descriptions)
+    return CollectiveMismatchError(f"The ranks called {what}.\n{table}\n{advice}")
 
 
 def _refused(descriptions: Sequence[Description]) -> str:
-    table = _table(
-        [description.get("error") or f"called {_line(description, set(), False)}" for description in descriptions]
-    )
+    table = _table([each.get("error") or f"called {_line(each, set(), False)}" for each in descriptions])
     return f"Not every rank can take part in a collective.\n{table}\nCorrect the call on the ranks that show an error."
 
 
-def _advice(descriptions: Sequence[Description]) -> str:
-    if len(_names(descriptions)) > 1:
+_ADVICE = {
+    "prepare": "Build the same model on every rank: the same layers, shapes and dtypes, and the same parameters frozen.",
+    "pad_across_processes": "Sizes may differ here, but structure, dtypes and numbers of dimensions must be the same on every rank.",
+    "broadcast_object_list": "Pass a list of the same length on every rank; where there is nothing to send, of None.",
+    "synchronize_rng_states": "Name the same streams on every rank, and pass equally many generators there, or samplers that have one.",
+}
+
+
+def _advice(names: set[str], options_differ: bool, descriptions: Sequence[Description]) -> str:
+    if len(names) > 1:
         return (
             "A collective is called by all ranks, in the same order: look for a call that stands under a condition "
             "which is not true on every rank."
         )
-    if len(_calls(descriptions)) > 1:
+    if options_differ:
         return "Give the options of a collective the same values on every rank."
-    name = _names(descriptions).pop()
-    if name == "prepare":
-        return "Build the same model on every rank: the same layers, shapes and dtypes, and the same parameters frozen."
+    (name,) = names
     dims = _differing_dims(descriptions) if name == "gather" else []
     if dims:
         first, *others = [f"dim={dim}" for dim in dims]
@@ -74,27 +79,17 @@ def _advice(descriptions: Sequence[Description]) -> str:
             f"gather concatenates along the first dimension, and all others must agree: pad the tensors to one shape "
             f"first, with accelerator.pad_across_processes(tensors, {first}){then}."
         )
-    if name == "pad_across_processes":
-        return "Sizes may differ here, but structure, dtypes and numbers of dimensions must be the same on every rank."
-    if name == "broadcast_object_list":
-        return "Pass a list of the same length on every rank; where there is nothing to send, of None."
-    if name == "synchronize_rng_states":
-        return "Name the same streams on every rank, and pass equally many generators there, or samplers that have one."
-    return "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
-
-
-def _calls(descriptions: Sequence[Description]) -> set[str]:
-    return {description["call"] for description in descriptions}
-
-
-def _names(descriptions: Sequence[Description]) -> set[str]:
-    """The calls without their options."""
-    return {call.partition("(")[0] for call in _calls(descriptions)}
+    general = "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
+    return _ADVICE.get(name, general)
 
 
 def _differing_dims(descriptions: Sequence[Description]) -> list[int]:
     """The dimensions in which tensors differ between the ranks, if they differ in nothing else."""
-    if len({_without_sizes(description) for description in descriptions}) > 1:
+    kinds = [
+        [each["structure"], [(path, dtype, len(sizes)) for path, dtype, sizes in each["leaves"]]]
+        for each in descriptions
+    ]
+    if any(kind != kinds[0] for kind in kinds):
         return []
     by_rank = [[sizes for _, _, sizes in description["leaves"]] for description in descriptions]
     same_leaf = zip(*by_rank, strict=True)
@@ -103,19 +98,8 @@ def _differing_dims(descriptions: Sequence[Description]) -> list[int]:
     )
 
 
-def _without_sizes(description: Description) -> str:
-    return str((description["structure"], [(path, dtype, len(sizes)) for path, dtype, sizes in description["leaves"]]))
-
-
-def _common(descriptions: Sequence[Description]) -> set[str]:
-    """The tensors that are alike on all ranks, which need no mention."""
-    texts = [{_leaf(leaf) for leaf in description["leaves"]} for description in descriptions]
-    return set.intersection(*texts)
-
-
 def _line(description: Description, common: set[str], with_structure: bool) -> str:
-    texts = [_leaf(leaf) for leaf in description["leaves"]]
-    differing = [text for text in texts if text not in common]
+    differing = [text for text in map(_leaf, description["leaves"]) if text not in common]
     parts = [textwrap.shorten(description["structure"], 200, placeholder=" ...")] if with_structure else []
     if differing:
         more = f", and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""

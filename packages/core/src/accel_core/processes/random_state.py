@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -22,11 +23,7 @@ _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those o
 
 
 def capture_random_state(device: torch.device | None) -> dict[str, Any]:
-    """The states of all streams, as tensors and plain data. numpy's only if the process has imported it.
-
-    Args:
-        device: whose stream is among them, unless it is the CPU, or None.
-    """
+    """The states of all streams, the device's too, as tensors and plain data. numpy's only if it has been imported."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss},
@@ -41,11 +38,7 @@ def capture_random_state(device: torch.device | None) -> dict[str, Any]:
 
 
 def restore_random_state(states: dict[str, Any], device: torch.device | None) -> None:
-    """Sets the streams to states that `capture_random_state` gave. Those of devices of another kind are left out.
-
-    Raises:
-        CheckpointError: if numpy's stream was saved, and numpy is not installed.
-    """
+    """Sets the streams to states that `capture_random_state` gave. Those of devices of another kind are left out."""
     python = states[PYTHON]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     torch.set_rng_state(states[TORCH_STREAM])
@@ -56,12 +49,7 @@ def restore_random_state(states: dict[str, Any], device: torch.device | None) ->
 
 
 def check_random_state(states: Any, device: torch.device | None) -> None:
-    """Raises if `restore_random_state` could not set the streams to these states; the process's stay as they are.
-
-    Raises:
-        Exception: of any kind, if they are no states of streams; CheckpointError as
-            `restore_random_state`.
-    """
+    """Raises, whatever it is, if `restore_random_state` could not set the streams to these; the process's stay as they are."""
     python = states[PYTHON]
     random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     torch.Generator().set_state(states[TORCH_STREAM])
@@ -88,12 +76,9 @@ def begin_random_state(seed: int, rank: int, step: int, device: torch.device) ->
 
 def restored_after_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
     """The items, with the streams set to `before` when the first of them has been fetched, or found to be missing."""
-    missing = object()
-    first = next(items, missing)
+    first = list(itertools.islice(items, 1))
     restore_random_state(before, device)
-    if first is not missing:
-        yield first  # type: ignore[misc]
-        yield from items
+    yield from itertools.chain(first, items)
 
 
 def restored_before_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:

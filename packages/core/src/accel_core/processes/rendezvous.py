@@ -1,4 +1,4 @@
-"""The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each.
+"""The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each; and their end.
 
 Every rank hands in a *card* with its device. Who comes last, or has waited for too long, gives the
 *verdict*, which holds for all: that all have come, or what is wrong.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -19,28 +21,29 @@ import torch.distributed as dist
 from accel_core.base.errors import WorldError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
     from accel_core.processes.launch_environment import Place
 
-FAREWELL = timedelta(seconds=3)
+LINGER = timedelta(seconds=3)
 """The time for which rank 0 keeps the store for ranks that have not read a bad verdict yet."""
+
+PATIENCE = timedelta(seconds=5)
+"""The time that a rank that ends waits for the others, in all."""
 
 MET = "met"
 """The verdict on a world that has come together."""
 
+logger = logging.getLogger(__name__)
 
-def open_store(url: str, place: Place, timeout: timedelta) -> Store:
+
+def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
     """The store at `url`; rank 0 makes it, unless the launcher did. Does not wait for the others.
 
     torch's own rendezvous, which does, is used for other URLs than a plain `tcp://host:port`.
-
-    Raises:
-        torch.distributed.DistError: if the port is taken, or nobody listens there within `timeout`.
+    Raises `torch.distributed.DistError` if the port is taken, or nobody listens within `timeout`.
     """
     parts = urlsplit(url)
     if parts.scheme != "tcp" or parts.query or parts.hostname is None or parts.port is None or place.agent:
-        store: Store = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))[0]
+        store: dist.Store = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))[0]
         return store
     hosts = place.rank == 0
     # In a world of several machines the same name may be the loopback here, and not there.
@@ -69,11 +72,10 @@ def loopback_listener(host: str, port: int) -> socket.socket | None:
     return None
 
 
-def claim(store: Store, url: str, place: Place) -> None:
+def claim(store: dist.Store, url: str, place: Place) -> None:
     """Takes the rank of `place` in the job that meets at `url`. No collective.
 
-    Raises:
-        WorldError: at once, if another process has this rank, or another job meets there.
+    Raises `WorldError` at once if another process has this rank, or another job meets there.
     """
     job = f"{place.size} ranks, {place.source}" + (f" {place.job}" if place.job else "")
     found = store.compare_set("accel/job", "", job).decode()
@@ -83,29 +85,24 @@ def claim(store: Store, url: str, place: Place) -> None:
             f"Give every job a port of its own: set MASTER_PORT, the same on all ranks of the job, to one that is free."
         )
     if store.add(f"accel/rank/{place.rank}", 1) > 1:
-        _judge(dist.PrefixStore(_prefix(place, 0), store), f"rank {place.rank} was claimed by two processes")
+        _judge(round_of(store, place, 0), f"rank {place.rank} was claimed by two processes")
         raise WorldError(
             f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
             f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
         )
 
 
-def round_of(store: Store, place: Place, count: int) -> Store:
+def round_of(store: dist.Store, place: Place, count: int) -> dist.Store:
     """The part of `store` for the world that these processes make as their number `count`, from 0."""
-    return dist.PrefixStore(_prefix(place, count), store)
+    return dist.PrefixStore(f"accel/{place.attempt}/{count}", store)
 
 
-def _prefix(place: Place, count: int) -> str:
-    return f"accel/{place.attempt}/{count}"
-
-
-def assemble(store: Store, url: str, place: Place, device: torch.device, timeout: timedelta) -> None:
+def assemble(store: dist.Store, url: str, place: Place, device: torch.device, timeout: timedelta) -> None:
     """Waits until every rank has come, each with a device of its own. A collective; `store` is that of this round.
 
-    Raises:
-        WorldError: on every rank that has come, with the same reason: who is missing after
-            `timeout`, which rank came twice, who shares a device.
-        torch.distributed.DistError: if the store is lost meanwhile.
+    Raises `WorldError` on every rank that has come, with the same reason: who is missing after
+    `timeout`, which rank came twice, who shares a device. `torch.distributed.DistError` if the
+    store is lost meanwhile.
     """
     everyone = range(place.size)
     store.set(f"card/{place.rank}", identity(device))
@@ -115,22 +112,19 @@ def assemble(store: Store, url: str, place: Place, device: torch.device, timeout
         store.wait(["verdict"], timeout)
     except dist.DistStoreError:
         missing = [str(rank) for rank in everyone if not store.check([f"card/{rank}"])]
-        _judge(
-            store,
-            f"{place.size - len(missing)} of {place.size} came within {timeout}, and these ranks are missing: "
-            f"{', '.join(missing)}",
-        )
+        came = f"{place.size - len(missing)} of {place.size} came within {timeout}"
+        _judge(store, f"{came}, and these ranks are missing: {', '.join(missing)}")
     verdict = store.get("verdict").decode()
     if verdict == MET:
         return
     store.set(f"told/{place.rank}", "")
     if place.rank == 0:
         with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
-            store.wait([f"told/{rank}" for rank in everyone], FAREWELL)
+            store.wait([f"told/{rank}" for rank in everyone], LINGER)
     raise not_met(url, place, verdict)
 
 
-def _judge(store: Store, verdict: str) -> None:
+def _judge(store: dist.Store, verdict: str) -> None:
     """Says whether the world has come together, unless another rank has said so already."""
     store.compare_set("verdict", "", verdict)
 
@@ -139,9 +133,9 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
     """The error of a rank whose world did not come together."""
     return WorldError(
         f"A world of {place.size} ranks was asked for ({place.source}), but rank {place.rank} did not meet the others at "
-        f"{url}: {reason}. Check that {place.size} processes run, each with a rank of its own, that every host reaches this "
-        f"address, which is that of rank 0, and that no other job uses its port; set MASTER_ADDR and MASTER_PORT else. A "
-        f"process that is to run alone must not inherit the variables of a launcher."
+        f"{url}: {reason}. Check that {place.size} processes run, each with a rank of its own, and that every host reaches "
+        f"this address, which is that of rank 0 (MASTER_ADDR, MASTER_PORT). A process that is to run alone must not inherit "
+        f"the variables of a launcher."
     )
 
 
@@ -150,43 +144,52 @@ def identity(device: torch.device) -> str:
 
     The name of the host is part of it: not every vendor's identifiers differ between machines.
     """
-    if device.type == "cpu":
-        return ""
-    describe = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if describe is None:
-        return ""
-    properties = describe(device)
+    describe = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties = None if describe is None else describe(device)
     names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
     known = [f"{name}={getattr(properties, name)}" for name in names if hasattr(properties, name)]
     return " ".join([device.type, *known, f"on {socket.gethostname()}"]) if known else ""
 
 
-def claim_device(store: Store | None, place: Place, device: torch.device) -> None:
-    """Takes `device`, in a world whose group somebody else has started. No collective; needs a store.
-
-    Raises:
-        WorldError: if another rank has it.
-    """
-    known = "" if store is None else identity(device)
-    if store is not None and known:
-        owner = store.compare_set(f"accel/device/{known}", "", str(place.rank)).decode()
-        if owner != str(place.rank):
-            raise WorldError(
-                f"Rank {place.rank} of {place.size} wants a device of its own, but {_shared(known, [int(owner), place.rank])}"
-            )
-
-
 def _sharing(devices: list[str]) -> str:
     """The complaint about ranks that have one device between them; empty if there are none. Devices by rank."""
     for device in filter(None, devices):
-        ranks = [rank for rank, other in enumerate(devices) if other == device]
+        ranks = [str(rank) for rank, other in enumerate(devices) if other == device]
         if len(ranks) > 1:
-            return _shared(device, ranks)
+            return (
+                f"ranks {', '.join(ranks)} have one device between them ({device}). Start one process for each device, let "
+                f"every process see all devices of its machine or bind another one to each, or compute with Accelerator(cpu=True)"
+            )
     return ""
 
 
-def _shared(device: str, ranks: list[int]) -> str:
-    return (
-        f"ranks {', '.join(map(str, ranks))} have one device between them ({device}). Start one process for each device, let "
-        f"every process see all devices of its machine or bind another one to each, or compute with Accelerator(cpu=True)"
-    )
+class Shutdown:
+    """The end of one rank, through the store: a collective could fail when somebody has gone already.
+
+    First everyone waits until nobody works in the group. Then rank 0, which may host the store,
+    waits until the others need it no more. With no patience it neither waits nor says anything.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> None:
+        self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
+        self._deadline = time.monotonic() + patience.total_seconds()
+
+    @property
+    def complete(self) -> bool:
+        """Whether there was patience enough for all that was to be said and heard."""
+        return time.monotonic() < self._deadline
+
+    def say(self, word: str, wait: bool) -> None:
+        """Says "ready", if this rank works in the group no more, or "gone"; waits for the others to say so."""
+        left = timedelta(seconds=self._deadline - time.monotonic())
+        if left <= timedelta(0):
+            return  # out of patience, which has been said, or in a hurry
+        try:
+            self._store.set(f"{word}/{self._rank}", "")
+            if wait:
+                self._store.wait([f"{word}/{rank}" for rank in range(self._size)], left)
+        except dist.DistError as error:
+            self._deadline = time.monotonic()
+            reason, seconds = str(error).partition("\n")[0], PATIENCE.total_seconds()
+            text = "Rank %d of %d ends without the others, which were not all %s within %g s: %s"
+            logger.warning(text, self._rank, self._size, word, seconds, reason)

@@ -28,50 +28,43 @@ from accel_core.options.handlers import InitProcessGroupKwargs
 from accel_core.options.resolution import Option, flag
 from accel_core.processes import failure_output
 from accel_core.processes.launch_environment import Place, read_place
-from accel_core.processes.rendezvous import assemble, claim, claim_device, identity, not_met, open_store, round_of
-from accel_core.processes.shutdown import PATIENCE, Farewell
+from accel_core.processes.rendezvous import PATIENCE, Shutdown, assemble, claim, identity, not_met, open_store, round_of
 from accel_core.processes.watch.collective_scope import explain, explanation, on_duty, running
-from accel_core.processes.watch.failure_notices import Notices, broken_connection_in
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch.distributed import ProcessGroup, Store
-
     from accel_core.processes.channel import Channel
     from accel_core.processes.watch.connections import Connections
-    from accel_core.processes.watch.watch import Watch
+    from accel_core.processes.watch.monitor import Watch
 
 
-class Tenant(Protocol):
-    """An object that uses process groups and must release them before they end: a strategy, for instance."""
+class Closeable(Protocol):
+    """An object that uses process groups and must release them before they end; `close` may be called more than once."""
 
-    def close(self) -> None:
-        """Lets go. May be called more than once."""
+    def close(self) -> None: ...  # noqa: D102
 
 
 class World:
     """The ranks of a run as seen from one of them. Made by `World.current`.
 
     Attributes:
-        rank, size: the position of this process, and how many there are.
-        local_rank, local_size: the same on this machine.
+        rank, size, is_main, is_last: the position of this process, and how many there are.
+        local_rank, local_size, is_local_main: the same on this machine.
+        source: who said so: "torchrun", "slurm", "mpi", "running group" (of somebody else), "alone".
         device: where this process computes by default.
         timeout: after how long a collective of the default group gives up.
-        source: who said so: "torchrun", "slurm", "mpi", "running group" (started by somebody else)
-            or "alone".
         checks: whether every collective is compared across the ranks before it runs.
         watch: looks after the ranks; None in a world of one, and where ranks met without a store.
-        told: the options of the process group that were given outside of the code; None: not looked
-            at.
+        told: the options of the process group given outside of the code; None: not looked at.
     """
 
-    def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: ProcessGroup | None) -> None:
+    def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        self.source = place.source
-        self.device = device
-        self.timeout = timeout
+        self.is_main, self.is_last = self.rank == 0, self.rank == self.size - 1
+        self.is_local_main = self.local_rank == 0
+        self.source, self.device, self.timeout = place.source, device, timeout
         # Weak: `_shared` would keep world and group alive for ever, and torch's own references decide how long a group lives.
         self._group = None if group is None else weakref.ref(group)
         self._process = os.getpid()
@@ -80,10 +73,9 @@ class World:
         self.watch: Watch | None = None
         self._connections: Connections | None = None  # those of the groups that were made here
         self._url: str | None = None  # the meeting point; None if somebody else started the group
-        self._store: Store | None = None  # where this world met; None if somebody else started the group
-        self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._channels: dict[ProcessGroup | None, Channel] = {}
-        self._tenants: list[weakref.ref[Tenant]] = []
+        self._store: dist.Store | None = None  # where this world met; None if somebody else started the group
+        self._channels: dict[dist.ProcessGroup | None, Channel] = {}
+        self._to_close: list[weakref.ref[Closeable]] = []
         self._shows_crashes = False  # since this world began; else somebody else has seen to that
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self.told: Mapping[str, Option[Any]] | None = None
@@ -100,7 +92,9 @@ class World:
         """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
 
         The first call in a larger world is a collective: it starts torch's default group, unless
-        that runs.
+        that runs. Raises `WorldError` if the launch environment contradicts itself, there are fewer
+        devices than local ranks, the ranks do not meet, or a group runs already and is not as asked
+        for here.
 
         Args:
             cpu: compute on the CPU, although there is an accelerator.
@@ -108,51 +102,42 @@ class World:
             backend: of the default group, in torch's notation. None: gloo, and with accelerators
                 the default backend of the device beside it.
             init_method: where the ranks meet, as in torch; None takes it from the launcher.
-
-        Raises:
-            WorldError: if the launch environment contradicts itself, there are fewer devices than
-                local ranks, the ranks do not meet, or a group runs already and is not as asked for
-                here.
         """
         group = _default_group()
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
-        if group is not None:
-            world = _shared.get(group) or cls._adopt(group, cpu)
-            if world.told is None:  # somebody else started the group; the environment is not read again at every step
-                told = _told_beside(asked)
-                world._require(group, cpu, **asked | {name: option.value for name, option in told.items()})
-                world.told = told
+        world = None if group is None else _shared.get(group) or cls._adopt(group, cpu)
+        if group is not None and world is not None and world.told is not None:
             world._require(group, cpu, **asked)
             return world
         place = read_place(os.environ)
-        device = _device(place, cpu)
-        if place.size == 1:
-            return cls(place, device, timeout or dist.default_pg_timeout, None)
-        told = _told_beside(asked)
-        world = cls._start(place, device, **asked | {name: option.value for name, option in told.items()})
+        if world is None and place.size == 1:
+            return cls(place, _device(place, cpu), timeout or dist.default_pg_timeout, None)
+        # The options of the process group from outside of the code, where the code says nothing. Read once.
+        outside = read_section("process_group", InitProcessGroupKwargs)
+        told = {name: option for name, option in outside.items() if asked[name] is None}
+        asked |= {name: option.value for name, option in told.items()}
+        if group is None or world is None:
+            world = cls._start(place, _device(place, cpu), **asked)
+        else:
+            world._require(group, cpu, **asked)
         world.told = told
         return world
 
     @classmethod
-    def _adopt(cls, group: ProcessGroup, cpu: bool) -> World:
+    def _adopt(cls, group: dist.ProcessGroup, cpu: bool) -> World:
         rank, size = dist.get_rank(), dist.get_world_size()
         place = read_place(os.environ)
         if place.source == "alone":
             # Nobody says which ranks share a machine; a script that starts its own group usually runs on one.
-            place = Place(rank=rank, size=size, local_rank=rank, local_size=size)
+            place = Place("alone", rank, size, rank, size)
         elif (place.rank, place.size) != (rank, size):
             raise WorldError(
-                f"torch's default process group runs, with rank {rank} of {size}, but the environment says rank "
-                f"{place.rank} of {place.size} ({place.source}). Start the group with the launcher's rank and world size, or "
-                f"unset the launcher's variables before the Accelerator is made."
+                f"torch's default process group runs, with rank {rank} of {size}, but the environment says rank {place.rank} of "
+                f"{place.size} ({place.source}). Start the group with the launcher's rank and size, or unset its variables."
             )
         place = dataclasses.replace(place, source="running group")
-        timeouts = _timeouts(group)
-        from torch.distributed import distributed_c10d
-
-        device = _device(place, cpu)
-        claim_device(distributed_c10d._get_default_store(), place, device)
-        return cls(place, device, min(timeouts, default=dist.default_pg_timeout), group)._share(group)
+        timeout = min(_timeouts(group), default=dist.default_pg_timeout)
+        return cls(place, _device(place, cpu), timeout, group)._share(group)
 
     @classmethod
     def _start(
@@ -171,98 +156,87 @@ class World:
             raise not_met(url, place, error) from error
         group = _default_group()
         assert group is not None, "init_process_group has returned"
-        timeouts = _timeouts(group)
-        world = cls(place, device, timeout or min(timeouts, default=dist.default_pg_timeout), group)
+        world = cls(place, device, timeout or min(_timeouts(group), default=dist.default_pg_timeout), group)
         world._store, world._url, world._connections = store, url, connections
         _check_timeouts(group, timeout)
         world._share(group)
         world.group_beside(group, "messages")  # now, while all ranks are together
         return world
 
-    def _start_alone(self) -> ProcessGroup:
+    def _start_alone(self) -> dist.ProcessGroup:
         """torch's default group with this process alone, for a world that was made without."""
-        self._store = dist.HashStore()
-        dist.init_process_group(
-            _default_backend(self.device), timeout=self.timeout, rank=0, world_size=1, store=self._store
-        )
+        self._store, backend = dist.HashStore(), _default_backend(self.device)
+        dist.init_process_group(backend, timeout=self.timeout, rank=0, world_size=1, store=self._store)
         group = _default_group()
         assert group is not None, "init_process_group has returned"
         self._group = weakref.ref(group)
         self._share(group)
         return group
 
-    def _share(self, group: ProcessGroup) -> World:
+    def _share(self, group: dist.ProcessGroup) -> World:
         _shared[group] = self
         _all.add(self)
         self._set_watch(group)
         if not faulthandler.is_enabled():
-            with contextlib.suppress(
-                AttributeError, OSError, ValueError
-            ):  # stderr has no descriptor, in a notebook say
-                faulthandler.enable()  # a rank that a backend aborts shows where it stood
+            # stderr has no descriptor in a notebook, say. A rank that a backend aborts shows where it stood.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                faulthandler.enable()
                 self._shows_crashes = True
         failure_output.show_once()
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         return self
 
-    def _set_watch(self, group: ProcessGroup) -> None:
+    def _set_watch(self, group: dist.ProcessGroup) -> None:
         from torch.distributed import distributed_c10d
 
-        store: Store | None = distributed_c10d._get_default_store()
+        store: dist.Store | None = distributed_c10d._get_default_store()
         if self.size == 1 or store is None:
             return  # nobody to wait for; or a backend that has met by means of its own
         from accel_core.processes.watch.connections import Connections
-        from accel_core.processes.watch.watch import Watch
+        from accel_core.processes.watch.monitor import Watch
 
         self._connections = connections = self._connections or Connections(store)
-        subgroups, whole = self._subgroups, weakref.ref(group)
-        beside = _beside.setdefault(group, {})
+        whole, beside = weakref.ref(group), _beside.setdefault(group, {})
 
         def break_off() -> None:
             # Of those that it is no member of, a rank has a number.
-            groups = [whole(), *subgroups.values(), *beside.values()]
+            groups = [whole(), *beside.values()]
             connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
 
-        self.watch = on_duty[group] = Watch(
-            store,
-            self.rank,
-            self.size,
-            break_off,
-            lambda: whole() is None,
-            compare=self.checks,
-            spins=self.device.type != "cpu",
-            hosted=self._hosted,
-        )
+        spins, hosted = self.device.type != "cpu", self._hosted
+        watch = Watch(store, self.rank, self.size, break_off, lambda: whole() is None, self.checks, spins, hosted)
+        self.watch = on_duty[group] = watch.start()
 
     def _require(
         self,
-        group: ProcessGroup,
+        group: dist.ProcessGroup,
         cpu: bool,
         timeout: timedelta | None,
         backend: str | None,
         init_method: str | None,
     ) -> None:
         """Compares what is asked for with the group that runs, because it cannot be changed any more."""
-        asked: list[tuple[str, object, object]] = []
-        timeouts = _timeouts(group) or [self.timeout]
-        if timeout is not None and any(found != timeout for found in timeouts):
-            asked.append(("timeout", timeout, ", ".join(sorted(map(str, set(timeouts))))))
-        if backend is not None and _config(backend) != dist.get_backend_config(group):
-            asked.append(("backend", backend, dist.get_backend_config(group)))
+        differences: list[tuple[str, object, object]] = []
+        timeouts = set(_timeouts(group) or [self.timeout])
+        if timeout is not None and timeouts != {timeout}:
+            differences.append(("timeout", timeout, ", ".join(sorted(map(str, timeouts)))))
+        running = dist.get_backend_config(group) if backend is not None else ""
+        if backend is not None and repr(dist.BackendConfig(dist.Backend(backend))) != running:
+            differences.append(("backend", backend, running))
         if init_method is not None and init_method != self._url:
-            asked.append(("init_method", init_method, self._url or "one that is not known here"))
+            differences.append(("init_method", init_method, self._url or "one that is not known here"))
         if cpu and self.device.type != "cpu":
-            asked.append(("cpu", True, f"device {self.device}"))
-        if asked:
-            differences = "; ".join(f"{name}={wanted} was asked for, it has {found}" for name, wanted, found in asked)
+            differences.append(("cpu", True, f"device {self.device}"))
+        if differences:
+            texts = "; ".join(f"{name}={asked} was asked for, it has {found}" for name, asked, found in differences)
             raise WorldError(
-                f"The process group of this process runs already ({self.source}) and cannot be changed: {differences}. Say so "
-                f"where the group is started (the first Accelerator, or init_process_group), or leave the argument out here."
+                f"The process group of this process runs already ({self.source}) and cannot be changed: {texts}. Say so where "
+                f"the group is started (the first Accelerator, or init_process_group), or leave the argument out here."
             )
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         """The default process group; None in a world of one without a group. Raises `WorldError` once it has ended."""
         if self._group is None:
             return None
@@ -274,46 +248,18 @@ class World:
             )
         return group
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0 of all."""
-        return self.rank == 0
-
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this is rank 0 of its machine."""
-        return self.local_rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the rank with the highest number."""
-        return self.rank == self.size - 1
-
-    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The process group of `ranks`, made once, with this world's timeout and backend. A collective of the world.
 
         On a rank that is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`. A world of
         one that has no group yet starts torch's default group with this process alone.
-
-        Raises:
-            ValueError: if a rank occurs twice or does not exist.
         """
         members = tuple(sorted(ranks))
-        if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= self.size:
-            raise ValueError(
-                f"subgroup({list(ranks)}) was asked for in a world of {self.size} ranks: give ranks from 0 to "
-                f"{self.size - 1}, at least one and each once."
-            )
         group = self.group or self._start_alone()
-        if len(members) == self.size:
+        if members == tuple(range(self.size)):
             return group
-        if members not in self._subgroups:
-            with self.collective("World.subgroup()"), self._connecting():
-                subgroup: ProcessGroup = dist.new_group(list(members), timeout=self.timeout)
-            if self.rank in members:
-                _check_timeouts(subgroup, self.timeout)
-            self._subgroups[members] = subgroup
-        return self._subgroups[members]
+        with self.collective("World.subgroup()"):
+            return self._group_of(members, "", by_all=True)
 
     def barrier(self) -> None:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
@@ -324,15 +270,11 @@ class World:
         return contextlib.nullcontext() if self.watch is None else self.watch.collective(name)
 
     def arrive(self, name: str) -> None:
-        """Returns once every rank has called what is called `name`; a collective, which compares what they called.
-
-        Raises:
-            CollectiveMismatchError: on every rank, if the ranks called different things.
-        """
+        """Returns once every rank has called what is called `name`; `CollectiveMismatchError` on all if they differ."""
         if self.size > 1:
             self.channel().arrive(name)
 
-    def channel(self, group: ProcessGroup | None = None) -> Channel:
+    def channel(self, group: dist.ProcessGroup | None = None) -> Channel:
         """The channel between the ranks of `group`, or of the whole world; one for each group."""
         if group is self.group:
             group = None  # which stands for the default group, and holds no reference to it
@@ -341,40 +283,36 @@ class World:
 
             members = None if group is None else tuple(dist.get_process_group_ranks(group))
             ranks = members or tuple(range(self.size))
-            connect = functools.partial(self._group_of, ranks, "messages")
-            self._channels[group] = Channel(
-                connect, ranks.index(self.rank), len(ranks), self.device, self.watch, members
-            )
+            connect, rank = functools.partial(self._group_of, ranks, "messages"), ranks.index(self.rank)
+            self._channels[group] = Channel(connect, rank, len(ranks), self.device, self.watch, members)
         return self._channels[group]
 
-    def group_beside(self, group: ProcessGroup, purpose: str) -> ProcessGroup:
+    def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         """A process group of the ranks of another one, made once for each purpose. A collective of them, the first time.
 
-        Collectives of unlike sizes that ranks might enter at the same time belong into groups of
-        their own: gloo ends the process of a rank that receives more than it expects.
+        For collectives of unlike sizes that ranks might enter at the same time: gloo ends the
+        process of a rank that receives more than it expects.
         """
         return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
 
-    def _group_of(self, ranks: tuple[int, ...], purpose: str) -> ProcessGroup:
+    def _group_of(self, ranks: tuple[int, ...], purpose: str, by_all: bool = False) -> dist.ProcessGroup:
+        """The group of these ranks for this purpose, which they make, or, `by_all`, all ranks together."""
         whole = self.group
         assert whole is not None, "a world of one without a group sends no messages"
         # A group that somebody else started outlives this world, and so do the groups that were made beside it.
         groups = _beside.setdefault(whole, {})
         if (ranks, purpose) not in groups:
-            with self._connecting():
-                made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-            _check_timeouts(made, self.timeout)
+            with contextlib.nullcontext() if self._connections is None else self._connections.made_here():
+                made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=not by_all)
+            if self.rank in ranks:
+                _check_timeouts(made, self.timeout)
             groups[ranks, purpose] = made
         return groups[ranks, purpose]
 
-    def _connecting(self) -> AbstractContextManager[None]:
-        """A block that makes a process group, whose connections can be broken off later."""
-        return contextlib.nullcontext() if self._connections is None else self._connections.made_here()
-
-    def close_before_end(self, tenant: Tenant) -> None:
-        """Has `tenant.close()` called before the group ends, or the process. The reference is weak."""
-        self._tenants = [reference for reference in self._tenants if reference() is not None]
-        self._tenants.append(weakref.ref(tenant))
+    def close_before_end(self, closeable: Closeable) -> None:
+        """Has `closeable.close()` called before the group ends, or the process. The reference is weak."""
+        self._to_close = [reference for reference in self._to_close if reference() is not None]
+        self._to_close.append(weakref.ref(closeable))
 
     def enter(self, user: object) -> None:
         """`user` (an Accelerator) works in this world from now on. The reference is weak."""
@@ -387,26 +325,24 @@ class World:
             self.end()
 
     def end(self) -> None:
-        """Closes the tenants, and ends the process group if this world started it. Does nothing the second time.
+        """Closes what is to be closed, and ends the process group if this world started it. Nothing the second time.
 
-        Every rank calls it, or comes here when its process exits, and waits for the others for
-        `PATIENCE` at most: a group that one rank destroys takes down those that still work in it.
+        Every rank calls it, or comes here at exit, and waits for the others for `PATIENCE` at most:
+        a group that one rank destroys takes down those that still work in it.
         """
         self._end(patient=True)
 
     def _end(self, patient: bool) -> None:
         with contextlib.ExitStack() as last_to_first:  # all of it happens, even if one of them raises
             last_to_first.callback(self._part, patient)
-            for reference in self._tenants:
-                tenant = reference()
-                if tenant is not None:
-                    last_to_first.callback(tenant.close)
-            self._tenants = []
+            for reference in self._to_close:
+                if (closeable := reference()) is not None:
+                    last_to_first.callback(closeable.close)
+            self._to_close = []
 
     def _part(self, patient: bool) -> None:
         """Forgets the group, and destroys it if this world started it."""
         group = None if self._group is None else self._group()
-        self._subgroups.clear()
         self._channels.clear()
         _all.discard(self)
         if self._shows_crashes:
@@ -417,57 +353,51 @@ class World:
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.leave(failed=not patient)
-        store, self._store = self._store, None
+        store, self._store, shutdown = self._store, None, None
         if store is not None and group is _default_group():
             _beside.pop(group, {}).clear()
             del group
             together = patient and not (watch is not None and watch.verdict)
-            self._leave_group(Farewell(store, self.rank, self.size, PATIENCE if together else timedelta(0)))
+            shutdown = Shutdown(store, self.rank, self.size, PATIENCE if together else timedelta(0))
+            shutdown.say("ready", wait=True)
+            dist.destroy_process_group()
+            if self._connections is not None and not shutdown.complete:
+                # Whoever still holds the group (a model in the traceback of an error) would keep the others waiting.
+                self._connections.break_off([])
+            shutdown.say("gone", wait=self.rank == 0)
         if watch is not None:
-            watch.stop()
+            watch.stop(alone=shutdown is not None and not shutdown.complete)
             if watch.verdict and patient and not watch.raised:
                 raise WorldError(
                     f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
                 )
 
-    def _leave_group(self, farewell: Farewell) -> None:
-        notices = Notices.running()
-        farewell.ready()
-        dist.destroy_process_group()
-        if self._connections is not None and not farewell.complete:
-            # Whoever still holds the group (a model in the traceback of an error) would keep the others waiting.
-            self._connections.break_off([])
-        farewell.gone()
-        if notices is not None and not farewell.complete:
-            notices.linger()  # only now, when the others notice
-
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
-_shared: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
-# By default group: those that were made beside it, by their ranks and for what they are.
-_beside: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = (
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
+# By default group: those that were made beside it, by their ranks and for what they are ("": subgroups).
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-# Every world with a group that somebody still uses, its group ended or not: its tenants are closed at exit.
+# Every world with a group that somebody still uses, its group ended or not: what is to be closed is closed at exit.
 _all: weakref.WeakSet[World] = weakref.WeakSet()
 # The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
 # quick to start the next world must not find the server of the last one about to vanish.
-_met: dict[str, tuple[Store, int]] = {}
+_met: dict[str, tuple[dist.Store, int]] = {}
 
 
-def groups_beside(group: ProcessGroup) -> list[ProcessGroup]:
-    """The process groups of this rank that were made beside this default group."""
-    return list(_beside.get(group, {}).values())
+def groups_beside(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """The process groups of this rank that were made beside this default group, but for subgroups."""
+    return [each for (_, purpose), each in _beside.get(group, {}).items() if purpose]
 
 
 def _end_all() -> None:
     """At exit: ends the worlds that still have a group. A process that leaves one alive aborts now and then.
 
-    A process that ends because of an exception does not wait: the others had better notice. One
-    that was forked from this one, and ends, leaves its connections alone.
+    A process that ends because of an exception does not wait: the others had better notice.
     """
     if any(world._process != os.getpid() for world in _all):
-        return
+        return  # it was forked, and leaves the connections alone
     error = fatal_error()
     if error is not None:
         _tell_why(error)
@@ -488,25 +418,24 @@ def fatal_error() -> BaseException | None:
 
 def _tell_why(error: BaseException) -> None:
     """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
-    lost, watch = broken_connection_in(error), running()
+    lost, watch = failure_output.broken_connection_in(error), running()
     found = str(lost)
     if lost is not None and watch is not None and watch.verdict:
         explain(lost)  # which takes no time then: agents read the file as soon as it is there
     failure_output.leave(error, follows=lost is not None, why="" if lost is None else explanation(lost))
-    notices = Notices.running()
-    if lost is None and notices is not None:
-        notices.post(error)
+    if lost is None and watch is not None:
+        watch.fail(error)
     elif lost is not None:
         explain(lost)
         if str(lost) != found:
             print(str(lost)[len(found) :].lstrip(), file=sys.stderr)  # noqa: T201  (the traceback stands there already)
 
 
-def _default_group() -> ProcessGroup | None:
+def _default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _meet(url: str, place: Place, timeout: timedelta) -> Store:
+def _meet(url: str, place: Place, timeout: timedelta) -> dist.Store:
     """The store of the next world that these ranks make at `url`. Raises `WorldError` if another process has this rank."""
     if url in _met:
         store, count = _met[url]
@@ -520,22 +449,17 @@ def _meet(url: str, place: Place, timeout: timedelta) -> Store:
 
 
 def _device(place: Place, cpu: bool) -> torch.device:
-    """The device of this process, made the current one of its type: that of its local rank.
-
-    A process that sees only one device, beside others on its machine, takes that one: the scheduler
-    has bound one to each.
-    """
+    """The device of this process, made the current one of its type: that of its local rank, or the only one that it sees."""
     accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    bound = place.local_size > count == 1
+    bound = place.local_size > count == 1  # by the scheduler, one to each process
     device = torch.device(accelerator.type, 0 if bound else place.local_rank)
     if place.local_size > count and not (bound and identity(device)):
         raise WorldError(
             f"{place.local_size} processes run on this machine ({place.source}) and each wants a device of its own, but this "
-            f"process sees {count} ({accelerator.type}). Start {count}, let every process see all devices, or compute on the "
-            f"CPU with Accelerator(cpu=True)."
+            f"process sees {count} ({accelerator.type}). Start {count}, or compute on the CPU with Accelerator(cpu=True)."
         )
     torch.accelerator.set_device_index(device.index)
     return device
@@ -546,24 +470,13 @@ def _default_backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def _config(backend: str) -> str:
-    """A backend as the configuration of a running group shows it."""
-    return repr(dist.BackendConfig(dist.Backend(backend)))
-
-
-def _told_beside(asked: Mapping[str, Any]) -> dict[str, Option[Any]]:
-    """The options of the process group from outside of the code, where the code says nothing."""
-    told = read_section("process_group", InitProcessGroupKwargs)
-    return {name: option for name, option in told.items() if asked[name] is None}
-
-
-def _timeouts(group: ProcessGroup) -> list[timedelta]:
+def _timeouts(group: dist.ProcessGroup) -> list[timedelta]:
     """The timeout of each backend of `group`, as the backend itself has it; nothing for one that does not tell."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [options._timeout for backend in backends if (options := getattr(backend, "options", None)) is not None]
 
 
-def _check_timeouts(group: ProcessGroup, asked: timedelta | None) -> None:
+def _check_timeouts(group: dist.ProcessGroup, asked: timedelta | None) -> None:
     found = _timeouts(group)
     if asked is not None and any(timeout != asked for timeout in found):
         raise WorldError(

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
+from accel_core.processes.failure_output import broken_connection_in, is_broken_connection
 from accel_core.processes.watch.collective_scope import explain
-from accel_core.processes.watch.failure_notices import Notices, broken_connection_in, is_broken_connection
+from accel_core.processes.watch.status_store import StatusStore
 from accel_testing import RanksFailed, run_ranks
 from accel_testing.ranks import RankReport
 
@@ -135,42 +136,31 @@ def test_rank_that_vanishes_without_a_word_is_named_by_what_is_known_of_its_proc
     assert "ended without a word: killed from outside (out of memory?), os._exit(), or a crash" in first.traceback
 
 
-def notices() -> list[Notices]:
+def stores() -> list[StatusStore]:
     store = dist.HashStore()
-    return [Notices(store, rank, 3) for rank in range(3)]
+    return [StatusStore(store, rank) for rank in range(3)]
 
 
 def test_notices_of_all_others_are_read_and_own_ones_never() -> None:
-    first, second, third = notices()
-    assert first.read() == ""
-    third.post(OSError("disk gone"))
-    assert "rank 2 failed: OSError: disk gone" in first.read()
-    assert third.read() == ""
-    second.post(ValueError("really"))
-    assert "because rank 1 failed: ValueError: really; rank 2 failed: OSError: disk gone" in first.read()
+    first, second, third = stores()
+    assert first.failures() == ""
+    third.post_failure(OSError("disk gone"))
+    assert "rank 2 failed: OSError: disk gone" in first.failures()
+    assert third.failures() == ""
+    second.post_failure(ValueError("really"))
+    assert "because rank 1 failed: ValueError: really; rank 2 failed: OSError: disk gone" in first.failures()
 
 
 def test_long_errors_travel_by_their_end_and_name_the_line_that_raised() -> None:
-    first, second, _ = notices()
+    first, second, _ = stores()
     try:
         raise ValueError("x" * 10_000 + " the point")
     except ValueError as error:
-        second.post(error)
-    told = first.read()
+        second.post_failure(error)
+    told = first.failures()
     assert "the point" in told
     assert "test_failure_notices.py" in told
     assert len(told) < 5000
-
-
-def test_rank_0_waits_only_for_those_who_have_not_read_a_notice() -> None:
-    first, second, third = notices()
-    started = time.monotonic()
-    first.linger()  # nothing was posted
-    second.post(ValueError())
-    second.linger()  # hosts no store
-    third.read()
-    first.linger()
-    assert time.monotonic() - started < 1
 
 
 def test_only_broken_connections_are_explained() -> None:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
-from accel_core.processes.watch.rank_status import Entry, Presence
-from accel_core.processes.watch.stack_location import Process, calling_line, stand_of
+from accel_core.processes.watch.rank_status import Entry, RankStatus
+from accel_core.processes.watch.stack_location import Process, calling_line, position_of
 
 
 def until(process: Process, state: str) -> str:
@@ -25,13 +24,13 @@ def until(process: Process, state: str) -> str:
 
 
 def test_process_is_seen_running_stopped_and_gone() -> None:
-    code = "import sys; from accel_core.processes.watch.stack_location import Process as P; import json; print(json.dumps(P.current().to_dict()), flush=True); sys.stdin.read()"
+    code = "import sys; from accel_core.processes.watch.stack_location import Process as P; import json; print(json.dumps(P.current()), flush=True); sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         import json
 
         assert child.stdout is not None
-        process = Process(**json.loads(child.stdout.readline()))
+        process = Process(*json.loads(child.stdout.readline()))
         assert process.pid == child.pid
         assert process.state() == "running"
         os.kill(child.pid, signal.SIGSTOP)
@@ -48,11 +47,11 @@ def test_process_is_seen_running_stopped_and_gone() -> None:
 def test_number_that_was_given_again_is_another_process() -> None:
     mine = Process.current()
     assert mine.state() == "running"
-    assert replace(mine, started="1").state() == "gone"
+    assert mine._replace(started="1").state() == "gone"
 
 
 def test_process_of_another_machine_is_unknown() -> None:
-    assert replace(Process.current(), machine="elsewhere").state() == "unknown"
+    assert Process.current()._replace(machine="elsewhere").state() == "unknown"
 
 
 def test_line_is_the_users_and_not_the_machinerys() -> None:
@@ -77,66 +76,66 @@ def test_thread_stands_at_the_line_that_waits() -> None:
     thread.start()
     assert entered.wait(10)
     try:
-        stand = stand_of(thread.ident or 0)
-        assert stand is not None
-        assert "in wait_here" in stand.line
-        assert (stand.meeting, stand.differentiates) == ("", False)
+        position = position_of(thread.ident or 0)
+        assert position is not None
+        assert "in wait_here" in position.line
+        assert (position.meeting, position.differentiates) == ("", False)
     finally:
         leave.set()
         thread.join()
-    assert stand_of(thread.ident or 0) is None
+    assert position_of(thread.ident or 0) is None
 
 
 def test_thread_that_computes_inside_of_a_collective_does_not_wait_there(monkeypatch: pytest.MonkeyPatch) -> None:
     now, used = [100.0], [0.0]
     monkeypatch.setattr("accel_core.processes.watch.rank_status.time.monotonic", lambda: now[0])
     monkeypatch.setattr("accel_core.processes.watch.rank_status.time.process_time", lambda: used[0])
-    presence = Presence(3)
-    presence.inside[threading.get_ident()] = Entry("backward()")
-    presence.report()
+    status = RankStatus(3)
+    status.inside[threading.get_ident()] = Entry("backward()")
+    status.report()
     for computes, seconds in [(1.0, 0.0), (0.0, 1.5), (1.0, 0.0)]:
         now[0] += 1.5
         used[0] += computes
-        assert presence.report().calls[0].seconds == seconds
+        assert status.report().calls[0].seconds == seconds
 
 
 def test_rank_is_free_as_long_as_one_thread_that_takes_part_is_in_no_collective() -> None:
-    presence, entered, leave = Presence(3), threading.Event(), threading.Event()
+    status, entered, leave = RankStatus(3), threading.Event(), threading.Event()
     thread = threading.Thread(target=wait_here, args=(entered, leave))
     thread.start()
     assert entered.wait(10)
     try:
-        presence.inside[threading.get_ident()] = Entry("gather()")
-        assert not presence.report().free, "the other thread has taken part in nothing"
-        assert presence.goes_on() is False
-        presence.inside[thread.ident or 0] = None
-        assert presence.report().free
-        assert presence.goes_on() is True
+        status.inside[threading.get_ident()] = Entry("gather()")
+        assert not status.report().free, "the other thread has taken part in nothing"
+        assert status.goes_on() is False
+        status.inside[thread.ident or 0] = None
+        assert status.report().free
+        assert status.goes_on() is True
     finally:
         leave.set()
         thread.join()
-    assert not presence.report().free, "it has ended"
-    assert len(presence.inside) == 1
+    assert not status.report().free, "it has ended"
+    assert len(status.inside) == 1
 
 
 def entry(name: str, *members: int) -> Entry:
     return Entry(name, members)
 
 
-def test_presence_counts_how_long_a_thread_has_been_in_the_same_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_counts_how_long_a_thread_has_been_in_the_same_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("accel_core.processes.watch.rank_status.time.monotonic", lambda: now[0])
-    presence = Presence(3)
+    status = RankStatus(3)
     thread = threading.get_ident()
-    assert presence.report().calls == ()
-    presence.inside[thread] = entry("gather()", 0, 3)
-    assert presence.report().calls[0].seconds == 0
+    assert status.report().calls == ()
+    status.inside[thread] = entry("gather()", 0, 3)
+    assert status.report().calls[0].seconds == 0
     now[0] += 1.5
-    (call,) = presence.report().calls
+    (call,) = status.report().calls
     assert (call.name, call.seconds, call.members) == ("gather()", 1.5, (0, 3))
     assert "test_stack_location.py" in call.line
-    presence.inside[thread] = entry("gather()", 0, 3)  # the next one, of the same name
-    assert presence.report().calls[0].seconds == 0
-    presence.inside[thread] = None
-    report = presence.report()
+    status.inside[thread] = entry("gather()", 0, 3)  # the next one, of the same name
+    assert status.report().calls[0].seconds == 0
+    status.inside[thread] = None
+    report = status.report()
     assert (report.rank, report.number, report.calls) == (3, 5, ())

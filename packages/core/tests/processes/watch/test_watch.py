@@ -24,7 +24,7 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, World, WorldError
-from accel_core.processes.watch.watch import Watch
+from accel_core.processes.watch.monitor import Watch
 from accel_testing import RanksFailed, live_objects, run_ranks
 from accel_testing.ranks import RankReport
 

@@ -19,13 +19,11 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
-from accel_core.processes.watch.diagnosis import ENDED, Broken, Report
-from accel_core.processes.watch.failure_notices import Notices
-from accel_core.processes.watch.monitor import Patrol
-from accel_core.processes.watch.rank_status import Entry, Presence
+from accel_core.processes.watch.diagnosis import ENDED, Report
+from accel_core.processes.watch.monitor import Watch
+from accel_core.processes.watch.rank_status import Entry
 from accel_core.processes.watch.stack_location import Process
-from accel_core.processes.watch.status_store import Board
-from accel_core.processes.watch.watch import Watch
+from accel_core.processes.watch.status_store import StatusStore
 from accel_testing import RanksFailed, run_ranks
 
 LONG = 6.0  # seconds: the Watch sees within five that ranks do not come together
@@ -187,83 +185,89 @@ def test_timeout_of_the_group_comes_in_time_and_is_told_as_what_it_is(launches: 
     assert "in give_up: time.sleep(0.1)" in text
 
 
-def patrols(store: dist.Store, told: list[str]) -> tuple[Patrol, Presence]:
-    presence = Presence(0)
-    board = Board(store, 0)
-    return Patrol(board, Notices(store, 0, 2), presence, 0, 2, None, lambda: False, told.append), presence
+def watch_of(store: dist.Store, told: list[str], rank: int = 0) -> Watch:
+    """The Watch of one of two ranks, whose looks the test takes, and whose verdict goes to `told`."""
+    watch = Watch(store, rank, 2, lambda: None, lambda: False, compare=False)
+    watch._conclude = told.append  # type: ignore[method-assign]
+    return watch
 
 
-def look(patrol: Patrol, monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
+def other_in(store: dist.Store, rank: int = 1) -> StatusStore:
+    return StatusStore(dist.PrefixStore("accel/watch/1", store), rank)
+
+
+def look(watch: Watch, monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
     now[0] += 1.0
     monkeypatch.setattr("accel_core.processes.watch.rank_status.time.monotonic", lambda: now[0])
-    patrol._look()
+    watch._look()
 
 
 def test_rank_that_is_about_to_leave_a_collective_is_not_ended_by_those_who_left_it_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, told, now = dist.HashStore(), [], [time.monotonic()]
-    patrol, presence = patrols(store, told)
+    watch = watch_of(store, told)
     thread = threading.get_ident()
-    presence.inside[thread] = Entry("wait_for_everyone()")
+    watch.inside[thread] = Entry("wait_for_everyone()")
     for _ in range(4):
-        look(patrol, monkeypatch, now)
-    Board(store, 1).post(Report(1, 7, "train.py, line 9", left=ENDED))  # it is through already
-    look(patrol, monkeypatch, now)
+        look(watch, monkeypatch, now)
+    other_in(store).post(Report(1, 7, "train.py, line 9", left=ENDED))  # it is through already
+    look(watch, monkeypatch, now)
     assert told == []
-    presence.inside[thread] = Entry("end_training()")
-    look(patrol, monkeypatch, now)
+    watch.inside[thread] = Entry("end_training()")
+    look(watch, monkeypatch, now)
     assert told == []
-    for _ in range(4):
-        look(patrol, monkeypatch, now)
+    for _ in range(5):
+        look(watch, monkeypatch, now)
     assert "rank 0 waits in end_training() for rank 1, in vain" in told[0]
 
 
 def test_rank_that_has_made_no_world_yet_is_not_given_up_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     store, told, now = dist.HashStore(), [], [time.monotonic()]
-    patrol, presence = patrols(store, told)
-    presence.inside[threading.get_ident()] = Entry("gather()")
+    watch = watch_of(store, told)
+    watch.inside[threading.get_ident()] = Entry("gather()")
     for _ in range(150):
-        look(patrol, monkeypatch, now)
+        look(watch, monkeypatch, now)
     assert told == []
 
 
 def test_store_that_is_lost_says_nothing_of_rank_0_while_its_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     now = [time.monotonic()]
-    presence = Presence(1)
-    presence.inside[threading.get_ident()] = Entry("gather()")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other_in(store, 0).introduce(Process.current())
     client = store.clone()  # type: ignore[attr-defined]
-    host = Process.current()
-    patrol = Patrol(Board(client, 1), Notices(client, 1, 2), presence, 1, 2, host, lambda: False, told.append)
+    watch = watch_of(client, told, rank=1)
+    watch.inside[threading.get_ident()] = Entry("gather()")
     del store
     for _ in range(6):
-        look(patrol, monkeypatch, now)
+        look(watch, monkeypatch, now)
+    assert watch._store_is_lost
     assert told == []
-    assert patrol.ask(Broken("gather()"), 0.0) == ""
 
 
 def test_later_world_finds_nothing_that_an_earlier_one_left_in_the_same_store() -> None:
     store = dist.HashStore()
     for _ in range(2):
-        watch = Watch(store, 0, 2, lambda: None, lambda: False, compare=False, hosted=True)
+        watch = Watch(store, 0, 2, lambda: None, lambda: False, compare=False).start()
+        watch.fail(ValueError("of this world alone"))
         watch.leave(failed=False)
         watch.stop()
-    boards = [Board(dist.PrefixStore(f"accel/watch/{number}", store), 0).report(0) for number in (1, 2, 3)]
-    assert [board is not None for board in boards] == [True, True, False]
+    boards = [StatusStore(dist.PrefixStore(f"accel/watch/{number}", store), 1) for number in (1, 2, 3)]
+    assert [board.report(0) is not None for board in boards] == [True, True, False]
+    assert [board.failures().count("of this world alone") for board in boards] == [1, 1, 0]
 
 
 def test_rank_on_a_machine_that_nobody_can_look_at_is_given_up_after_two_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, told, now = dist.HashStore(), [], [time.monotonic()]
-    patrol, presence = patrols(store, told)
-    Board(store, 1).introduce(Process("node-3", "elsewhere", 4711, "1"))
-    presence.inside[threading.get_ident()] = Entry("gather()")
+    watch = watch_of(store, told)
+    other_in(store).introduce(Process("node-3", "elsewhere", 4711, "1"))
+    watch.inside[threading.get_ident()] = Entry("gather()")
     for _ in range(115):
-        look(patrol, monkeypatch, now)
+        look(watch, monkeypatch, now)
     assert told == []
     for _ in range(15):
-        look(patrol, monkeypatch, now)
+        look(watch, monkeypatch, now)
     assert "rank 1: process 4711 on node-3 has not answered for 12" in told[0]

@@ -1,8 +1,7 @@
 """Comparing every collective across the ranks before it runs, on request: ACCELERATE_DEBUG_MODE=1.
 
 Each rank puts what it is about to call into the store, with the user's line, waits for the others,
-and compares. That takes some messages to the store per collective, so it is off by default; what
-accel-core itself sends is compared always.
+and compares. That takes some messages per collective, so it is off by default.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from accel_core.processes.watch.stack_location import calling_line
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_COMPARED = ("call", "structure", "leaves")
-
 
 class Checks:
     """The checks of one rank, over a connection to the store of their own. `verdict` says why the ranks will not come together."""
@@ -34,24 +31,18 @@ class Checks:
         self._warned: set[tuple[str, ...]] = set()
 
     def compare(self, name: str, members: tuple[int, ...] | None, details: Description | None) -> None:
-        """Waits for the other members (None: all) and raises where they call anything else. A collective.
+        """Waits for the other members (None: all), and raises on every rank where they call anything else. A collective.
 
         `details` is what has to agree, if there is more than the name.
-
-        Raises:
-            CollectiveMismatchError: on every rank, with a table by rank.
         """
-        said = {**(details or describe(name)), "line": calling_line()}
-        heard = self._heard(members or self._everyone, said)
-        first = heard[0]
-        if any(each[key] != first[key] for each in heard for key in _COMPARED):
+        members = members or self._everyone
+        heard = self._heard(members, {**(details or describe(name)), "line": calling_line()})
+        if any({**each, "line": ""} != {**heard[0], "line": ""} for each in heard):
             raise mismatch(heard)
         lines = tuple(each["line"] for each in heard)
         if len(set(lines)) > 1 and lines not in self._warned:
             self._warned.add(lines)
-            table = "\n".join(
-                f"  rank {rank}: {line}" for rank, line in zip(members or self._everyone, lines, strict=True)
-            )
+            table = "\n".join(f"  rank {rank}: {line}" for rank, line in zip(members, lines, strict=True))
             warnings.warn(
                 f"The ranks called {name} at different lines, which fit together by chance or on purpose:\n{table}",
                 stacklevel=level_of_the_user(),

@@ -2,7 +2,7 @@
 
     with collective("gather()"): dist.all_gather(...)
 
-A mark costs about half a microsecond, and a lookup where no Watch is on duty.
+A mark costs about half a microsecond, and a lookup where there is no Watch.
 """
 
 from __future__ import annotations
@@ -15,25 +15,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from accel_core.processes.watch.failure_notices import Notices, is_broken_connection
+from accel_core.processes.failure_output import is_broken_connection
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch.distributed import ProcessGroup
-
     from accel_core.processes.mismatch_report import Description
-    from accel_core.processes.watch.checks import Checks
-    from accel_core.processes.watch.watch import Watch
+    from accel_core.processes.watch.monitor import Watch
 
 REFUSED = "a collective that it cannot take part in"
 """The name for a rank whose arguments are wrong: its call meets whatever the others have called, and all raise."""
 
-# Hangs on torch's default group, like the World that it belongs to.
-on_duty: weakref.WeakKeyDictionary[ProcessGroup, Watch] = weakref.WeakKeyDictionary()
-
-
-_EXPLAINED = "_accel_explained"
+# By torch's default group, like the World that it belongs to.
+on_duty: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
 
 
 def running() -> Watch | None:
@@ -55,43 +49,27 @@ def explain(error: BaseException) -> None:
 
     Call it in an `except` block around what communicates, then `raise`. It may take a few seconds.
     """
-    if not is_broken_connection(error) or hasattr(error, _EXPLAINED):
-        return
     watch = running()
-    if watch is not None:
-        watch.explain(error)
-        return
-    notices = Notices.running()
-    add_to(error, "" if notices is None else notices.read())
-
-
-def add_to(error: BaseException, text: str) -> None:
-    """Makes the message of an error longer, once."""
-    if text:
-        # Not a note (PEP 678): it would be missing from `str(error)`, from logs, and before Python 3.11.
-        error.args = (f"{error}\n{text}",)
-        setattr(error, _EXPLAINED, text)
+    if watch is not None and is_broken_connection(error) and not explanation(error):
+        text = watch.explain(error)
+        if text:
+            # Not a note (PEP 678): it would be missing from `str(error)`, and from logs.
+            error.args = (f"{error}\n{text}",)
+            error._accel_explained = text  # type: ignore[attr-defined]
 
 
 def explanation(error: BaseException) -> str:
     """The text that `explain` has added to an error; empty if none."""
-    return str(getattr(error, _EXPLAINED, ""))
+    return str(getattr(error, "_accel_explained", ""))
 
 
 class Entry(NamedTuple):
-    """A collective as the user called it.
-
-    Args:
-        name: what the user called: "backward()".
-        members: the ranks that take part; None: all.
-        inner: the innermost collective inside of it, in which ranks meet; empty if there is none.
-        whole: collectives inside of it do not count: ranks may meet from different ones.
-    """
+    """A collective as the user called it."""
 
     name: str
-    members: tuple[int, ...] | None = None
-    inner: str = ""
-    whole: bool = False
+    members: tuple[int, ...] | None = None  # the ranks that take part; None: all
+    inner: str = ""  # the innermost collective inside of it, in which ranks meet
+    whole: bool = False  # collectives inside of it do not count: ranks may meet from different ones
 
 
 class Collective:
@@ -111,9 +89,8 @@ class Collective:
         details: Description | None = None,
         whole: bool = False,
     ) -> None:
-        self._watch = watch
+        self._watch, self._details = watch, details
         self._entry = Entry(name, members, "", whole)
-        self._details = details
         self._outer: Entry | None = None
 
     def __enter__(self) -> None:
@@ -122,16 +99,13 @@ class Collective:
         if outer is None:
             inside[thread] = self._entry
             if self._watch.checks is not None:
-                self._compare(self._watch.checks)
+                try:
+                    self._watch.checks.compare(self._entry.name, self._entry.members, self._details)
+                except BaseException as error:
+                    self.__exit__(type(error), error, None)
+                    raise
         elif not outer.whole:
             inside[thread] = Entry(outer.name, self._entry.members, self._entry.name)
-
-    def _compare(self, checks: Checks) -> None:
-        try:
-            checks.compare(self._entry.name, self._entry.members, self._details)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,7 +1,7 @@
 """The connections of process groups, and how to break those of this process.
 
-A collective of gloo that waits has nothing to be aborted with. When the others will never come, its
-sockets are shut down, so that it raises in the thread that waits, at the user's line.
+A collective of gloo that waits has nothing to be aborted with: its sockets are shut down, so that it
+raises in the thread that waits, at the user's line.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ class Connections:
     """The connections that were opened while process groups were made, but for those to `store`; none where there is no `/proc`."""
 
     def __init__(self, store: Store) -> None:
+        innermost: Any = store
+        while hasattr(innermost, "underlying_store"):
+            innermost = innermost.underlying_store
+        self._store_port = getattr(innermost, "port", -1)  # only a store of TCP has one
         self._known: set[str] = set()
-        self._store_port = _port_of(store)
 
     @contextlib.contextmanager
     def made_here(self) -> Iterator[None]:
         """A block that makes a process group."""
-        before = set(_sockets())
+        before = _sockets()
         try:
             yield
         finally:
-            made = {name: descriptor for name, descriptor in _sockets().items() if name not in before}
-            self._known |= {name for name, descriptor in made.items() if self._store_port not in _ports(descriptor)}
+            for name, descriptor in _sockets().items():
+                if name not in before and self._store_port not in _ports(descriptor):
+                    self._known.add(name)
 
     def break_off(self, groups: list[ProcessGroup]) -> None:
         """Makes what waits in these groups raise, and whatever comes after."""
@@ -42,8 +46,10 @@ class Connections:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # not every backend can, and some need not
                 group.abort()
         for name, descriptor in _sockets().items():
-            if name in self._known:
-                _shut(descriptor)
+            # One that listens is left alone, for it has no peer: its owner would abort the process.
+            if name in self._known and _ports(descriptor):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[str, int]:
@@ -58,24 +64,9 @@ def _sockets() -> dict[str, int]:
     return found
 
 
-def _port_of(store: Store) -> int:
-    """The port of a store of TCP; -1, which is none, for others."""
-    innermost: Any = store
-    while hasattr(innermost, "underlying_store"):
-        innermost = innermost.underlying_store
-    return int(getattr(innermost, "port", -1))
-
-
 def _ports(descriptor: int) -> set[int]:
     """Those of both ends of a connection of TCP; of neither for what is no connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             return {connection.getsockname()[1], connection.getpeername()[1]}
     return set()
-
-
-def _shut(descriptor: int) -> None:
-    """Ends a connection in both directions. One that listens is left alone: its owner would abort the process."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.getpeername()
-        connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The thread of the Watch: it looks, asks, answers, and judges.
+"""The Watch of a rank: a thread that looks, asks, answers and judges, and what the library sees of it.
 
 It wakes once a second and sends one message to the store, unless somebody waits. It may not wait
 itself: the process that hosts the store, which may have been stopped, is looked for first.
@@ -7,298 +7,296 @@ itself: the process that hosts the store, which may have been stopped, is looked
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from accel_core.processes.failure_output import broken_connection_in
+from accel_core.processes.watch.checks import Checks
+from accel_core.processes.watch.collective_scope import Collective
 from accel_core.processes.watch.diagnosis import (
     ENDED,
     FAILED,
+    LOSSES,
     ROOTED,
     SILENT,
     Absent,
-    Broken,
-    Missing,
     Report,
     broken_text,
-    ended,
     judged,
-    lost,
-    stopped,
-    table,
     verdict,
 )
-from accel_core.processes.watch.failure_notices import broken_connection_in
+from accel_core.processes.watch.rank_status import RankStatus
+from accel_core.processes.watch.stack_location import Process
+from accel_core.processes.watch.status_store import StatusStore
 
 if TYPE_CHECKING:
-    from accel_core.processes.watch.failure_notices import Notices
-    from accel_core.processes.watch.rank_status import Presence
-    from accel_core.processes.watch.stack_location import Process, State
-    from accel_core.processes.watch.status_store import Board
+    from accel_core.processes.mismatch_report import Description
+    from accel_core.processes.watch.stack_location import State
 
-PERIOD = 1.0
-"""Seconds between two looks."""
+PERIOD, ALERT = 1.0, 0.5
+"""Seconds between two looks: as a rule, and while this rank waits or wants to know why its connection broke."""
 
-ALERT = 0.5
-"""Seconds between two looks while this rank waits in a collective."""
+SIGHTINGS = 3
+"""In how many reports of a rank it has to wait in vain, in the same collective, before that is believed: it may be
+about to leave that one. Twice as often if the lines of others are still to come."""
 
-HASTE = 0.25
-"""Seconds between two looks while a thread of this process waits to hear why its connection broke."""
+INQUIRY, PATIENCE = 3.0, 4.0
+"""Seconds in which the others are to say where they stand, once a connection broke, and in which there is an answer."""
 
-ENOUGH = 6
-"""Looks after which a rank that is known to be missing is not kept back for the lines of the others."""
+MEETING = timedelta(seconds=3)
+"""The time in which rank 0 is to announce its process: it makes its World now, as a rule."""
 
-CERTAIN, LIKELY = 2, 3
-"""In how many reports of a rank it has to wait in vain, in the same collective, before that is believed: it may be about to
-leave that one. So often if another one has gone for certain, and if only where all stand tells so."""
+LINGER = timedelta(seconds=2)
+"""The time that rank 0, which may host the store, waits for ranks that still ask why the run ends."""
 
-INQUIRY = 3.0
-"""Seconds in which the others are to say where they stand, once a connection broke."""
+GRACE = 5.0
+"""Seconds after a verdict in which what waits has to raise, before the process is ended from here."""
 
-REMINDER = 60.0
-"""Seconds of waiting after which a line says who waits for whom; then after twice as many, and so on."""
-
-logger = logging.getLogger("accel_core.processes.watch")
+AGAIN = "The ranks did not come together, as an earlier error of this rank says. Nothing can communicate any more: let it end."
+"""Added to the errors that follow where a script goes on after a verdict."""
 
 
-class Patrol:
-    """The work of the Watch's thread on one rank.
+class Watch:
+    """The watch of one rank over its world: a thread that sleeps, with a connection of its own to the store.
 
-    `host` is the process of rank 0, if it hosts the store; `over` says whether the process group is
-    there no more; `conclude` is called once, with the verdict, when the ranks will not come
-    together.
+    A rank that is in no collective is never ended from here, for it may be writing what must not be
+    lost: its next collective raises.
     """
 
     def __init__(
         self,
-        board: Board,
-        notices: Notices,
-        presence: Presence,
+        store: dist.Store,
         rank: int,
         size: int,
-        host: Process | None,
-        over: Callable[[], bool],
-        conclude: Callable[[str], None],
+        break_off: Callable[[], None],  # makes the collectives raise that wait in this process, and all later ones
+        over: Callable[[], bool],  # whether the process group is there no more
+        compare: bool,  # every collective across the ranks before it runs: `checks`
+        spins: bool = False,  # whether a thread that waits for its device uses a core meanwhile
+        hosted: bool = False,  # by the launcher; else the store goes with rank 0
     ) -> None:
-        self._board, self._notices, self._presence = board, notices, presence
+        self.verdict = ""  # why the ranks will not come together; empty as long as they may
+        self.raised = False  # whether a collective of this rank has raised with what was found out
+        self._told = False  # whether the user knows what happened without a word of the thread
         self._rank, self._others = rank, [each for each in range(size) if each != rank]
-        self._over, self._conclude = over, conclude
-        self._heard = 0  # how often somebody had asked at the last look
-        self._seen: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank: the number of its last report, and since when it is that
-        self._fresh: set[int] = set()  # the ranks that have reported since this one began to wait
+        self._break_off, self._over = break_off, over
+        self._status = RankStatus(rank, spins)
+        self.inside = self._status.inside
+        # A store may outlive a group, and the next one of the same ranks must not find what was said in the last.
+        number = store.add(f"accel/watches/{rank}", 1)
+        self._board = StatusStore(dist.PrefixStore(f"accel/watch/{number}", _connected_anew(store)), rank)
+        self._board.introduce(Process.current())
+        self._host = None if hosted or rank == 0 else self._board.process(0, MEETING)
         self._processes: dict[int, Process] = {}
-        self._suspicion: tuple[object, list[int], int] = None, [], 0  # what, in which reports, and how often seen
-        self._waited, self._answering = 0.0, False  # at the last look
-        self._looks = 0  # since this rank began to wait
-        self._remind_after = REMINDER
-        self._question: tuple[Broken, float] | None = None  # what broke, if a thread wants to know why, and since when
-        self._host = host
-        self._store_is_lost = False
-        self._stopped_since: float | None = None
+        self._asked = 0  # how often somebody had asked at the last look
+        self._wait: object = None  # what this rank waited for at the last look
+        self._forget()
+        # What broke, whether by a timeout, and when a thread of the user's began to ask why.
+        self._question: tuple[str, bool, float] | None = None
         self._answer = ""
-        self._wake, self._answered, self._stop = threading.Event(), threading.Event(), threading.Event()
+        self._store_is_lost = False
+        self._stopped_since: float | None = None  # the host of the store
+        self._stopped, self._wake, self._answered = False, threading.Event(), threading.Event()
+        self.checks = None
+        if compare:
+            checked = dist.PrefixStore(f"accel/checks/{number}", _connected_anew(store))
+            self.checks = Checks(checked, rank, size, lambda: self.verdict)
+        self._thread = threading.Thread(target=self._run, name=f"accel watch of rank {rank}", daemon=True)
 
-    def run(self) -> None:
-        """Looks again and again, until `stop` or until there is a verdict."""
-        while not self._stop.is_set():
-            self._wake.wait(HASTE if self._question else ALERT if self._looks else PERIOD)
-            self._wake.clear()
-            if self._over():
-                self.stop()
-            if not self._stop.is_set():
-                self._look_safely()
+    def start(self) -> Watch:
+        """Begins to look."""
+        self._thread.start()
+        return self
 
-    def _look_safely(self) -> None:
-        try:
-            self._look()
-        except Exception:
-            # A look that outlasts the world, for a message took long, sees the interpreter being taken apart.
-            if not self._stop.is_set():
-                raise
+    def collective(
+        self, name: str, members: tuple[int, ...] | None = None, details: Description | None = None
+    ) -> Collective:
+        """A block in which this thread takes part in a collective: see `Collective`."""
+        return Collective(self, name, members, details)
 
-    def stop(self) -> None:
-        """Ends `run`, soon."""
-        self._stop.set()
+    def explain(self, error: BaseException) -> str:
+        """Why a connection broke, if that is found out in `PATIENCE` seconds. No collective."""
+        self._told = True
+        if self.raised:
+            return AGAIN
+        entry = self.inside.get(threading.get_ident())
+        timed_out = any(word in str(error).lower() for word in ("timed out", "timeout"))
+        text = self.verdict or self._ask("a collective" if entry is None else entry.name, timed_out)
+        self.raised = bool(text)
+        self._board.acknowledge()
+        return text
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others which error ends this rank."""
+        self._board.post_failure(error)
+
+    def leave(self, failed: bool) -> None:
+        """Says that this rank takes part no more, from now on."""
+        self._status.left = FAILED if failed else ENDED
+        self._told = True  # by what comes of leaving
+        with contextlib.suppress(dist.DistError):  # the store has gone before, and nobody is left who would ask
+            self._board.post(self._status.report())
+
+    def stop(self, alone: bool = False) -> None:
+        """Ends the thread, when this rank has ended `alone` or not. Its last word stays in the store, as long as rank 0."""
+        failed = self.verdict or self._status.left == FAILED or (alone and self._board.failures())
+        if self._rank == 0 and failed:
+            with contextlib.suppress(dist.DistError):
+                self._board.linger(len(self._others) + 1, LINGER)
+        self._end_looking()
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE)
+
+    def _ask(self, name: str, timed_out: bool) -> str:
+        """The answer to the user of a rank whose connections broke; empty if nothing is found out."""
+        if not self._stopped:
+            self._answered.clear()
+            self._question = name, timed_out, time.monotonic()
+            self._wake.set()
+            self._answered.wait(PATIENCE)
+            self._question = None
+        return self._answer
+
+    def _end_looking(self) -> None:
+        self._stopped = True
         self._wake.set()
         self._answered.set()
 
-    def ask(self, broken: Broken, patience: float) -> str:
-        """Why the connections of this rank broke, for the user; empty if nothing is found out in `patience` seconds."""
-        if self._stop.is_set():
-            return self._answer
-        self._answered.clear()
-        self._question = broken, time.monotonic()
-        self._wake.set()
-        self._answered.wait(patience)
-        self._question = None
-        return self._answer
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(ALERT if self._wait or self._question else PERIOD)
+            self._wake.clear()
+            if self._over():
+                self._end_looking()
+            try:
+                if not self._stopped:
+                    self._look()
+            except Exception:
+                # A look that outlasts the world, for a message took long, sees the interpreter being taken apart.
+                if not self._stopped:
+                    raise
 
     def _look(self) -> None:
         """One look, while the store is there. It ends with rank 0 as a rule, which hosts it, be that a failure or not."""
-        state = self._host.state() if self._host is not None and self._rank != 0 else "unknown"
+        report = self._status.report()
+        state = "unknown" if self._host is None else self._host.state()
         if self._store_is_lost or state in ("gone", "stopped"):
-            self._without_store(state)
+            self._look_alone(report, state)
             return
         self._stopped_since = None
         try:
-            self._look_around()
+            self._look_around(report)
         except dist.DistError:
             # It does not come back, and each further message would only be complained of. What has become of rank 0 is for
             # the next look: its sockets close before its process is seen to be gone.
             self._store_is_lost = True
 
-    def _look_around(self) -> None:
-        report = self._presence.report()
-        waits = bool(self._question or report.waiting)
-        if not threading.main_thread().is_alive() and not report.left and not self._presence.goes_on():
+    def _look_around(self, report: Report) -> None:
+        if not threading.main_thread().is_alive() and not report.left and not self._status.goes_on():
             self._last_words(report)
             return
-        count, judged = self._board.ask(waits)
-        if judged:
+        question = self._question
+        waits = bool(question or report.waiting)
+        asked, found_out = self._board.ask(waits)
+        if found_out:
             self._end(self._board.verdict())
             return
-        if waits or count != self._heard:
-            self._board.post(replace(report, neighbours=self._neighbours()))
-        self._heard = count
-        waited = max((call.seconds for call in report.waiting), default=0.0)
-        if not waits or waited < self._waited or bool(self._question) != self._answering:
-            self._forget()  # what was heard while this rank waited for something else
-        self._waited, self._answering = waited, bool(self._question)
-        if waits:
-            self._looks += 1
-            self._call_the_roll(report)
+        if waits or asked != self._asked:
+            self._board.post(report)
+        wait = (question, min((call.since for call in report.waiting), default=None)) if waits else None
+        if wait != self._wait:
+            self._forget()
+        self._asked, self._wait = asked, wait
+        if question:
+            self._find_reason(*question, *self._reports(report))
+        elif waits and self._board.lead():
+            self._judge(*self._reports(report))
 
     def _forget(self) -> None:
-        self._seen.clear()
-        self._fresh.clear()
-        self._suspicion = None, [], 0
-        self._looks = 0
-        self._remind_after = REMINDER
+        """Drops what was heard while this rank waited for something else."""
+        # By rank: the number of its last report, since when it is that, and whether it is from while this rank waits.
+        self._heard: dict[int, tuple[int, float, bool]] = {}
+        self._suspicion: tuple[object, list[int], int] = None, [], 0  # what, in which reports, and how often seen
 
-    def _call_the_roll(self, report: Report) -> None:
-        others, absent = self._reports()
-        if self._question:
-            self._find_reason(report, others, absent)
-        elif self._board.lead():
-            self._judge(report, others, absent)
-
-    def _reports(self) -> tuple[dict[int, Report], dict[int, Absent]]:
-        """The others' reports since this rank began to wait, or their last ones; and the silent ranks."""
-        now = self._presence.seconds
-        reports: dict[int, Report] = {}
-        absent: dict[int, Absent] = {}
+    def _reports(self, mine: Report) -> tuple[dict[int, Report], dict[int, Absent]]:
+        """The reports since this rank began to wait, its own first, with the last ones of who has left; and the silent ranks."""
+        reports, absent = {self._rank: mine}, {}
         for rank in self._others:
             report = self._board.report(rank)
-            silence = self._silence(rank, report.number if report else 0, now)
-            if report is not None and (rank in self._fresh or report.left):
+            number, left = (report.number, report.left) if report else (0, "")
+            known, since, fresh = self._heard.get(rank, (number, self._status.seconds, False))
+            if number != known:
+                since, fresh = self._status.seconds, True
+            self._heard[rank] = number, since, fresh
+            silence = self._status.seconds - since
+            if report is not None and (fresh or left):
                 reports[rank] = report
-            if not (report and report.left) and (rank not in self._fresh or silence > 2 * PERIOD):
-                process = self._process(rank)
+            if not left and (not fresh or silence > 2 * PERIOD):
+                process = self._processes.get(rank) or self._board.process(rank)
+                if process is not None:
+                    self._processes[rank] = process
                 # One that has not introduced itself makes its Accelerator later, or none: nothing is known of it.
-                state = process.state() if process else "running"
-                absent[rank] = Absent(silence, state, str(process or "its process"))
-        seen = {rank: state for report in reports.values() for rank, state in report.neighbours.items()}
-        return reports, {
-            rank: each._replace(state=seen.get(rank, "unknown")) if each.state == "unknown" else each
-            for rank, each in absent.items()
-        }
+                absent[rank] = Absent(silence, process.state() if process else "running", str(process or "its process"))
+        return reports, absent
 
-    def _silence(self, rank: int, number: int, now: float) -> float:
-        """For how many seconds a rank has not reported. What it said before anybody asked does not count."""
-        known, since = self._seen.setdefault(rank, (number, now))
-        if number == known:
-            return now - since
-        self._seen[rank] = number, now
-        self._fresh.add(rank)
-        return 0.0
-
-    def _neighbours(self) -> dict[int, State]:
-        """The states of the other processes on this machine, for those who cannot look at it."""
-        states = {rank: process.state() for rank in self._others if (process := self._process(rank))}
-        return {rank: state for rank, state in states.items() if state != "unknown"}
-
-    def _process(self, rank: int) -> Process | None:
-        found = self._processes.get(rank) or self._board.process(rank)
-        if found is not None:
-            self._processes[rank] = found
-        return found
-
-    def _judge(self, report: Report, others: dict[int, Report], absent: dict[int, Absent]) -> None:
-        waiting, found = judged(report, others, absent)
-        ranks = [each.rank for each in found]
-        everyone = {**others, self._rank: report}
-        heard = all(rank in everyone or rank in ranks for rank in self._others) or self._looks > ENOUGH
-        seen = self._times_seen(waiting, found, everyone)
-        if found and heard and seen >= (CERTAIN if any(each.certain for each in found) else LIKELY):
-            del everyone[waiting.rank]
-            self._end(self._board.judge(self._notices.read() or verdict(waiting, everyone, found)))
-        if self._waited >= self._remind_after and not found:
-            self._remind_after *= 2
-            logger.warning(
-                "Rank %d has waited for %.0f s. The ranks:\n%s", self._rank, self._waited, table(report, others, {})
-            )
-
-    def _times_seen(self, waiting: Report, found: list[Missing], everyone: dict[int, Report]) -> int:
-        """In how many reports running of the ranks concerned this has been found, with none of them a step further."""
-        ranks = [waiting.rank, *(each.rank for each in found if not each.certain)]
-        calls = [(rank, call.meeting, call.since) for rank in ranks for call in everyone[rank].waiting]
-        what = calls, [(each.rank, each.certain) for each in found]
-        numbers = [everyone[rank].number for rank in ranks]
-        before, last, times = self._suspicion
-        if what != before or not found:
-            self._suspicion = what, numbers, int(bool(found))
-        elif all(now > then for now, then in zip(numbers, last, strict=True)):
-            self._suspicion = before, numbers, times + 1
-        return self._suspicion[2]
-
-    def _find_reason(self, report: Report, others: dict[int, Report], absent: dict[int, Absent]) -> None:
-        question = self._question
-        if question is None:
-            return  # who asked has lost patience meanwhile
-        broken, since = question
-        told = self._board.verdict() or self._notices.read()  # a verdict may have come since this look began
-        gone = {rank: reason for rank, each in absent.items() if (reason := lost(each))}
-        if told or all(rank in others or rank in gone for rank in self._others):
-            self._reply(told or broken_text(broken, report, others, gone))
-        elif time.monotonic() - since > INQUIRY:
-            silent = {rank: f"{each.process} does not answer" for rank, each in absent.items()}
-            self._reply(broken_text(broken, report, others, silent | gone))
-
-    def _without_store(self, state: State) -> None:
-        """Judges alone: a message to a process that was stopped would not come back.
-
-        A lost store says nothing of rank 0, unless its process is gone: the launcher may have
-        hosted it.
-        """
-        report = self._presence.report()
-        self._stopped_since = self._stopped_since or self._presence.seconds
-        if state == "stopped" and self._presence.seconds - self._stopped_since < SILENT:
+    def _judge(self, reports: dict[int, Report], absent: dict[int, Absent]) -> None:
+        waiting, found = judged(reports, absent)
+        if waiting is None:
+            self._suspicion = None, [], 0
             return
-        name = str(self._host or "the process that hosts the store at which the ranks have met")
-        reason = stopped(name) if state == "stopped" else ended(name)
+        ranks = [waiting.rank, *(rank for rank, reason in found.items() if not reason)]
+        waits = [(rank, call.meeting, call.since) for rank in ranks for call in reports[rank].waiting]
+        what, numbers = (waits, {rank: bool(found[rank]) for rank in found}), [reports[rank].number for rank in ranks]
+        before, last, times = self._suspicion
+        if what != before:
+            self._suspicion = what, numbers, 1
+        elif all(now > then for now, then in zip(numbers, last, strict=True)):  # none of them is a step further
+            self._suspicion = what, numbers, times + 1
+        heard = all(rank in reports or rank in found for rank in self._others)
+        if self._suspicion[2] >= (SIGHTINGS if heard else 2 * SIGHTINGS):
+            self._end(self._board.judge(self._board.failures() or verdict(waiting, reports, found)))
+
+    def _find_reason(
+        self, name: str, timed_out: bool, since: float, reports: dict[int, Report], absent: dict[int, Absent]
+    ) -> None:
+        told = self._board.verdict() or self._board.failures()  # a verdict may have come since this look began
+        gone = {rank: each.lost for rank, each in absent.items() if each.lost}
+        late = time.monotonic() - since > INQUIRY
+        if told or late or all(rank in reports or rank in gone for rank in self._others):
+            silent = {rank: f"{each.process} does not answer" for rank, each in absent.items() if late}
+            self._reply(told or broken_text(self._rank, name, timed_out, reports, silent | gone))
+
+    def _look_alone(self, report: Report, state: State) -> None:
+        """A look without the store: a message to a process that was stopped would not come back.
+
+        A lost store says nothing of rank 0, unless its process is gone: the launcher may host it.
+        """
+        self._stopped_since = self._stopped_since or self._status.seconds
+        if state == "stopped" and self._status.seconds - self._stopped_since < SILENT:
+            return
+        host = str(self._host or "the process that hosts the store at which the ranks have met")
+        reason = {0: LOSSES.get(state, LOSSES["gone"]).format(host)} if state != "running" else {}
         calls = [call for call in report.waiting if call.involves(0) and not (state == "gone" and call.name in ROOTED)]
         if state in ("gone", "stopped") and calls:
-            self._end(verdict(report, {}, [Missing(0, reason, True)]))
-        elif (question := self._question) is not None:
-            broken, since = question
+            self._end(verdict(report, {self._rank: report}, reason))
+        elif question := self._question:
+            name, timed_out, since = question
             if state != "running" or time.monotonic() - since > INQUIRY:
-                self._reply(broken_text(broken, report, {}, {} if state == "running" else {0: reason}))
+                self._reply(broken_text(self._rank, name, timed_out, {self._rank: report}, reason))
 
     def _last_words(self, report: Report) -> None:
         """The main thread has ended, but other threads of the user's keep the process: the exit is not heard of yet."""
         error = getattr(sys, "last_value", None)
         if error is not None and broken_connection_in(error) is None:
-            self._notices.post(error)
-        self._presence.left = ENDED if error is None else FAILED
-        self._board.post(replace(report, left=self._presence.left))
+            self.fail(error)
+        self._status.left = ENDED if error is None else FAILED
+        self._board.post(report._replace(left=self._status.left))
 
     def _reply(self, text: str) -> None:
         self._answer = text
@@ -306,8 +304,31 @@ class Patrol:
 
     def _end(self, text: str) -> None:
         if not self._store_is_lost:
-            with contextlib.suppress(dist.DistError):  # what is said here matters more than that it was heard
-                self._board.acknowledge()
-        self._stop.set()
+            self._board.acknowledge()
+        self._stopped = True
         self._reply(text)
         self._conclude(text)
+
+    def _conclude(self, text: str) -> None:
+        """Ends what waits in this process."""
+        self.verdict = text
+        self._break_off()
+        deadline = time.monotonic() + GRACE
+        while self._status.report().calls and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not self._told:
+            _say(f"[rank {self._rank}] {text}")
+        if not self._told and self._status.report().calls:
+            _say(f"[rank {self._rank}] What waits cannot be interrupted: the process ends here.")
+            os._exit(1)
+
+
+def _connected_anew(store: dist.Store) -> dist.Store:
+    """A clone of the store with its own connection: a client serves one request at a time, and some wait long."""
+    client: Any = store
+    clone: dist.Store = client.clone()  # torch's stubs do not know it
+    return clone
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  (the program is in no state to be told otherwise)

@@ -7,7 +7,7 @@ import time
 
 from accel_core.processes.watch.collective_scope import Entry
 from accel_core.processes.watch.diagnosis import Call, Report
-from accel_core.processes.watch.stack_location import Stand, cpu_seconds, stand_of
+from accel_core.processes.watch.stack_location import Position, cpu_seconds, position_of
 
 GAP = 2.0
 """Of a longer time between two looks only so much counts: the process itself had been stopped."""
@@ -16,20 +16,14 @@ IDLE = 0.02
 """A process that uses less than this part of a core waits for something. What gloo receives over a slow network takes more."""
 
 
-class Presence:
-    """The presence of one rank. `inside` is written by whoever enters a collective, everything else by one observer.
-
-    Attributes:
-        inside: by thread that has taken part in collectives, the one that it is in, or None: a new
-            object each time, so that two are told apart.
-        left: how this rank has left; empty while it takes part.
-        seconds: for how long its observer has been looking, without the time in which it was
-            stopped.
-    """
+class RankStatus:
+    """The status of one rank. `inside` is written by whoever enters a collective, everything else by one observer."""
 
     def __init__(self, rank: int, spins: bool = False) -> None:
+        # By thread that has taken part in collectives: a new object each time, so that two are told apart.
         self.inside: dict[int, Entry | None] = {}
-        self.left = ""
+        self.left = ""  # how this rank has left; empty while it takes part
+        self.seconds = 0.0  # for how long the observer has been looking, but for when it was stopped
         self._rank, self._spins = rank, spins
         # The loop runs where the world was made, which is another thread than the first in notebooks.
         self._thread = threading.get_ident()
@@ -38,67 +32,60 @@ class Presence:
         self._bystanders: dict[int, float] = {}
         self._number = 0
         self._looked_at = time.monotonic()
-        self.seconds = 0.0
 
     def report(self) -> Report:
         """The present report of this rank. Durations are measured here: they begin with the second report."""
-        before, now = self.seconds, self._passed()
-        idle = self._used() < IDLE * (now - before)
+        before, self._looked_at = self._looked_at, time.monotonic()
+        passed = min(self._looked_at - before, GAP)
+        self.seconds += passed
+        now, idle = self.seconds, self._used() < IDLE * passed
         taking_part = tuple(self.inside)
-        stands = {thread: stand for thread in {self._thread, *taking_part} if (stand := stand_of(thread)) is not None}
-        entries = {thread: entry for thread, stand in stands.items() if (entry := self._entry(thread, stand, idle))}
+        positions = {thread: found for thread in {self._thread, *taking_part} if (found := position_of(thread))}
+        entries = {thread: entry for thread, at in positions.items() if (entry := self._entry(thread, at, idle))}
         self._since = {
-            thread: (entry, self._begun(thread, entry, now) if self._waits(stands[thread], idle) else now)
+            thread: (entry, self._begun(thread, entry, now) if self._waits(positions[thread], idle) else now)
             for thread, entry in entries.items()
         }
         calls = tuple(
-            Call(entry.name, now - begun, stands[thread].line, entry.members, begun, entry.inner)
+            Call(entry.name, now - begun, positions[thread].line, entry.members, begun, entry.inner)
             for thread, (entry, begun) in self._since.items()
         )
-        free = any(thread in stands and thread not in entries and not stands[thread].joins for thread in taking_part)
-        for thread in taking_part:
-            if thread not in stands:
-                self.inside.pop(thread, None)  # it has ended
+        for thread in set(taking_part) - set(positions):
+            self.inside.pop(thread, None)  # it has ended
+        free = any(
+            thread in positions and thread not in entries and not positions[thread].joins for thread in taking_part
+        )
         self._number += 1
-        line = stands[self._thread].line if self._thread in stands else "the end of the thread"
-        return Report(self._rank, self._number, line, calls, self.left, free=free)
+        line = positions[self._thread].line if self._thread in positions else "the end of the thread"
+        return Report(self._rank, self._number, line, calls, self.left, free)
 
     def goes_on(self) -> bool:
         """Whether a thread other than the first takes part in collectives, and has not ended."""
-        return any(stand_of(thread) for thread in {self._thread, *self.inside} - {threading.main_thread().ident})
-
-    def _passed(self) -> float:
-        before, self._looked_at = self._looked_at, time.monotonic()
-        self.seconds += min(self._looked_at - before, GAP)
-        return self.seconds
+        return any(position_of(thread) for thread in {self._thread, *self.inside} - {threading.main_thread().ident})
 
     def _used(self) -> float:
         """Seconds of CPU since the last call, without those of the user's threads that take no part, nor of this one."""
         before, self._cpu = self._cpu, time.process_time()
-        known, self._bystanders = (
-            self._bystanders,
-            {
-                thread.native_id: cpu_seconds(thread.native_id)
-                for thread in threading.enumerate()
-                if thread.native_id and thread.ident not in self.inside and thread.ident != self._thread
-            },
-        )
+        known, self._bystanders = self._bystanders, {}
+        for thread in threading.enumerate():
+            if thread.native_id and thread.ident not in self.inside and thread.ident != self._thread:
+                self._bystanders[thread.native_id] = cpu_seconds(thread.native_id)
         return self._cpu - before - sum(used - known.get(thread, 0.0) for thread, used in self._bystanders.items())
 
-    def _entry(self, thread: int, stand: Stand, idle: bool) -> Entry | None:
+    def _entry(self, thread: int, position: Position, idle: bool) -> Entry | None:
         """The collective that a thread is in: one that it has marked, else, in the world's own thread, one of torch's."""
         marked = self.inside.get(thread)
         if marked is not None or thread != self._thread:
             return marked
-        if stand.meeting:
-            return Entry(stand.meeting)
-        return Entry("backward()") if stand.differentiates and idle else None  # what else would it wait for?
+        if position.meeting:
+            return Entry(position.meeting)
+        return Entry("backward()") if position.differentiates and idle else None  # what else would it wait for?
 
     def _begun(self, thread: int, entry: Entry, now: float) -> float:
         known, begun = self._since.get(thread, (None, now))
         # What is recognised by where the thread stands has no object of its own.
         return begun if known is entry or (known == entry and self.inside.get(thread) is None) else now
 
-    def _waits(self, stand: Stand, idle: bool) -> bool:
+    def _waits(self, position: Position, idle: bool) -> bool:
         """Whether a thread that is in a collective computes nothing there: it may, in a backward for instance."""
-        return stand.communicates and (idle or (self._spins and not stand.differentiates))
+        return position.communicates and (idle or (self._spins and not position.differentiates))

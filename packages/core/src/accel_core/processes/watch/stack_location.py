@@ -10,15 +10,13 @@ import os
 import socket
 import sys
 import traceback
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 State = Literal["running", "stopped", "gone", "unknown"]
 
 _PROC = Path("/proc")
-_UNREADABLE = "?"  # it may be there: this process has no descriptor left, for instance
 
 # Whose frames are not the user's own. Libraries that the user calls are: they are nearer to the cause than we.
 _MACHINERY = frozenset({"torch", "pluggy"}) | sys.stdlib_module_names  # and every package "accel_…"
@@ -29,45 +27,21 @@ _WAITING_ROOMS = ("torch.distributed", "torch.autograd", "torch.nn.parallel.dist
 # Functions of torch.distributed in which a whole group meets, all of which take `group`; those between two ranks do not count.
 _MEETINGS = frozenset(
     [
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "scatter",
-        "scatter_object_list",
+        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
+        *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+        *("broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "scatter_object_list"),
+        *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
     ]
 )
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process as others can look for it.
+class Process(NamedTuple):
+    """A process as others can look for it."""
 
-    Args:
-        host: the name of its machine, for people.
-        machine: the same wherever `pid` means the same process.
-        pid, started: its number there, and when it began: a number may be given again.
-    """
-
-    host: str
-    machine: str
+    host: str  # the name of its machine, for people
+    machine: str  # the same wherever `pid` means the same process
     pid: int
-    started: str
+    started: str  # for a number may be given again
 
     @classmethod
     def current(cls) -> Process:
@@ -80,41 +54,27 @@ class Process:
         if self.machine != _machine() or not self.started:
             return "unknown"
         letter, started = _status(self.pid)
-        if letter == _UNREADABLE:
+        if letter == "?":
             return "unknown"
         if started != self.started or letter in ("Z", "X"):
             return "gone"
         return "stopped" if letter in ("T", "t") else "running"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The arguments of `Process(**...)`."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
-@dataclass(frozen=True)
-class Stand:
-    """The position of one thread in the code.
+class Position(NamedTuple):
+    """The position of one thread in the code."""
 
-    Args:
-        line: the innermost line that is the user's, as "file, line 3, in f: code".
-        meeting: the function of torch.distributed that it is in, if the whole world meets there.
-        differentiates: whether it is in a backward that torch runs.
-        communicates: whether it is in a function of ours or of torch's that may wait for other
-            ranks.
-        joins: whether it waits for another thread of this process to end.
-    """
-
-    line: str
-    meeting: str
-    differentiates: bool
-    communicates: bool
-    joins: bool
+    line: str  # the innermost one that is the user's, as "file, line 3, in f: code"
+    meeting: str  # the function of torch.distributed that it is in, if the whole world meets there
+    differentiates: bool  # in a backward that torch runs
+    communicates: bool  # in a function of ours or of torch's that may wait for others
+    joins: bool  # waits for another thread of this process to end
 
 
-def stand_of(thread: int) -> Stand | None:
+def position_of(thread: int) -> Position | None:
     """The position of the thread with this identifier; None if it has ended."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
@@ -122,7 +82,7 @@ def stand_of(thread: int) -> Stand | None:
     name = innermost.f_globals.get("__name__", "")
     line, meeting = line_of(innermost), _meeting(innermost, name)
     joins = name == "threading" and innermost.f_code.co_name in ("join", "_wait_for_tstate_lock", "_shutdown")
-    return Stand(line, meeting, name.startswith("torch.autograd"), name.startswith(_WAITING_ROOMS), joins)
+    return Position(line, meeting, name.startswith("torch.autograd"), name.startswith(_WAITING_ROOMS), joins)
 
 
 def cpu_seconds(thread: int) -> float:
@@ -192,12 +152,12 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """The letter of a process's state, and when it started; empty if there is none."""
+    """The letter of a process's state, "?" if that cannot be read, and when it started; empty if there is none."""
     try:
         # The name of the program stands in parentheses and may hold anything.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "", ""
-    except OSError:
-        return _UNREADABLE, ""
+    except OSError:  # this process has no descriptor left, for instance
+        return "?", ""
     return fields[0], fields[19]

@@ -1,46 +1,39 @@
-"""The board on which ranks post what they say of themselves, in the store at which they have met."""
+"""What ranks say of themselves, in the store at which they have met."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from accel_core.processes.failure_output import described
 from accel_core.processes.watch.diagnosis import Report
 from accel_core.processes.watch.stack_location import Process
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _JUDGED = 1 << 40  # added to the counter of questions once there is a verdict: one message tells both
 
 
-class Board:
-    """One rank's access to the board, over a connection of its own. Methods raise `DistError` if the store has gone."""
+class StatusStore:
+    """One rank's access, over a connection of its own. Methods raise `DistError` if the store has gone, unless they say else."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._lease = ""
 
     def introduce(self, process: Process) -> None:
         """Says which process this rank is."""
-        self._store.set(f"process/{self._rank}", json.dumps(process.to_dict()))
+        self._store.set(f"process/{self._rank}", json.dumps(process))
 
-    def process(self, rank: int) -> Process | None:
-        """The process of a rank; None if the rank has not announced it yet."""
+    def process(self, rank: int, patience: timedelta = timedelta(0)) -> Process | None:
+        """The process of a rank; None if not announced after `patience`: it may make no World at all."""
+        if patience:
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait([f"process/{rank}"], patience)
         text = self._read(f"process/{rank}")
-        return Process(**json.loads(text)) if text else None
-
-    def host(self, patience: timedelta) -> Process | None:
-        """The process of rank 0; None if not announced after `patience`: rank 0 may make no World at all."""
-        try:
-            self._store.wait(["process/0"], patience)
-        except dist.DistStoreError:
-            return None
-        return self.process(0)
+        return Process(*json.loads(text)) if text else None
 
     def ask(self, asking: bool) -> tuple[int, bool]:
         """Asks the others to report, or only looks: a number that grows with each question, and whether there is a verdict."""
@@ -48,8 +41,8 @@ class Board:
         return count % _JUDGED, count >= _JUDGED
 
     def post(self, report: Report) -> None:
-        """Puts up this rank's report, in place of its last one."""
-        self._store.set(f"report/{self._rank}", report.to_json())
+        """Puts this rank's report in place of its last one."""
+        self._store.set(f"report/{self._rank}", json.dumps(report))
 
     def report(self, rank: int) -> Report | None:
         """The last report of a rank; None if it has not made any."""
@@ -60,8 +53,7 @@ class Board:
         """Whether this rank judges: the one that asked first, until it does so no more. Two for a moment see the same."""
         found = self._read("judge")
         holder, _, beat = found.partition(" ")
-        mine = holder == str(self._rank)
-        if not mine and found and found != self._lease:
+        if found and holder != str(self._rank) and found != self._lease:
             self._lease = found  # it was renewed since the last look
             return False
         self._store.set("judge", f"{self._rank} {int(beat or 0) + 1}")
@@ -78,12 +70,32 @@ class Board:
         """The verdict; empty if there is none."""
         return self._read("verdict")
 
+    def post_failure(self, error: BaseException) -> None:
+        """Says which error ends this rank, if the store is still there."""
+        with contextlib.suppress(dist.DistError):
+            notice = json.dumps([self._rank, described(error)])
+            self._store.set(f"failure/{self._store.add('failures', 1)}", notice)
+
+    def failures(self) -> str:
+        """The errors that have ended other ranks, as a paragraph for the user; empty if there are none, or no store."""
+        errors: dict[int, str] = {}
+        with contextlib.suppress(dist.DistError):
+            for number in range(1, self._store.add("failures", 0) + 1):
+                if notice := self._read(f"failure/{number}"):  # else its rank was killed between counting and writing
+                    rank, error = json.loads(notice)
+                    errors[rank] = error
+        errors.pop(self._rank, None)
+        told = "; ".join(f"rank {rank} failed: {error}" for rank, error in sorted(errors.items()))
+        mend = "Mend that one: the error of this rank only follows from it."
+        return f"The connection broke because {told}\n{mend}" if errors else ""
+
     def acknowledge(self) -> None:
-        """Says that this rank has read the verdict, or has got another answer, and needs the board no more."""
-        self._store.set(f"read/{self._rank}", "")
+        """Says that this rank has read the verdict, or has got another answer, and needs the store no more, if it is there."""
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"read/{self._rank}", "")
 
     def linger(self, size: int, patience: timedelta) -> None:
-        """Waits until all ranks that still run need the board no more; not for longer than `patience`."""
+        """Waits until all ranks that still run need the store no more; not for longer than `patience`."""
         deadline = time.monotonic() + patience.total_seconds()
         waited_for = set(range(size)) - {self._rank}
         while waited_for and time.monotonic() < deadline:
@@ -91,10 +103,8 @@ class Board:
             time.sleep(0.02)
 
     def _is_done(self, rank: int) -> bool:
-        if self._store.check([f"read/{rank}"]):
-            return True
         process = self.process(rank)
-        return process is not None and process.state() in ("gone", "stopped")
+        return self._store.check([f"read/{rank}"]) or (process is not None and process.state() in ("gone", "stopped"))
 
     def _read(self, key: str) -> str:
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
