@@ -47,6 +47,12 @@ class Job:
         sampler = DistributedSampler(self.data, self.world, self.rank, shuffle=False)
         return DataLoader(self.data, batch_size=BATCH, sampler=sampler)
 
+    def moments(self) -> torch.Tensor:
+        """The norms of both moments on this rank, and the steps: of flat partitions, or of the parts of parameters in them."""
+        states = [state for state in self.optimizer.state.values() if state]
+        norms = [torch.stack([state[key].norm() for state in states]).norm() for key in ("exp_avg", "exp_avg_sq")]
+        return torch.stack([*norms, states[0]["step"]])
+
     def weights(self) -> torch.Tensor:
         """All weights, whole and flat. Collective."""
         from deepspeed import zero
@@ -131,8 +137,9 @@ def main() -> None:
         epochs[name] = LOOPS[name](jobs[name])
     for name, job in jobs.items():
         epochs[name]()
-        difference = f"after an epoch, {name} has other weights than plain"
-        torch.testing.assert_close(job.weights(), jobs["plain"].weights(), msg=difference)
+        difference = f"after an epoch, {name} has other {{}} than plain"
+        torch.testing.assert_close(job.weights(), jobs["plain"].weights(), msg=difference.format("weights"))
+        torch.testing.assert_close(job.moments(), jobs["plain"].moments(), msg=difference.format("moments"))
     turns = {name: timed(epoch, options.batches) for name, epoch in epochs.items()}
     dist.barrier()
     finish(options.out, rank, world, alternate(turns, options.rounds, world))

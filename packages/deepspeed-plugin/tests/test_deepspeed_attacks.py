@@ -132,10 +132,12 @@ def expected_gradients(chosen):
     return {name: each.grad for name, each in model.named_parameters()}
 
 
-def unlike_under_3():
+def unlike_under_3(clips):
     accelerator, model, optimizer = prepared(3, lambda: Branches((4, 4)))
     model.module.chosen = accelerator.process_index
     accelerator.backward(loss_of(model, 0))
+    if clips:
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
     return message(optimizer.step)
 
 
@@ -174,7 +176,7 @@ def interrupted(stage):
     return gradients_of(accelerator, model)
 
 
-def not_finite(stage, scaled=False):
+def not_finite(stage, scaled=False, clips=False):
     """Whether a step was left out, whether parameters are as before it; and the same of the next step."""
     accelerator, model, optimizer = prepared(stage, mixed_precision=FP16(init_scale=8.0) if scaled else "no")
     found = []
@@ -182,6 +184,8 @@ def not_finite(stage, scaled=False):
         before = weight_of(accelerator, model)
         loss = loss_of(model, accelerator.process_index)
         accelerator.backward(loss * float("inf") if bad and accelerator.is_main_process else loss)
+        if clips:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         same = torch.equal(before, weight_of(accelerator, model))
@@ -305,6 +309,7 @@ def everything():
             "changed": changed(stage),
             "interrupted": interrupted(stage),
             "not finite": not_finite(stage),
+            "not finite and clipped": not_finite(stage, clips=True),
             "scaled": not_finite(stage, scaled=True),
             "low": low(stage),
             "again": again(stage),
@@ -313,7 +318,7 @@ def everything():
             "refusals": refusals(stage),
             "small print": small_print(stage),
         }
-    found[0] = {"unlike": unlike_under_3()}
+    found[0] = {"unlike": [unlike_under_3(clips) for clips in (False, True)]}
     return found
 
 
@@ -353,10 +358,9 @@ def test_parameters_that_not_all_ranks_or_backwards_use_are_averaged(ranks, stag
 
 
 def test_ranks_that_use_different_parameters_under_stage_3_are_told(ranks):
+    told = "RuntimeError: SGD.step() was called for Branches, but the ranks have used different parameters"
     for rank in ranks:
-        assert rank[0]["unlike"].startswith(
-            "RuntimeError: SGD.step() was called for Branches, but the ranks have used different parameters"
-        )
+        assert [said.startswith(told) for said in rank[0]["unlike"]] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -387,8 +391,9 @@ def test_a_step_by_gradients_that_overflowed_is_left_out_and_told(facts):
 
 def test_a_step_by_gradients_that_are_not_finite_is_taken_or_told(facts):
     """Stage 3 leaves it out by itself; stages 1 and 2 take it, as torch does."""
-    (skipped, same), _ = facts[0]["not finite"]
-    assert skipped is same
+    for found in ("not finite", "not finite and clipped"):
+        (skipped, same), _ = facts[0][found]
+        assert skipped is same, found
 
 
 def test_masters_of_low_precision_parameters_are_whole(facts):

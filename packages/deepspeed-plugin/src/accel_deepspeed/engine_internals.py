@@ -7,16 +7,14 @@ is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-_POSITIVE = 2**62 - 1
 
 
 class Fragment(NamedTuple):
@@ -72,6 +70,8 @@ class Partitions:
         """In the place of DeepSpeed's own, which its hooks call when a gradient is complete."""
         self.on_ready()
         if not self.zero._coalesce_grad_reduction:
+            if id(parameter) in self._ready and self.zero.params_already_reduced[self.zero.get_param_id(parameter)]:
+                _refuse_second(parameter)
             self._ready.add(id(parameter))
             while self._sent < len(self._order) and id(self._order[self._sent][0]) in self._ready:
                 self._send_next()
@@ -180,16 +180,28 @@ class ShardedPartitions(Partitions):
     """The flat partitions of a ZeRO optimizer of stage 3, which shares out the parameters too.
 
     Its forwards gather parameters, so all ranks have to use the same ones in the same order.
+
+    Attributes:
+        overflowed: whether the next step is left out, for gradients are not finite. DeepSpeed would
+            reduce a norm for each group only to learn it.
     """
 
     def _prepare(self, parameters: list[nn.Parameter]) -> None:
+        self.overflowed = False
+        self._gradients: Sequence[torch.Tensor] = ()
+        self.zero._get_norm_groups = lambda: [math.inf if self.overflowed else 0.0]
         self._numbers = {id(each): number for number, each in enumerate(parameters)}
         self._process = self.zero.reduce_ready_partitions_and_remove_grads
         self.zero.reduce_ready_partitions_and_remove_grads = self._on_ready
 
     def _on_ready(self, parameter: nn.Parameter) -> None:  # type: ignore[override]
         self.on_ready()
-        self.used = hash((self.used, self._numbers[id(parameter)])) & _POSITIVE
+        number = self._numbers[id(parameter)]
+        self.used = hash((self.used, number))
+        if not self.zero._coalesce_grad_reduction:
+            if number in self._ready:
+                _refuse_second(parameter)
+            self._ready.add(number)
         self._process(parameter)
 
     @property
@@ -215,12 +227,13 @@ class ShardedPartitions(Partitions):
         """See `Partitions`."""
         if self.offloads:
             return [flat.grad for flat in self.masters]  # type: ignore[misc]
-        sizes = [flat.numel() for flat in self.masters]
-        found: Sequence[torch.Tensor] = self.zero.grad_partitions_flat_buffer.split(sizes)
-        return found
+        if not self._gradients:
+            self._gradients = self.zero.grad_partitions_flat_buffer.split([flat.numel() for flat in self.masters])
+        return self._gradients
 
     def begin(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """See `Partitions`. Without offloading gradients are added to what is there, if the optimizer is told that this is no first backward."""
+        self._ready.clear()
         for bucket in self.zero.ipg_buckets.values():  # which a backward that raised has left
             bucket.params.clear()
             bucket.elements = 0
@@ -228,9 +241,10 @@ class ShardedPartitions(Partitions):
             earlier = [each.clone() for each in gradients]
             self.drop()
             return earlier
-        if not gradients:
+        if gradients:
+            self.zero.micro_step_id = 1
+        else:
             self.drop()
-        self.zero.micro_step_id = 1
         return ()
 
     def drop(self) -> None:
@@ -261,6 +275,13 @@ class ShardedPartitions(Partitions):
 
 def _nothing() -> None:
     """Nobody listens."""
+
+
+def _refuse_second(parameter: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"A parameter of shape {shape_of(parameter)} got a gradient twice in one backward, the second one after the first was sent: its "
+        f"module runs several times, checkpointed with use_reentrant=True. Write use_reentrant=False."
+    )
 
 
 def is_shared_out(parameter: torch.Tensor) -> bool:

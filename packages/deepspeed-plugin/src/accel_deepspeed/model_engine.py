@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from accel_core.api.component import flatten
-from accel_core.api.layouts import Elementwise, GradientState, Partial, flat_range, pieces_of
-from accel_deepspeed import optimizer_double
+from accel_core.api.layouts import Elementwise, GradientState, Partial, Replicated, flat_range, pieces_of
+from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.communication import environment_of, shown_rank
 from accel_deepspeed.engine_internals import (
     Fragment,
     Partitions,
+    ShardedPartitions,
     begin_backward,
     end_backward,
     end_engine,
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import World
+    from accel_core.api.checkpoint import SavedOptimizer
 
-_live: weakref.WeakValueDictionary[int, ModelEngine] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_live: list[ModelEngine] = []
 
 
 def live_engines() -> list[ModelEngine]:
     """All engines of this process, in the order in which they were made: a loss may come through models of several Accelerators."""
-    return list(_live.values())
+    return _live.copy()
 
 
 def engine_that_steps(parameter: torch.Tensor) -> ModelEngine | None:
     """The engine that steps a parameter from a part of it; None if there is none."""
-    return next((engine for engine in _live.values() if id(parameter) in engine.fragments), None)
+    return next((engine for engine in _live if id(parameter) in engine.fragments), None)
 
 
 class ModelEngine:
@@ -59,6 +58,8 @@ class ModelEngine:
 
     Attributes:
         fragments: by the `id` of a parameter that is stepped here, its part on this rank.
+        gathered: what ranks have told each other of the gradients when they clipped them last, as
+            `clipping.clip` returns it.
         has_gradients: whether a backward has synchronised since the last step.
         holds_back: whether there are gradients that no backward has sent.
         synchronises: whether the next backward does.
@@ -97,12 +98,13 @@ class ModelEngine:
         self._held = _count(optimizer)
         self._memory: dict[tuple[int, str], torch.Tensor] = {}
         self._earlier: Sequence[torch.Tensor] = ()
+        self.gathered: torch.Tensor | None = None
         self._took_part = self._linked = False
         self.has_gradients = self.holds_back = False
         self.synchronises, self.unpublished = True, False
-        _live[next(_numbers)] = self
         if any(optimizer.state.get(parameter) for parameter in self._parameters.values()):
             self._adopt_state()
+        _live.append(self)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
         """Calls the model. Whether the backward behind it synchronises is decided here."""
@@ -146,7 +148,7 @@ class ModelEngine:
                 self._partitions.send_rest()
             self.engine._backward_epilogue()
             if self.synchronises:
-                self.has_gradients, self.holds_back = True, False
+                self.has_gradients, self.holds_back, self.gathered = True, False, None
                 for gradient, earlier in zip(self.gradients(), self._earlier, strict=False):
                     gradient.add_(earlier)
             else:
@@ -157,6 +159,11 @@ class ModelEngine:
     def gradients(self) -> Sequence[torch.Tensor]:
         """The averaged gradients of this rank's partitions, flat and live; none before a backward has synchronised."""
         return self._partitions.gradients() if self.has_gradients and self._partitions is not None else ()
+
+    @property
+    def used(self) -> int:
+        """Stands for the parameters that were used since the last step; 0 where ranks may use different ones."""
+        return 0 if self._partitions is None else self._partitions.used
 
     def sent_gradients(self, wanted: Collection[int]) -> Sequence[torch.Tensor]:
         """What this rank has of the averaged gradients of some parameters, by their `id`: live, in whole partitions where they are all wanted."""
@@ -214,7 +221,8 @@ class ModelEngine:
         if not self.has_gradients:
             return True
         assert self._partitions is not None, "in stage 0 the user's optimizer steps"
-        self._check_used(self._partitions)
+        if isinstance(self._partitions, ShardedPartitions):
+            self._compare(self._partitions)
         optimizer_double.copy_options(self._sources, self._partitions.inner)
         self.engine.step()
         self.has_gradients = False
@@ -243,19 +251,20 @@ class ModelEngine:
                 f"call accelerator.free_memory(), and prepare the model and its optimizer again."
             )
 
-    def _check_used(self, partitions: Partitions) -> None:
-        """Raises on all ranks, if they have used different parameters where that mixes them up. A collective in stage 3."""
-        if partitions.used and self._world.size > 1:
-            used, partitions.used = partitions.used, 0
-            extremes = torch.tensor([used, -used], device=self._world.device)
-            group = self._world.subgroup(range(self._world.size))
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-            if extremes.sum():
-                raise RuntimeError(
-                    f"{type(self.optimizer).__name__}.step() was called for {type(self.model).__name__}, but the ranks have used different "
-                    f"parameters of it, or the same ones in another order. Under zero_stage=3 they gather parameters together, so what "
-                    f"they computed with is mixed up. Use zero_stage=2; or have all ranks run the same modules."
-                )
+    def _compare(self, partitions: ShardedPartitions) -> None:
+        """Raises on all ranks, if they have used different parameters: they are mixed up. A collective, unless clipping has compared."""
+        rows = [] if self.gathered is None else self.gathered.tolist()
+        if len({used for _, used in rows}) != 1 or not all(math.isfinite(power) for power, _ in rows):
+            power = clipping.power(partitions.gradients(), 2.0, self._world.device)
+            rows = clipping.gather(power, partitions.used, clipping.group_of(self._world)).tolist()
+        partitions.used, self.gathered = 0, None
+        partitions.overflowed = not all(math.isfinite(power) for power, _ in rows)
+        if len({used for _, used in rows}) > 1:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() was called for {type(self.model).__name__}, but the ranks have used different "
+                f"parameters of it, or the same ones in another order. Under zero_stage=3 they gather parameters together, so what "
+                f"they computed with is mixed up. Use zero_stage=2; or have all ranks run the same modules."
+            )
 
     def link_state(self) -> None:
         """Shows the state of the partitions in the user's optimizer: by parameter, as views."""
@@ -311,6 +320,23 @@ class ModelEngine:
                     f"parameters of a group. Put those that are stepped together into groups of their own; or use strategy='ddp'."
                 )
 
+    def list_unlike(self, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+        """Why `take_state` would refuse what a checkpoint has, in a line; none if it would not. Changes nothing."""
+        states = {names[key]: dict(saved.values.get(names[key], {})) for key in self.fragments}
+        for place, entry in saved.described().items():
+            name, _, option = place.rpartition("/")
+            if name in states and entry.kind == "replicated":
+                value = states[name][option] = torch.empty(entry.shape, dtype=entry.dtype)
+                saved.read(place, Replicated(value))
+        firsts: dict[int, dict[str, Any]] = {}
+        try:
+            for key, fragment in self.fragments.items():
+                if state := states[names[key]]:
+                    self._check_shared(firsts.setdefault(fragment.group, state), state)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
     def _adopt_state(self) -> None:
         """Takes over what the user's optimizer has learnt before its model was prepared."""
         for key, fragment in self.fragments.items():
@@ -324,9 +350,8 @@ class ModelEngine:
 
     def close(self) -> None:
         """Ends the engine. The model stays what it is, in stage 3 shared out."""
-        for number in [number for number, engine in _live.items() if engine is self]:
-            del _live[number]
-        if self.engine is not None:
+        if self in _live:
+            _live.remove(self)
             end_engine(self.engine)
             self.engine = None
 

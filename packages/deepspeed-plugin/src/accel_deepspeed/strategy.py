@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from accel_core import PrepareRequest, World
@@ -128,6 +129,7 @@ class DeepSpeed(OlderAttributes, Strategy):
     def layout(self, world: World) -> Layout:
         """Pure data parallelism."""
         self._world_or_none = world
+        vars(self).pop("_group", None)
         return Layout.data_parallel(world)
 
     @hookimpl
@@ -240,10 +242,16 @@ class DeepSpeed(OlderAttributes, Strategy):
         own = {id(each): each for each in parameters}
         if self.configuration.clipping is not None and not math.isinf(max_norm):
             self._clipped.update(each for each in self._prepared if own.keys() & set(map(id, each.parameters())))
-        parts = [part for engine in live_engines() for part in engine.sent_gradients(own)]
+        engines = live_engines()
+        parts = [part for engine in engines for part in engine.sent_gradients(own)]
         whole = [each.grad for each in own.values() if each.grad is not None]
+        clipped = [engine for engine in engines if engine.has_gradients and engine.fragments.keys() <= own.keys()]
+        note = hash(tuple(engine.used for engine in clipped))
         with self._world.collective("clip_grad_norm_()"):
-            return clipping.clip(parts, whole, max_norm, norm_type, self._world)
+            norm, gathered = clipping.clip(parts, whole, max_norm, norm_type, self._world.device, self._group, note)
+        for engine in clipped:
+            engine.gathered = gathered
+        return norm
 
     @hookimpl
     def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
@@ -300,10 +308,12 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """See `accel_checkpoint.list_misfits`."""
+        """See `accel_checkpoint.list_misfits`; and values that differ between parameters of a group, for which DeepSpeed has one."""
         from accel_checkpoint import list_misfits
 
-        return list_misfits(optimizer, names, ZeroSharding(), saved)
+        engines = [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
+        unlike = (engine.list_unlike(names, saved) for engine in engines)
+        return list_misfits(optimizer, names, ZeroSharding(), saved) or [line for each in unlike for line in each]
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
@@ -319,6 +329,10 @@ class DeepSpeed(OlderAttributes, Strategy):
     def _world(self) -> World:
         assert self._world_or_none is not None, "layout() runs in the constructor of the Accelerator"
         return self._world_or_none
+
+    @functools.cached_property
+    def _group(self) -> ProcessGroup | None:
+        return clipping.group_of(self._world)
 
     def _engines(self) -> Iterator[ModelEngine]:
         for prepared in self._prepared:
