@@ -137,8 +137,11 @@ class TorchDynamoPlugin(KwargsHandler):
         backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a
             function of a graph module and example inputs. "no": nothing is compiled.
         mode: a preset of "inductor", such as "reduce-overhead" or "max-autotune".
+        fullgraph: whether a model that is not one graph is an error.
         dynamic: True traces with sizes that may change, False compiles anew for each, None begins
             with fixed ones.
+        options: options of the backend, by name.
+        disable: True leaves everything uncompiled, to compare with.
         use_regional_compilation: whether the repeated blocks of a model are compiled instead of the
             model: equal ones share one compilation, so that the first step comes soon.
     """
