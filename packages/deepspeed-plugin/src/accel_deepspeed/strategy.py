@@ -30,6 +30,7 @@ from accel_core import (
     load_checkpoint_in_model,
     place_model,
 )
+from accel_core.api.checkpoint import on_each_rank
 from accel_core.api.component import override_class
 from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls
@@ -134,6 +135,7 @@ class DeepSpeed(OlderAttributes, Strategy):
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
         """In stage 3 a model that no rank has whole; else what the factory gives, with the weights."""
         if self.configuration.stage == 3:
+            prepare_operators(compiled_for(None, self.configuration), self._world, _say)
             return build(factory, checkpoint, self._config_without_dtypes(), self._world)
         model = factory()
         if checkpoint is not None:
@@ -333,13 +335,14 @@ class DeepSpeed(OlderAttributes, Strategy):
         model, request, configuration = prepared.module, self._prepared[prepared], self.current_configuration()
         optimizer = only_optimizer(optimizers, model)
         communication.start(self._world)
+        config = on_each_rank(self._world, "for a configuration to be completed", lambda: self._config(model, request))
         prepare_operators(compiled_for(optimizer, configuration), self._world, _say)
         realise(optimizer, configuration, self._world.device.type)
         if configuration.stage:
             optimizer_double.check(optimizer)
         if self._leaves and configuration.stage == 3:
             set_leaf_modules(model, self._leaves)
-        engine = ModelEngine(model, optimizer, configuration.stage > 0, self._config(model, request), self._world)
+        engine = ModelEngine(model, optimizer, configuration.stage > 0, config, self._world)
         set_engine(prepared, engine)
         weakref.finalize(prepared, engine.close).atexit = False
         self._world.close_before_end(engine)
