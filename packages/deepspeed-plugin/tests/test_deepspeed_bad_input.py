@@ -24,6 +24,10 @@ class Scaled(nn.Linear):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
+def half_frozen():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+
+
 def prepare(model=None, steps=1, **options):
     accelerator = Accelerator(strategy=DeepSpeed(**options), cpu=True, gradient_accumulation_steps=steps)
     model = nn.Linear(4, 4) if model is None else model
@@ -32,7 +36,7 @@ def prepare(model=None, steps=1, **options):
 
 def on_a_folder(folder):
     rank = Accelerator(cpu=True).process_index
-    prepare(zero_stage=3, offload_optimizer="nvme", offload_folder=folder / ("file" if rank else "") / "folder")
+    prepare(zero_stage=3, offload_param="nvme", offload_folder=folder / ("file" if rank else "") / "folder")
 
 
 def accumulate_otherwise():
@@ -52,6 +56,11 @@ def said(folder):
         "a number": lambda: prepare(Scaled(), zero_stage=3),
         "hierarchy": lambda: prepare(config={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}),
         "folder": lambda: on_a_folder(folder),
+        "state in files": lambda: prepare(zero_stage=3, offload_optimizer="nvme", offload_folder=folder),
+        "frozen in files": lambda: prepare(half_frozen(), zero_stage=3, offload_param="nvme", offload_folder=folder),
+        "built in files": lambda: Accelerator(
+            strategy=DeepSpeed(zero_stage=3, offload_param="nvme", offload_folder=folder), cpu=True
+        ).build_model(lambda: nn.Linear(4, 4)),
     }
     found = {}
     for name, attempt in attempts.items():
@@ -83,8 +92,11 @@ def ranks(tmp_path_factory):
         ),
         (
             "folder",
-            r"ValueError: 'offload_optimizer' is to be kept in .* is not a folder on this machine.*\(on rank 1\)",
+            r"ValueError: 'offload_param' is to be kept in .* is not a folder on this machine.*\(on rank 1\)",
         ),
+        ("state in files", r"ValueError: offload_optimizer to 'nvme' .* Write offload_optimizer='cpu'"),
+        ("frozen in files", r"ValueError: offload_param to 'nvme' was asked for with frozen parameters"),
+        ("built in files", r"ValueError: offload_param to 'nvme' was asked for with a model that is built in parts"),
     ],
 )
 def test_every_rank_says_what_is_wrong(ranks, what, message):

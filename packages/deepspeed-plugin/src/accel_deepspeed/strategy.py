@@ -36,6 +36,7 @@ from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls
 from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.configuration import Configuration, hidden_size_of
+from accel_deepspeed.configuration_offload import check_files
 from accel_deepspeed.configured_objects import check_schedule, compiled_for, realise
 from accel_deepspeed.engine_internals import is_shared_out, set_leaf_modules
 from accel_deepspeed.export import SavesWhole, StatesParts
@@ -71,9 +72,10 @@ class DeepSpeed(OlderAttributes, Strategy):
             parameters as well. None: what the configuration says, else 2.
         config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
             filled in when a model is prepared.
-        offload_optimizer: where optimizer state and masters are kept: "cpu", "nvme", or "none"; None:
-            what the configuration says.
-        offload_param: where parameters are kept that are not in use, in stage 3: as above.
+        offload_optimizer: where optimizer state and masters are kept: "cpu" or "none"; None: what the
+            configuration says.
+        offload_param: where parameters are kept that are not in use, in stage 3: "cpu", "nvme" (all
+            are trained then), or "none"; None: as above.
         offload_folder: where "nvme" is.
         gradient_clipping: the norm to which the gradients of a model are clipped before each step,
             unless the loop clips by itself; None: what the configuration says, else not at all.
@@ -135,6 +137,7 @@ class DeepSpeed(OlderAttributes, Strategy):
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
         """In stage 3 a model that no rank has whole; else what the factory gives, with the weights."""
         if self.configuration.stage == 3:
+            self._check_files("a model that is built in parts")
             prepare_operators(compiled_for(None, self.configuration), self._world, _say)
             return build(factory, checkpoint, self._config_without_dtypes(), self._world)
         model = factory()
@@ -349,6 +352,8 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     def _config(self, model: nn.Module, request: PrepareRequest) -> dict[str, Any]:
         configuration = self.configuration
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        self._check_files("frozen parameters" if frozen else "")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         return configuration.resolved(
             world_size=self._world.size,
@@ -357,6 +362,9 @@ class DeepSpeed(OlderAttributes, Strategy):
             hidden_size=hidden_size_of(model),
             parameter_dtype=dtypes.pop() if len(dtypes) == 1 else None,
         )
+
+    def _check_files(self, stays: str) -> None:
+        check_files(self.configuration.offload_optimizer, self.configuration.offload_param, stays)
 
     def _config_without_dtypes(self) -> dict[str, Any]:
         """For a model that is being built: it is built in single precision, and cast when it is prepared."""
