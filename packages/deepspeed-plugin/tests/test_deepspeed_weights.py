@@ -74,7 +74,7 @@ def weights(folder):
         accelerator, model, optimizer = prepared(stage, built(4))
         load_checkpoint_in_model(model, folder)
         with torch.no_grad():
-            model(torch.arange(7))
+            found[f"called {stage}"] = accelerator.unwrap_model(model)(torch.arange(7))
         found[f"read {stage}"] = weights_of(accelerator, model)
         train(accelerator, model, optimizer)
         found[f"trained {stage}"] = weights_of(accelerator, model)
@@ -125,6 +125,8 @@ def test_it_trains_and_is_saved_whole_by_a_method_of_its_own(found, folder):
 def test_weights_that_are_read_into_a_prepared_model_stay_after_a_step(found, stage):
     assert_equal(found[0][f"read {stage}"], built(1).state_dict())
     assert_equal(found[0][f"trained {stage}"], expected_after_a_step())
+    for rank in found:
+        torch.testing.assert_close(rank[f"called {stage}"], built(1)(torch.arange(7)))
 
 
 def test_a_number_as_a_parameter_is_refused():

@@ -45,6 +45,7 @@ def complete(
     settle_precision(values, source, stage, policy, parameter_dtype)
     _settle_sizes(values["zero_optimization"], source, stage, hidden_size)
     values["gradient_clipping"] = 0.0  # the Accelerator clips; DeepSpeed's own default is 1.0
+    _check_hierarchy(values["zero_optimization"], source, world_size)
     _settle_norm(values["zero_optimization"], stage)
     values["zero_allow_untested_optimizer"] = True  # the strategy looks at optimizers by itself
     values.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -96,6 +97,15 @@ def _settle_sizes(zero: dict[str, Any], source: str, stage: int, width: int | No
     for name in open_:
         assert width is not None, "looked at above"
         zero[name] = _SIZES[name](width)
+
+
+def _check_hierarchy(zero: Mapping[str, Any], source: str, world: int) -> None:
+    size = zero.get("zero_hpz_partition_size", 1)
+    if size != "auto" and world % size:  # DeepSpeed would make groups that leave ranks out
+        raise ValueError(
+            f"{source} has 'zero_optimization.zero_hpz_partition_size' with {size}, which does not divide {world} processes. Write the "
+            f"number of processes of a machine."
+        )
 
 
 def _settle_norm(zero: dict[str, Any], stage: int) -> None:

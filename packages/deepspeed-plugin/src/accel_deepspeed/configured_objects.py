@@ -43,8 +43,8 @@ def realise(optimizer: optim.Optimizer, configuration: Configuration, device_typ
     begin_schedules(optimizer, lambda scheduler: _schedule(scheduler, configuration))
 
 
-def compiled_for(optimizer: optim.Optimizer, configuration: Configuration) -> list[str]:
-    """The operators of DeepSpeed that `realise`, or an engine, would compile if they are not."""
+def compiled_for(optimizer: optim.Optimizer | None, configuration: Configuration) -> list[str]:
+    """The operators of DeepSpeed that `realise`, an engine, or a model that is built in parts would compile if they are not."""
     names = []
     if isinstance(optimizer, DummyOptim) and configuration.offload_optimizer != "none" and configuration.optimizer:
         section = configuration.optimizer
@@ -52,6 +52,8 @@ def compiled_for(optimizer: optim.Optimizer, configuration: Configuration) -> li
             names.append(_ON_CPUS.get(section["type"].lower(), ""))
     if "nvme" in (configuration.offload_optimizer, configuration.offload_param):
         names.append("async_io")
+    if any(value for name, value in configuration.values["zero_optimization"].items() if "quantized" in name):
+        names.append("quantizer")
     return [name for name in names if name]
 
 

@@ -26,7 +26,7 @@ class StatesParts(ClassOverride):
         for parameter in self.parameters():  # type: ignore[attr-defined]
             engine = engine_that_steps(parameter)
             if engine is not None:
-                engine.unpublished = True  # the caller may read weights into the masters
+                engine.expect_changes()  # the caller may read weights into the masters
         return capture_model(self, ZeroSharding())  # type: ignore[arg-type]
 
 

@@ -63,8 +63,6 @@ class ModelEngine:
         has_gradients: whether a backward has synchronised since the last step.
         holds_back: whether there are gradients that no backward has sent.
         synchronises: whether the next backward does.
-        unpublished: whether somebody may have changed the masters, so that the model has other
-            values.
     """
 
     def __init__(
@@ -101,15 +99,14 @@ class ModelEngine:
         self.gathered: torch.Tensor | None = None
         self._took_part = self._linked = False
         self.has_gradients = self.holds_back = False
-        self.synchronises, self.unpublished = True, False
+        self.synchronises = True
+        self._publishing: torch.utils.hooks.RemovableHandle | None = None
         if any(optimizer.state.get(parameter) for parameter in self._parameters.values()):
             self._adopt_state()
         _live.append(self)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
         """Calls the model. Whether the backward behind it synchronises is decided here."""
-        if self.unpublished:
-            self.publish()
         if not torch.is_grad_enabled():
             with self._shown_rank:
                 return self.model(*args, **kwargs)
@@ -209,9 +206,16 @@ class ModelEngine:
         fragment = self.fragments[id(parameter)]
         return self._partitions.masters[fragment.group].detach().narrow(0, fragment.offset, fragment.numel)
 
+    def expect_changes(self) -> None:
+        """Somebody may change the masters: the next call of the model, through this engine or not, publishes them."""
+        if self._publishing is None:
+            self._publishing = self.model.register_forward_pre_hook(lambda *_: self.publish(), prepend=True)
+
     def publish(self) -> None:
         """Gives the model the values of the masters. A collective."""
-        self.unpublished = False
+        if self._publishing is not None:
+            self._publishing.remove()
+            self._publishing = None
         if self._partitions is not None:
             self._partitions.publish()
 
@@ -350,6 +354,8 @@ class ModelEngine:
 
     def close(self) -> None:
         """Ends the engine. The model stays what it is, in stage 3 shared out."""
+        if self._publishing is not None:
+            self._publishing.remove()
         if self in _live:
             _live.remove(self)
             end_engine(self.engine)

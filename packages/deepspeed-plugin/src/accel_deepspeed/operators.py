@@ -231,7 +231,9 @@ def _is_installed(name: str) -> bool:
 def _obstacle(builder: Any) -> str:
     """The reason why an operator cannot be compiled here; empty if it can."""
     told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+    with contextlib.redirect_stdout(
+        told
+    ):  # not stderr: for async_io it looks for a library with the descriptor of that
         if builder.is_compatible(verbose=False):
             return "" if _has_ninja() else "ninja is not installed: pip install ninja"
         builder.is_compatible(verbose=True)

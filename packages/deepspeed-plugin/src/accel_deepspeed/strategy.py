@@ -30,11 +30,13 @@ from accel_core import (
     load_checkpoint_in_model,
     place_model,
 )
+from accel_core.api.checkpoint import on_each_rank
 from accel_core.api.component import override_class
 from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls
 from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.configuration import Configuration, hidden_size_of
+from accel_deepspeed.configuration_offload import check_files
 from accel_deepspeed.configured_objects import check_schedule, compiled_for, realise
 from accel_deepspeed.engine_internals import is_shared_out, set_leaf_modules
 from accel_deepspeed.export import SavesWhole, StatesParts
@@ -71,9 +73,10 @@ class DeepSpeed(OlderAttributes, Strategy):
             parameters as well. None: what the configuration says, else 2.
         config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
             filled in when a model is prepared.
-        offload_optimizer: where optimizer state and masters are kept: "cpu", "nvme", or "none"; None:
-            what the configuration says.
-        offload_param: where parameters are kept that are not in use, in stage 3: as above.
+        offload_optimizer: where optimizer state and masters are kept: "cpu" or "none"; None: what the
+            configuration says.
+        offload_param: where parameters are kept that are not in use, in stage 3: "cpu", "nvme" (all
+            are trained then), or "none"; None: as above.
         offload_folder: where "nvme" is.
         gradient_clipping: the norm to which the gradients of a model are clipped before each step,
             unless the loop clips by itself; None: what the configuration says, else not at all.
@@ -136,6 +139,8 @@ class DeepSpeed(OlderAttributes, Strategy):
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
         """In stage 3 a model that no rank has whole; else what the factory gives, with the weights."""
         if self.configuration.stage == 3:
+            self._check_files("a model that is built in parts")
+            prepare_operators(compiled_for(None, self.configuration), self._world, _say)
             return build(factory, checkpoint, self._config_without_dtypes(), self._world)
         model = factory()
         if checkpoint is not None:
@@ -347,19 +352,22 @@ class DeepSpeed(OlderAttributes, Strategy):
         model, request, configuration = prepared.module, self._prepared[prepared], self.current_configuration()
         optimizer = only_optimizer(optimizers, model)
         communication.start(self._world)
+        config = on_each_rank(self._world, "for a configuration to be completed", lambda: self._config(model, request))
         prepare_operators(compiled_for(optimizer, configuration), self._world, _say)
         realise(optimizer, configuration, self._world.device.type)
         if configuration.stage:
             optimizer_double.check(optimizer)
         if self._leaves and configuration.stage == 3:
             set_leaf_modules(model, self._leaves)
-        engine = ModelEngine(model, optimizer, configuration.stage > 0, self._config(model, request), self._world)
+        engine = ModelEngine(model, optimizer, configuration.stage > 0, config, self._world)
         set_engine(prepared, engine)
         weakref.finalize(prepared, engine.close).atexit = False
         self._world.close_before_end(engine)
 
     def _config(self, model: nn.Module, request: PrepareRequest) -> dict[str, Any]:
         configuration = self.configuration
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        self._check_files("frozen parameters" if frozen else "")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         return configuration.resolved(
             world_size=self._world.size,
@@ -368,6 +376,9 @@ class DeepSpeed(OlderAttributes, Strategy):
             hidden_size=hidden_size_of(model),
             parameter_dtype=dtypes.pop() if len(dtypes) == 1 else None,
         )
+
+    def _check_files(self, stays: str) -> None:
+        check_files(self.configuration.offload_optimizer, self.configuration.offload_param, stays)
 
     def _config_without_dtypes(self) -> dict[str, Any]:
         """For a model that is being built: it is built in single precision, and cast when it is prepared."""
