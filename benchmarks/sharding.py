@@ -1,4 +1,4 @@
-"""P11: what a step costs under fully sharded training on ranks of one machine. Run by `run.py` under torchrun."""
+"""What a step costs under fully sharded training on ranks of one machine. Run by `run.py` under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P13: what a step costs under ZeRO on ranks of one machine. Run by `run.py` under torchrun; `--size` is the stage."""
+"""What a step costs under ZeRO on ranks of one machine. Run by `run.py` under torchrun; `--size` is the stage."""
 
 from __future__ import annotations
 

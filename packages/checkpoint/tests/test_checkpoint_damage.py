@@ -1,4 +1,4 @@
-"""R4 and R5: what was changed on the disk is not loaded, and what could run is not run."""
+"""What was changed on the disk is not loaded, and what could run is not run."""
 
 from __future__ import annotations
 

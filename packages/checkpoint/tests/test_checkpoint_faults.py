@@ -1,4 +1,4 @@
-"""R3: whatever happens during a save, the previous checkpoint or the new one is there, and every rank hears of it."""
+"""Whatever happens during a save, the previous checkpoint or the new one is there, and every rank hears of it."""
 
 from __future__ import annotations
 

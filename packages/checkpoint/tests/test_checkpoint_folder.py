@@ -143,7 +143,6 @@ def test_every_save_has_an_id_of_its_own(tmp_path):
 
 
 def test_a_folder_can_be_saved_again_beside_the_user_s_files(tmp_path):
-    """Semantics 23."""
     add_files_of_the_user(tmp_path)
     save(tmp_path, OLD)
     draft = Draft.begin(tmp_path, NEW)
@@ -269,7 +268,6 @@ def test_a_file_in_the_place_is_refused_and_stays(tmp_path):
     ],
 )
 def test_the_checkpoint_of_another_library_is_refused_and_stays(tmp_path, files, found):
-    """Semantics 23."""
     for name in files:
         (tmp_path / name).write_text("theirs")
     (tmp_path / f"data-{OLD}").mkdir()
@@ -439,7 +437,7 @@ def test_only_what_nobody_put_there_is_a_leftover(tmp_path, names, expected):
     assert is_leftover(tmp_path) is expected
 
 
-# A kill at any moment (F3, R3)
+# A kill at any moment
 
 
 def prepare_second_save(folder):

@@ -1,4 +1,4 @@
-"""R6 and bad input: what cannot be saved or loaded is refused on every rank, within seconds, and nothing is changed."""
+"""Bad input: what cannot be saved or loaded is refused on every rank, within seconds, and nothing is changed."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0x80])
 def test_one_flipped_bit_anywhere_is_found(tmp_path, mask):
-    """R4: every byte of the manifest in turn."""
+    """Every byte of the manifest in turn."""
     folder = tmp_path / "checkpoint"
     checkpoint(folder)
     path = folder / "manifest.json"

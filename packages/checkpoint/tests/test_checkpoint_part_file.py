@@ -269,7 +269,6 @@ FULL = """
 
 
 def test_a_full_disk_leaves_no_file_and_is_said(tmp_path):
-    """R3."""
     command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / NAME)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "[Errno 27] cannot be written: File too large. What was saved there is untouched. Make room" in done.stdout
@@ -321,7 +320,6 @@ def read_everything(path, description):
 
 
 def test_every_flipped_byte_is_found_and_named(tmp_path):
-    """R4."""
     given = {"a": torch.arange(5.0), "b": torch.tensor(3, dtype=torch.int16), "c": torch.rand(3, 3).bfloat16()}
     path, description = written(tmp_path, given)
     content = path.read_bytes()

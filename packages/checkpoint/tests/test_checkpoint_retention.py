@@ -41,7 +41,6 @@ def damage(root, number):
 
 
 def test_names_are_ordered_by_number_and_others_are_not_ours(tmp_path):
-    """R9."""
     save_all(tmp_path, 10, 9, 0)
     for other in ("checkpoint_007", "checkpoint_x", "checkpoint_", "checkpoint_-1", "checkpoint_1.old", "last"):
         save(tmp_path / other)
@@ -134,7 +133,7 @@ def test_the_one_just_saved_stays_even_if_its_number_is_the_lowest(tmp_path):
 
 
 def test_leftovers_of_killed_saves_go_and_nothing_else(tmp_path):
-    """R9: unmanaged folders are never touched."""
+    """Unmanaged folders are never touched."""
     save_all(tmp_path, 3, 5, 9)
     damage(tmp_path, 3)
     leave_unfinished(tmp_path, 4)
@@ -174,7 +173,7 @@ def test_a_checkpoint_that_cannot_go_is_said_and_the_others_go(tmp_path, monkeyp
     assert enforce(tmp_path, 1, path_of(tmp_path, 3)) == [tmp_path / "checkpoint_1"]
 
 
-# A kill at any moment (F3, R3)
+# A kill at any moment
 
 
 def prepare_four(root):

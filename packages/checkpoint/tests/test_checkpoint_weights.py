@@ -77,7 +77,7 @@ def raw(tensor):
 
 
 def test_small_weights_are_one_file_that_safetensors_loads(tmp_path):
-    """F1: save_model."""
+    """Save_model."""
     model = nn.Linear(3, 2)
     write_weights(model.state_dict(), tmp_path / "new" / "folder")
     assert names_in(tmp_path / "new" / "folder") == ["model.safetensors"]
@@ -87,7 +87,7 @@ def test_small_weights_are_one_file_that_safetensors_loads(tmp_path):
 
 
 def test_large_weights_are_parts_with_an_index(tmp_path):
-    """F1: sharded safetensors; a reader needs nothing but the index."""
+    """Sharded safetensors; a reader needs nothing but the index."""
     weights = filled(1, tensors=5)
     write_weights(weights, tmp_path, max_shard_size="2KB")
     assert names_in(tmp_path) == [*parts_of(3), "model.safetensors.index.json"]
@@ -122,7 +122,6 @@ def test_a_tensor_larger_than_the_limit_has_a_file_to_itself(tmp_path):
     "limit, names", [("10GB", ["pytorch_model.bin"]), ("2KB", parts_of(2, "pytorch_model", ".bin"))]
 )
 def test_without_safetensors_torch_loads_the_files_as_weights_only(tmp_path, limit, names):
-    """Semantics 25."""
     write_weights(filled(1), tmp_path, max_shard_size=limit, safe_serialization=False)
     index = ["pytorch_model.bin.index.json"] if len(names) > 1 else []
     assert names_in(tmp_path) == sorted([*names, *index])
@@ -135,7 +134,7 @@ def test_without_safetensors_torch_loads_the_files_as_weights_only(tmp_path, lim
     ("0.1GB", 10**8),
 ])  # fmt: skip
 def test_sizes_count_as_their_units_say(size, expected):
-    """Semantics 25: GB = 10⁹ bytes, GiB = 2³⁰, an int is bytes."""
+    """GB = 10⁹ bytes, GiB = 2³⁰, an int is bytes."""
     assert parse_size(size) == expected
 
 
@@ -232,7 +231,7 @@ def test_overlapping_views_are_each_written_whole_and_bring_no_more_than_themsel
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("limit", ["10GB", 100])
 def test_ties_survive_a_round_trip_and_a_strict_load(tmp_path, safe, limit):
-    """R8: `data_ptr` equal, strict load passes."""
+    """`data_ptr` equal, strict load passes."""
     model, other = Tied(), Tied()
     write_weights(model.state_dict(), tmp_path, limit, safe)
     loaded = read_weights(tmp_path) if safe else load_bin(tmp_path)
@@ -243,7 +242,6 @@ def test_ties_survive_a_round_trip_and_a_strict_load(tmp_path, safe, limit):
 
 
 def test_tied_weights_are_written_once_and_the_other_names_stand_in_the_metadata(tmp_path):
-    """R8."""
     write_weights(Tied().state_dict(), tmp_path)
     with safetensors.safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert sorted(file.keys()) == ["body.bias", "body.weight", "embedding.weight", "steps"]
@@ -296,7 +294,7 @@ def test_what_safetensors_cannot_hold_torch_save_can(tmp_path):
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_saving_again_leaves_exactly_the_new_set(tmp_path, before, after, safe):
-    """Semantics 23: stale parts go, whatever was there."""
+    """Stale parts go, whatever was there."""
     write_weights(filled(1), tmp_path, 4 * KB // before, safe)
     write_weights(filled(2), tmp_path, 4 * KB // after, safe)
     assert_same(read_weights(tmp_path) if safe else load_bin(tmp_path), filled(2))
@@ -313,7 +311,6 @@ USERS_OWN = [
 
 
 def test_the_user_s_files_beside_ours_are_never_touched(tmp_path):
-    """Semantics 23."""
     for name in USERS_OWN:
         (tmp_path / name).write_text(name)
     (tmp_path / "data-1").mkdir()
@@ -417,7 +414,7 @@ def save_killed_at_each_operation(folder, before, after):
 
 @pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4)])
 def test_a_kill_at_any_operation_leaves_one_whole_set(tmp_path, before, after):
-    """F3, R3: never a mixture of two models, and the next save works."""
+    """Never a mixture of two models, and the next save works."""
     (found,) = run_ranks(save_killed_at_each_operation, 1, tmp_path, before, after)
     assert len(found) > 2
     assert set(found) == {1.0, 2.0}
@@ -480,7 +477,7 @@ def on_a_small_disk(tmp_path, script, *args):
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("limit", [10**9, 4000])
 def test_a_full_disk_costs_nothing_and_is_said(tmp_path, safe, limit):
-    """F3, R3: ENOSPC; the files that were there are bit-equal, ours are swept, and the next save works."""
+    """ENOSPC; the files that were there are bit-equal, ours are swept, and the next save works."""
     output = on_a_small_disk(tmp_path, FULL, safe, limit)
     assert (
         "[Errno 28] cannot be written: No space left on device. What was saved there is untouched. Make room" in output
@@ -553,7 +550,7 @@ def errors_on_all_ranks(folder):
 
 
 def test_an_error_on_the_main_process_is_raised_on_every_rank(tmp_path):
-    """R3: all ranks raise the same error."""
+    """All ranks raise the same error."""
     first, second = run_ranks(errors_on_all_ranks, 2, tmp_path)
     assert [name for name, _ in first] == ["ValueError", "NotADirectoryError", "ValueError", "CheckpointError"]
     assert second == first
@@ -777,7 +774,7 @@ def test_shards_that_cannot_be_written_are_refused_alike_on_every_rank(sharded, 
 
 
 def test_a_disk_that_is_full_for_the_main_process_is_said_on_every_rank_and_costs_nothing(sharded):
-    """F3, R3: within seconds; `save_shards_on_a_full_disk` compares what was there."""
+    """Within seconds; `save_shards_on_a_full_disk` compares what was there."""
     _, ((_, first), (_, second)) = sharded
     for mine, other in zip(first, second, strict=True):
         assert mine[:2] == other[:2]
@@ -795,7 +792,6 @@ def save_objects(folder):
 
 
 def test_save_writes_on_the_main_process_only_and_nobody_waits(tmp_path):
-    """Semantics 19."""
     assert run_ranks(save_objects, 2, tmp_path) == [True, False]
     assert torch.load(tmp_path / "rank0") == {"a": [1, 2]}
     assert_same(safetensors.torch.load_file(tmp_path / "rank0.safetensors"), {"a": torch.ones(2)})
@@ -803,7 +799,6 @@ def test_save_writes_on_the_main_process_only_and_nobody_waits(tmp_path):
 
 
 def test_save_on_each_node_writes_on_each_local_main_process(tmp_path):
-    """Semantics 19."""
     for rank, local_rank in [(0, 0), (1, 1), (2, 0), (3, 1)]:
         world = SimpleNamespace(rank=rank, is_main=rank == 0, is_local_main=local_rank == 0)
         save(1, tmp_path / f"each{rank}", world=world, save_on_each_node=True)

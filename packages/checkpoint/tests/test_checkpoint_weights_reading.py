@@ -89,7 +89,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize("form", [*EVERY_FORM, "checkpoint"])
 @pytest.mark.parametrize("kind", [Tied, Mixed])
 def test_what_save_model_and_save_state_write_comes_back_bit_for_bit(tmp_path, form, kind):
-    """R8: ties survive, `data_ptr` equal."""
+    """Ties survive, `data_ptr` equal."""
     model, other = kind(), kind()
     if form == "checkpoint":
         save_checkpoint(tmp_path, model)
@@ -178,7 +178,7 @@ def test_an_optimizer_trains_on_what_was_read(saved):
 
 @pytest.mark.parametrize("form", ["files", "checkpoint"])
 def test_reading_takes_no_memory_beside_the_model(tmp_path, form):
-    """R7: at most one shard plus a buffer. Here the peak of the whole process, with what it maps."""
+    """At most one shard plus a buffer. Here the peak of the whole process, with what it maps."""
     model = nn.Sequential(*[nn.Linear(1 << 10, 1 << 11, bias=False) for _ in range(16)])  # 8 MiB each
     if form == "checkpoint":
         save_checkpoint(tmp_path, model)
@@ -274,7 +274,7 @@ def saved_in_shards(folder):
 
 
 def test_what_a_strategy_cut_into_shards_is_put_together(tmp_path):
-    """R7: any strategy, any number of ranks."""
+    """Any strategy, any number of ranks."""
     run_ranks(saved_in_shards, 3, str(tmp_path))
     model = seeded(0)
     for name in SHARDING:
@@ -408,7 +408,7 @@ def test_an_unfinished_or_newer_checkpoint_is_refused(tmp_path):
 
 
 def test_a_flipped_byte_is_found_and_what_it_left_of_the_model_is_said(tmp_path):
-    """R4: by hashes, before anything is changed or in the values themselves."""
+    """By hashes, before anything is changed or in the values themselves."""
     model = nn.Linear(30, 20)
     save_checkpoint(tmp_path, model)
     part_seen = False
@@ -668,7 +668,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
 
 
 def test_damaged_safetensors_are_refused_before_anything_is_changed(tmp_path):
-    """R4, as far as a file without hashes shows it."""
+    """As far as a file without hashes shows it."""
     model = nn.Linear(3, 2)
     write_weights(model.state_dict(), tmp_path)
     path = tmp_path / "model.safetensors"
@@ -719,7 +719,6 @@ def hostile_files(folder, harm):
 
 
 def test_a_hostile_pickle_is_refused_in_our_words_and_does_nothing(tmp_path):
-    """R5."""
     harm, folder, model = tmp_path / "harm", tmp_path / "files", nn.Linear(1, 1)
     folder.mkdir()
     before = bits(model)

@@ -53,7 +53,7 @@ def test_dressing_twice_is_once_and_undressing_gives_the_class_back() -> None:
 
 
 def test_a_deep_copy_is_dressed_and_runs_its_own_weights() -> None:
-    """L14: a wrapper on `forward` makes a copy run the original's weights."""
+    """A wrapper on `forward` makes a copy run the original's weights."""
     net = override_class(Net(), Louder)
     twin = copy.deepcopy(net)
     with torch.no_grad():
@@ -63,7 +63,6 @@ def test_a_deep_copy_is_dressed_and_runs_its_own_weights() -> None:
 
 
 def test_a_pickle_is_dressed_when_it_is_read() -> None:
-    """L14."""
     net = pickle.loads(pickle.dumps(override_class(Net(), Louder)))
     assert net(torch.tensor(2.0)) == 20
 

@@ -73,7 +73,6 @@ def test_an_argument_that_has_only_its_own_spelling_is_as_it_was_given() -> None
 
 
 def test_a_plugin_argument_is_taken_out_and_stands_for_the_strategy() -> None:
-    """Semantics 3."""
     single = Single()
     older: dict[str, object] = {"single_plugin": single, "other_plugin": None, "unknown": 1}
     chosen = chosen_strategy(None, older)
@@ -83,7 +82,6 @@ def test_a_plugin_argument_is_taken_out_and_stands_for_the_strategy() -> None:
 
 @pytest.mark.parametrize("argument", ["ddp_plugin", "ddp_plugins"])
 def test_of_a_dict_of_configured_objects_the_first_is_active(argument: str) -> None:
-    """Semantics 3."""
     train, evaluate = DDP(bucket_cap_mb=50), DDP()
     chosen = chosen_strategy(None, {argument: {"train": train, "evaluate": evaluate}})
     assert chosen.active is train

@@ -79,7 +79,7 @@ for together in ON.values():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_get_the_tensors_of_the_source(size):
-    """B2: any dtype, shape and layout in memory, small, packed together, and large."""
+    """Any dtype, shape and layout in memory, small, packed together, and large."""
     ON[size].run(give_to_all, (4, 50_000, 2_000_000))
 
 
@@ -172,7 +172,6 @@ def raise_everywhere():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_does_not_fit_raises_on_every_rank(size):
-    """L8."""
     outcomes = ON[size].run(raise_everywhere)
     first, last = outcomes[0], outcomes[-1]
     wrong = "CollectiveMismatchError"

@@ -67,7 +67,7 @@ def gather_all() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_sample_is_gathered_once_and_in_order(ranks: int) -> None:
-    """D1: ids equal those of one process for any number of samples; tensors, strings, and one tensor per sample."""
+    """Ids equal those of one process for any number of samples; tensors, strings, and one tensor per sample."""
     run_ranks(gather_all, ranks)
 
 
@@ -85,7 +85,6 @@ def gather_a_dead_iterators_batch() -> list[int]:
 
 
 def test_the_batch_of_a_dead_iterator_is_exact_too() -> None:
-    """Semantics 18."""
     assert ON_TWO.run(gather_a_dead_iterators_batch) == [list(range(9))] * 2
 
 
@@ -122,7 +121,7 @@ def count_collectives_of_an_epoch() -> list[int]:
 
 
 def test_one_collective_per_batch_also_for_the_last() -> None:
-    """P7: exactly one collective."""
+    """Exactly one collective."""
     assert ON_TWO.run(count_collectives_of_an_epoch) == [[1] * 9] * 2
 
 

@@ -33,7 +33,6 @@ def use_each(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_function_works_in_the_world_of_the_process(size):
-    """B2."""
     run_ranks(use_each, size, size)
 
 
@@ -76,7 +75,6 @@ def synchronize_in_turn():
 
 
 def test_streams_become_rank_zero_s_and_all_others_go_on():
-    """B3."""
     first, *others = run_ranks(synchronize_in_turn, 3)
     shared = {
         "torch by default": [True, False],

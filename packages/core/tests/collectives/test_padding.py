@@ -51,7 +51,7 @@ def pad_many():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_are_padded_to_the_largest_rank(size):
-    """B2: along any dimension, before or behind, for every dtype."""
+    """Along any dimension, before or behind, for every dtype."""
     ON[size].run(pad_many)
 
 
@@ -156,7 +156,7 @@ def raise_everywhere():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_does_not_fit_raises_on_every_rank(size):
-    """L8: also where a leaf does not have the dimension."""
+    """Also where a leaf does not have the dimension."""
     outcomes = ON[size].run(raise_everywhere)
     first, last = outcomes[0], outcomes[-1]
     wrong = "CollectiveMismatchError"

@@ -115,7 +115,6 @@ def all_found() -> dict[tuple[str, str], list[int]]:
 
 
 def test_no_file_is_loaded_as_a_pickle_or_as_code():
-    """R5, law 9."""
     assert SOURCES
     assert not {place: lines for place, lines in all_found().items() if place not in ALLOWED}
 

@@ -73,7 +73,6 @@ def outcome():
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_named_becomes_rank_zeros_and_all_else_goes_on(outcome, case):
-    """Semantics 21, B3."""
     (before, after), (before_second, after_second) = outcome[case]
     assert after == before, "rank 0's streams stay where they were"
     for stream in ("torch", "python", "given"):

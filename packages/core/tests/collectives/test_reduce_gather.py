@@ -117,7 +117,7 @@ def gather_many() -> int:
 
 
 def test_gather_concatenates_ragged_rows_of_any_dtype() -> None:
-    """B2, semantics 17: ranks may differ in dim 0, a rank may have no rows, any dtype, contiguous or not."""
+    """Ranks may differ in dim 0, a rank may have no rows, any dtype, contiguous or not."""
     assert ON_TWO.run(gather_many) == [256, 256]
 
 
@@ -146,12 +146,12 @@ def gather_odd_ones() -> None:
 
 
 def test_gather_of_scalars_gradients_views_and_inference_tensors() -> None:
-    """Semantics 17: a 0-d leaf gives N elements. Results are detached and stay what they were."""
+    """A 0-d leaf gives N elements. Results are detached and stay what they were."""
     ON_TWO.run(gather_odd_ones)
 
 
 def test_a_world_of_one_copies_nothing() -> None:
-    """Semantics 17: a 0-d leaf gives one element, for N = 1 too."""
+    """A 0-d leaf gives one element, for N = 1 too."""
     tensor = torch.zeros(2, 3)
     batch = {"a": tensor, "b": [tensor]}
     assert gather(batch, ALONE) is batch
@@ -202,7 +202,7 @@ def count_in_a_loop() -> dict[str, list[int]]:
 
 
 def test_a_repeated_call_takes_exactly_one_collective() -> None:
-    """P7: exactly one collective per call in a steady loop, also where small and large calls alternate."""
+    """Exactly one collective per call in a steady loop, also where small and large calls alternate."""
     for counts in run_ranks(count_in_a_loop):
         assert {name: sum(steps[4:]) for name, steps in counts.items() if name != "padded to other widths"} == {
             name: 12 for name in counts if name != "padded to other widths"
@@ -292,7 +292,7 @@ def reduce_many() -> None:
 
 
 def test_reduce_sums_averages_and_leaves_its_input_alone() -> None:
-    """B2, semantics 17: every reduction, small and large, for every kind of dtype; `"none"` returns its input."""
+    """Every reduction, small and large, for every kind of dtype; `"none"` returns its input."""
     ON_TWO.run(reduce_many)
 
 
@@ -339,7 +339,7 @@ def move_objects() -> None:
 
 
 def test_objects_are_gathered_and_broadcast() -> None:
-    """B2: lists of any length on each rank, empty ones too; objects larger than a message."""
+    """Lists of any length on each rank, empty ones too; objects larger than a message."""
     ON_TWO.run(move_objects)
 
 
@@ -383,7 +383,7 @@ def lose_objects() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_one_rank_cannot_unpickle_is_an_error_on_every_rank(size: int) -> None:
-    """B2: else the others would go on, and wait for that one in another collective."""
+    """Else the others would go on, and wait for that one in another collective."""
     *fine, lost = run_ranks(lose_objects, size)
     for name, (kind, text) in lost.items():
         assert kind == "UnpicklingError"
@@ -444,7 +444,7 @@ def replace_lists() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_list_takes_the_items_of_one_rank(size: int) -> None:
-    """B2: in place, and returned; what does not fit raises on every rank."""
+    """In place, and returned; what does not fit raises on every rank."""
     first, second, *_ = run_ranks(replace_lists, size)
     wrong = CollectiveMismatchError.__name__
     assert first["length"] == second["length"]
@@ -561,7 +561,7 @@ def raise_mismatches() -> dict[str, tuple[str, str, float]]:
 
 
 def test_calls_that_do_not_fit_raise_on_every_rank() -> None:
-    """L8, semantics 17: another structure, dtype, dimension, call or option is an error with a table."""
+    """Another structure, dtype, dimension, call or option is an error with a table."""
     first, second = ON_TWO.run(raise_mismatches)
     own = {
         "no tensor": ("TypeError",),

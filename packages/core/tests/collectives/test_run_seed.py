@@ -50,7 +50,7 @@ def run_python(script, *, hash_seed="random"):
 
 
 def test_one_seed_repeats_python_numpy_and_torch():
-    """B3: the seeds' set_seed."""
+    """The seeds' set_seed."""
     set_seed(7)
     first = draws()
     set_seed(8)
@@ -166,7 +166,7 @@ def test_agreeing_leaves_torch_s_stream_where_it_was():
 
 
 def test_an_unseeded_process_has_a_random_seed():
-    """R1: also a run that set no seed has one to save; two such runs differ."""
+    """Also a run that set no seed has one to save; two such runs differ."""
     script = "import torch; print(torch.initial_seed())"
     assert run_python(script) != run_python(script)
 

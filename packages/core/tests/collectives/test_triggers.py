@@ -30,7 +30,7 @@ def answers(setters):
 
 
 def test_a_trigger_set_anywhere_is_seen_everywhere_and_once():
-    """A6: True resets it on all ranks, wherever and however often it was set."""
+    """True resets it on all ranks, wherever and however often it was set."""
     setters = [[], [0], [], [1, 1], [2], [], [0, 1, 2], [], []]
     for said, other in run_ranks(answers, 3, setters):
         assert said == [False, True, False, True, True, False, True, False, False]

@@ -33,7 +33,7 @@ def test_zipped_iterators_end_with_the_shorter_one() -> None:
 
 
 def test_advancing_forgets_an_iterator_that_was_entered_later_and_left_behind() -> None:
-    """L3: an evaluation loop that was broken out of, its iterator still referenced."""
+    """An evaluation loop that was broken out of, its iterator still referenced."""
     feed = Feed()
     training = feed.enter()
     training.advance(5, Rows(4, 4))
@@ -47,7 +47,7 @@ def test_advancing_forgets_an_iterator_that_was_entered_later_and_left_behind() 
 
 
 def test_an_iterator_that_died_is_forgotten() -> None:
-    """L3: a loop that was broken out of on its last batch must not close every later window."""
+    """A loop that was broken out of on its last batch must not close every later window."""
     feed = Feed()
     passage = feed.enter()
     passage.advance(0)
@@ -57,7 +57,6 @@ def test_an_iterator_that_died_is_forgotten() -> None:
 
 
 def test_metrics_refer_to_the_innermost_live_iterator() -> None:
-    """Semantics 18."""
     feed = Feed()
     outer, inner = feed.enter(), feed.enter()
     outer.advance(1, Rows(8, 8))
@@ -69,7 +68,7 @@ def test_metrics_refer_to_the_innermost_live_iterator() -> None:
 
 
 def test_metrics_refer_to_a_batch_whose_iterator_is_dead() -> None:
-    """Semantics 18: `gather_for_metrics(next(iter(loader)))`."""
+    """`gather_for_metrics(next(iter(loader)))`."""
     feed = Feed()
     passage = feed.enter()
     passage.advance(0, Rows(5, 4))

@@ -25,7 +25,6 @@ def pieces() -> tuple[nn.Linear, torch.optim.Optimizer, StepLR]:
 
 
 def test_what_prepare_returned_is_an_instance_until_memory_is_freed() -> None:
-    """Semantics 1."""
     accelerator = Accelerator()
     model, optimizer, scheduler = pieces()
     assert not isinstance(optimizer, AcceleratedOptimizer)
@@ -123,7 +122,6 @@ def test_a_scheduler_may_be_left_alone() -> None:
 
 @pytest.mark.parametrize("split_batches", [True, False])
 def test_one_step_is_one_step_whoever_splits_the_batches(split_batches: bool) -> None:
-    """L1."""
     _, optimizer, scheduler = pieces()
     optimizer.step()
     AcceleratedScheduler(scheduler, optimizer, split_batches=split_batches).step()

@@ -76,7 +76,6 @@ class LowCompute(Precision):
 
 
 def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Semantics 5."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp32")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -163,7 +162,6 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 def test_what_is_not_installed_never_becomes_something_else_without_a_word(
     option: str, name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L10."""
     installed = [each for each in offers.list_offers() if each.distribution != package]
     monkeypatch.setattr(build, "list_offers", lambda: installed)
     with pytest.raises(NotInstalledError, match=f"pip install {package}"):
@@ -171,7 +169,7 @@ def test_what_is_not_installed_never_becomes_something_else_without_a_word(
 
 
 def test_an_option_without_effect_warns_once_and_names_itself() -> None:
-    """Semantics 16: a script written for several processes runs in one."""
+    """A script written for several processes runs in one."""
     with pytest.warns(
         UserWarning, match="which nothing that is active takes: 1 process.* 'single'.* no effect"
     ) as warned:
@@ -218,7 +216,7 @@ class MyLoader:
 
 
 def test_a_loader_component_of_ones_own_takes_the_place_of_the_default() -> None:
-    """S7: a third party's loader beside accel-data."""
+    """A third party's loader beside accel-data."""
     accelerator = Accelerator(loader=MyLoader())
     assert accelerator.prepare(DataLoader([1])).prepared_by_me
     assert accelerator.explain().owners["prepare_loader"].startswith("loader 'MyLoader'")
@@ -255,7 +253,6 @@ def test_a_handler_gives_only_what_was_set() -> None:
 
 
 def test_one_object_comes_back_alone_and_several_in_their_order() -> None:
-    """Semantics 7."""
     accelerator = Accelerator()
     model, optimizer = pieces()
     assert accelerator.prepare(model) is model
@@ -265,14 +262,14 @@ def test_one_object_comes_back_alone_and_several_in_their_order() -> None:
 
 @pytest.mark.parametrize("container", [list, tuple, lambda objects: dict(enumerate(objects))])
 def test_a_container_of_models_is_refused(container: Any) -> None:
-    """A3: never silently half prepared."""
+    """Never silently half prepared."""
     model, optimizer = pieces()
     with pytest.raises(TypeError, match=r"was given a \w+ that holds a Linear. .*: prepare\(\*objects\)"):
         Accelerator().prepare(container([model, optimizer]))
 
 
 def test_a_wrapper_around_an_optimizer_is_refused() -> None:
-    """A3: neither its steps nor its zero_grad could be held back."""
+    """Neither its steps nor its zero_grad could be held back."""
 
     class WarmUp:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -296,13 +293,11 @@ def test_zipped_loaders_do_not_pair_every_sample_with_itself() -> None:
 
 
 def test_a_bare_tensor_that_would_be_trained_is_refused() -> None:
-    """A3."""
     with pytest.raises(TypeError, match="a tensor that requires a gradient, .* Make it a parameter"):
         Accelerator().prepare(torch.zeros(2, requires_grad=True))
 
 
 def test_device_placement_has_one_entry_per_object() -> None:
-    """Semantics 7."""
     accelerator = Accelerator()
     model, optimizer = pieces()
     with pytest.raises(ValueError, match="given 2 objects and device_placement with 1 entries. Give one True or False"):
@@ -315,7 +310,6 @@ class PlacesModels(Single):
 
 
 def test_device_placement_is_refused_where_the_strategy_places_models() -> None:
-    """Semantics 7."""
     with pytest.raises(ValueError, match="the chosen strategy places models by itself. Leave device_placement out"):
         Accelerator(strategy=PlacesModels()).prepare(nn.Linear(1, 1), device_placement=[True])
 
@@ -356,7 +350,6 @@ def test_a_model_that_was_prepared_for_evaluation_is_not_trained_by_accident() -
 
 
 def test_an_object_is_saved_once(tmp_path: Path) -> None:
-    """Semantics 19."""
     Accelerator().save({"weight": torch.ones(2)}, tmp_path / "object.bin")
     assert torch.load(tmp_path / "object.bin", weights_only=True)["weight"].tolist() == [1.0, 1.0]
 
@@ -370,7 +363,6 @@ def test_preparing_again_returns_the_same() -> None:
 
 
 def test_an_optimizer_of_another_model_is_allowed_in_one_process() -> None:
-    """Semantics 8."""
     accelerator = Accelerator()
     model, optimizer = pieces()
     optimizer = accelerator.prepare(optimizer)
@@ -404,7 +396,6 @@ def test_accumulate_inside_accumulate_is_refused() -> None:
 
 
 def test_outputs_of_a_low_precision_model_are_in_the_dtype_of_the_policy() -> None:
-    """Semantics 15; L11."""
     accelerator = Accelerator(mixed_precision=LowCompute())
     model, _ = pieces()
     seen: list[torch.dtype] = []
@@ -419,7 +410,6 @@ def test_outputs_of_a_low_precision_model_are_in_the_dtype_of_the_policy() -> No
 
 
 def test_integers_are_never_cast() -> None:
-    """L11."""
 
     class Both(Precision):
         policy = PrecisionPolicy(input=torch.bfloat16, output=torch.float32)
@@ -443,7 +433,6 @@ def test_full_precision_leaves_the_model_alone() -> None:
 
 
 def test_unwrapping_without_the_fp32_wrapper_gives_the_original_class() -> None:
-    """Semantics 13."""
     accelerator = Accelerator(mixed_precision=LowCompute())
     model, _ = pieces()
     prepared = accelerator.prepare(model)
@@ -455,7 +444,6 @@ def test_unwrapping_without_the_fp32_wrapper_gives_the_original_class() -> None:
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_compiled_models_unwrap_and_save_without_traces(evaluation: bool) -> None:
-    """Semantics 14."""
     accelerator = Accelerator(dynamo_backend="EAGER")
     model, _ = pieces()
     prepared = accelerator.prepare_model(model, evaluation_mode=evaluation)
@@ -469,7 +457,6 @@ def test_compiled_models_unwrap_and_save_without_traces(evaluation: bool) -> Non
 
 
 def test_free_memory_undresses_everything() -> None:
-    """Semantics 13."""
     accelerator = Accelerator(mixed_precision=LowCompute(), gradient_accumulation_steps=4)
     model, optimizer = pieces()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -490,7 +477,6 @@ def test_free_memory_undresses_everything() -> None:
 
 
 def test_a_device_map_with_several_places_is_seen() -> None:
-    """Semantics 13."""
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(1, 1))
     assert not accelerator.verify_device_map(model)
@@ -500,7 +486,7 @@ def test_a_device_map_with_several_places_is_seen() -> None:
 
 
 def test_a_rescaled_window_counts_shared_parameters_once_and_unprepared_ones_too() -> None:
-    """Semantics 9: a loop left in the middle of a window, and a loader shorter than the rest of it."""
+    """A loop left in the middle of a window, and a loader shorter than the rest of it."""
     shared, loose = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     accelerator = Accelerator(gradient_accumulation_steps=4)
     first, second = accelerator.prepare(nn.Sequential(shared), nn.Sequential(shared))
@@ -518,7 +504,6 @@ def test_a_rescaled_window_counts_shared_parameters_once_and_unprepared_ones_too
 
 
 def test_an_accelerator_copies_as_itself_and_says_why_it_does_not_pickle() -> None:
-    """L14."""
     accelerator = Accelerator()
     assert copy.deepcopy({"accelerator": accelerator})["accelerator"] is accelerator
     with pytest.raises(TypeError, match="a handle on running processes. Build one in the new process"):
@@ -526,7 +511,7 @@ def test_an_accelerator_copies_as_itself_and_says_why_it_does_not_pickle() -> No
 
 
 def test_a_prepared_model_pickles_and_copies() -> None:
-    """L14: the copy keeps the precision, and runs its own weights."""
+    """The copy keeps the precision, and runs its own weights."""
     model, _ = pieces()
     prepared = Accelerator(mixed_precision=LowCompute()).prepare(model)
     for twin in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
@@ -538,7 +523,7 @@ def test_a_prepared_model_pickles_and_copies() -> None:
 
 
 def test_a_gan_trains_with_two_accelerators_of_two_precisions() -> None:
-    """L6; law 7: neither changes the other."""
+    """Neither changes the other."""
     full = Accelerator(gradient_accumulation_steps=2)
     low = Accelerator(mixed_precision=LowCompute())
     torch.manual_seed(0)

@@ -155,7 +155,7 @@ MAKERS = {
 @pytest.mark.parametrize("kind", [Samples, InBatches])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_batches_are_torchs_bit_for_bit(maker, kind):
-    """P6: the bare loop gives what torch's loader gives."""
+    """The bare loop gives what torch's loader gives."""
     try:
         assert_like_torch(DataLoader(kind(MAKERS[maker]), batch_size=3))
     except KeyError:
@@ -251,7 +251,7 @@ def test_an_error_of_the_dataset_is_passed_on(dataset):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [None, torch.tensor])
 def test_every_batch_is_reported_with_what_remains_and_its_rows(workers, collate):
-    """L3: the end is known at the last batch, also when workers fetch ahead."""
+    """The end is known at the last batch, also when workers fetch ahead."""
     feed = Feed()
     loader = DataLoader(range(7), batch_size=3, num_workers=workers, collate_fn=collate)
     batches, remaining, rows = reports(prepare_local_loader(loader, feed, CPU), feed)
@@ -263,7 +263,7 @@ def test_every_batch_is_reported_with_what_remains_and_its_rows(workers, collate
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_sampler_without_a_length_is_looked_ahead_in_the_sampler(workers):
-    """Semantics 9: one window is looked ahead, and no data for it."""
+    """One window is looked ahead, and no data for it."""
     fetched = []
     dataset = Samples(lambda i: fetched.append(i) or i, 12)
     feed = Feed(lookahead=2)
@@ -290,7 +290,7 @@ def test_a_length_that_is_only_an_estimate_does_not_move_the_end():
 
 @pytest.mark.parametrize("make", [lambda: (iter([0, 1]) for _ in range(2)), lambda: [(0, 1), (0, 1)]])
 def test_any_iterable_of_index_batches_is_a_batch_sampler(make):
-    """D5: a minimal batch sampler."""
+    """A minimal batch sampler."""
     feed = Feed()
     prepared = prepare_local_loader(DataLoader(range(2), batch_sampler=make()), feed, None)
     batches, remaining, rows = reports(prepared, feed)
@@ -310,14 +310,14 @@ def test_iterable_sets_are_looked_ahead_in_the_data(lookahead, expected, workers
 
 @pytest.mark.parametrize("dataset", [range(3), Stream(3)])
 def test_loaders_that_make_no_batches_are_served(dataset):
-    """D5: batch_size=None."""
+    """Batch_size=None."""
     feed = Feed()
     loader = prepare_local_loader(DataLoader(dataset, batch_size=None), feed, CPU)
     assert reports(loader, feed) == ([0, 1, 2], [1, 1, 0] if isinstance(dataset, Stream) else [2, 1, 0], [None] * 3)
 
 
 def test_a_subclass_keeps_its_class_its_attributes_and_its_own_way_to_iterate():
-    """D5: a DataLoader subclass with its attributes survives."""
+    """A DataLoader subclass with its attributes survives."""
     feed = Feed()
     loader = DoublingLoader(range(4), batch_size=2, flavour="sweet")
     prepared = prepare_local_loader(loader, feed, CPU)
@@ -330,7 +330,7 @@ def test_a_subclass_keeps_its_class_its_attributes_and_its_own_way_to_iterate():
 
 
 def test_worker_settings_are_kept_and_the_original_is_not_changed():
-    """D5: worker settings survive; the original is not mutated."""
+    """Worker settings survive; the original is not mutated."""
     loader = DataLoader(
         range(4),
         batch_size=2,
@@ -406,7 +406,7 @@ def sample(index):
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
 def test_a_copy_reports_to_the_same_feed(duplicate):
-    """L14: prepared loaders copy correctly."""
+    """Prepared loaders copy correctly."""
     feed = Feed()
     prepared = prepare_local_loader(DoublingLoader(Samples(sample), batch_size=4, flavour="sour"), feed, CPU)
     twin = duplicate(prepared)
@@ -418,7 +418,7 @@ def test_a_copy_reports_to_the_same_feed(duplicate):
 
 
 def test_a_pickled_loader_yields_the_same_and_reports_to_a_feed_of_its_own():
-    """L14: prepared loaders pickle, also while workers run and iterators live."""
+    """Prepared loaders pickle, also while workers run and iterators live."""
     feed = Feed(lookahead=3)
     loader = DataLoader(Samples(sample), batch_size=4, num_workers=1, persistent_workers=True)
     prepared = prepare_local_loader(loader, feed, CPU)
@@ -445,7 +445,7 @@ class Choosing(DataLoader):
 
 
 def test_one_class_serves_all_loaders_of_a_class_and_nothing_is_kept_alive():
-    """L14: no table of ours keeps a user's class or loader alive."""
+    """No table of ours keeps a user's class or loader alive."""
     loaders = [prepare_local_loader(DataLoader(range(2)), Feed(), CPU) for _ in range(2)]
     assert type(loaders[0]) is type(loaders[1])
 

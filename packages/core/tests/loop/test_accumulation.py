@@ -30,7 +30,7 @@ def epoch(window: Accumulation, feed: Feed, batches: int, known: bool = True) ->
 
 
 def test_the_last_window_is_shorter_and_averages_over_what_is_in_it() -> None:
-    """L3: ten batches, accumulation 4: three updates, the last over two."""
+    """Ten batches, accumulation 4: three updates, the last over two."""
     models, feed = Models(), Feed(4)
     window = Accumulation(4, feed, models.rescale)
     seen = epoch(window, feed, 10)

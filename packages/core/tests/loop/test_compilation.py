@@ -88,7 +88,6 @@ def regional(backend: Any) -> TorchDynamoPlugin:
 
 @pytest.mark.parametrize("backend", ["eager", "EAGER", DynamoBackend.EAGER])
 def test_a_backend_is_named_in_either_case_or_by_its_member(backend: str) -> None:
-    """Semantics 14."""
     for options in ({"dynamo_backend": backend}, {"dynamo_plugin": TorchDynamoPlugin(backend=backend)}):
         model = Accelerator(**options).prepare(Net(8))
         torch._dynamo.utils.counters.clear()
@@ -325,7 +324,6 @@ def under_ddp() -> list[bool]:
 
 
 def test_blocks_train_and_evaluate_under_ddp() -> None:
-    """Semantics 14."""
     assert run_ranks(under_ddp, 2, timeout=110) == [[True] * 5] * 2
 
 

@@ -33,7 +33,7 @@ def reference_step(batches: list[torch.Tensor], lr: float = 0.1) -> torch.Tensor
 
 
 def test_a_prepared_optimizer_pickles_and_copies_as_an_ordinary_one() -> None:
-    """L14: copies have the state, and belong to no Accelerator."""
+    """Copies have the state, and belong to no Accelerator."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.1))
@@ -59,7 +59,7 @@ COPIES = {
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Talkative])
 @pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_of_model_and_optimizer_trains_itself_alone(kind: type[torch.optim.SGD], duplicate: str) -> None:
-    """L14: also in the middle of a window of the original, which does not notice."""
+    """Also in the middle of a window of the original, which does not notice."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
@@ -82,7 +82,7 @@ def test_a_copy_of_model_and_optimizer_trains_itself_alone(kind: type[torch.opti
 
 @pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_of_a_scheduler_drives_the_copy_of_its_optimizer(duplicate: str) -> None:
-    """L14: it is held back by nothing."""
+    """It is held back by nothing."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD(line().parameters(), lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
@@ -109,7 +109,7 @@ def read_plain(pickled: bytes) -> list[Any]:
 
 
 def test_what_was_pickled_is_plain_in_another_process() -> None:
-    """L14: it may be prepared there."""
+    """It may be prepared there."""
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pickled = pickle.dumps(Accelerator().prepare(model, optimizer, StepLR(optimizer, step_size=1)))
@@ -150,7 +150,7 @@ def copy_wrapped() -> dict[str, Any]:
 
 
 def test_a_copy_of_a_wrapped_model_averages_its_own_gradients_and_ends_with_the_group() -> None:
-    """L14, in a world of two."""
+    """In a world of two."""
     averaged = rounded(reference_step([X[0], X[1]]))
     for found in run_ranks(copy_wrapped, 2):
         assert found["deepcopy"] == found["pickle"] == averaged
@@ -174,7 +174,7 @@ def copy_with_a_hook(comm_hook: str) -> list[str]:
 
 
 def test_a_wrapped_model_with_a_communication_hook_says_what_to_copy() -> None:
-    """L14: torch would leave the hook out of the copy, or fail at pickling it."""
+    """Torch would leave the hook out of the copy, or fail at pickling it."""
     for found in run_ranks(copy_with_a_hook, 2, "bf16"):
         for said in found:
             assert re.match(
@@ -183,7 +183,6 @@ def test_a_wrapped_model_with_a_communication_hook_says_what_to_copy() -> None:
 
 
 def test_a_state_that_was_saved_loads_into_a_bare_and_into_a_prepared_optimizer() -> None:
-    """L14."""
     accelerator = Accelerator()
     model = line()
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))

@@ -74,12 +74,12 @@ def assert_equal_to_one_batch(found: tuple[float, list[torch.Tensor]], times: in
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 def test_micro_batches_weigh_the_tokens_that_they_hold(micro_batches: int) -> None:
-    """L2: (batch 8) = (batch 2, accumulation 4); a wholly masked micro-batch is fine."""
+    """(batch 8) = (batch 2, accumulation 4); a wholly masked micro-batch is fine."""
     assert_equal_to_one_batch(in_windows(micro_batches))
 
 
 def test_ranks_weigh_the_tokens_that_they_hold() -> None:
-    """L2: (batch 8) = (2 ranks, batch 2, accumulation 2)."""
+    """(batch 8) = (2 ranks, batch 2, accumulation 2)."""
     for found in ON_TWO.run(in_windows, 2):
         assert_equal_to_one_batch(found)
 
@@ -117,7 +117,6 @@ def two_models() -> list[torch.Tensor]:
 
 
 def test_every_model_that_the_loss_learns_from_is_weighed_alike() -> None:
-    """L2, L6."""
     torch.manual_seed(0)
     encoder, decoder = nn.Linear(3, 2), nn.Linear(2, 1)
     decoder(encoder(torch.arange(24.0).view(8, 3))).pow(2).mean().backward()
@@ -128,7 +127,7 @@ def test_every_model_that_the_loss_learns_from_is_weighed_alike() -> None:
 
 
 def test_a_window_that_failed_may_be_repeated() -> None:
-    """L2: half a window leaves nothing behind."""
+    """Half a window leaves nothing behind."""
     accelerator = Accelerator()
     model = accelerator.prepare(Tagger())
     ids, targets = sentences()

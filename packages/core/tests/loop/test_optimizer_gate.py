@@ -32,7 +32,6 @@ def reference_step(batches: list[torch.Tensor], lr: float = 0.1) -> torch.Tensor
     "zero_grad", ["first in the body", "last in the body", "before accumulate", "after accumulate"]
 )
 def test_zero_grad_may_stand_anywhere_in_the_body(zero_grad: str) -> None:
-    """Semantics 11."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,7 +85,7 @@ def test_gradients_are_dropped_when_the_step_of_a_closing_window_is_left_out() -
 
 @pytest.mark.parametrize("first", [True, False])
 def test_two_optimizers_may_clear_first_or_last(first: bool) -> None:
-    """Semantics 11; L6: on the closing micro-batch one optimizer's backward has run before the other clears."""
+    """On the closing micro-batch one optimizer's backward has run before the other clears."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     one, other = line(), line()
     one, one_optimizer = accelerator.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))
@@ -106,7 +105,7 @@ def test_two_optimizers_may_clear_first_or_last(first: bool) -> None:
 
 @pytest.mark.parametrize("where", ["inside the block", "behind the block"])
 def test_a_closing_micro_batch_may_be_retried(where: str) -> None:
-    """Semantics 11: what zero_grad drops after a backward is gone before the next one."""
+    """What zero_grad drops after a backward is gone before the next one."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -125,7 +124,7 @@ def test_a_closing_micro_batch_may_be_retried(where: str) -> None:
 
 
 def test_clearing_instead_of_a_step_after_unscaling_is_not_forgotten() -> None:
-    """Semantics 13: the next gradients are unscaled too, or the scaler says why not."""
+    """The next gradients are unscaled too, or the scaler says why not."""
     accelerator = Accelerator(mixed_precision=Scaling())
     model = line()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -138,7 +137,7 @@ def test_clearing_instead_of_a_step_after_unscaling_is_not_forgotten() -> None:
 
 
 def test_a_closure_under_accumulation_is_refused() -> None:
-    """L3: only the closure of the closing micro-batch would ever be called."""
+    """Only the closure of the closing micro-batch would ever be called."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -151,7 +150,7 @@ def test_a_closure_under_accumulation_is_refused() -> None:
 
 
 def test_outside_accumulate_everything_acts_and_backward_divides() -> None:
-    """Semantics 9: outside `accumulate`, `backward` divides by `gradient_accumulation_steps`."""
+    """Outside `accumulate`, `backward` divides by `gradient_accumulation_steps`."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -165,7 +164,6 @@ def test_outside_accumulate_everything_acts_and_backward_divides() -> None:
 
 
 def test_a_plain_backward_trains_where_nothing_is_scaled() -> None:
-    """Semantics 9."""
     accelerator = Accelerator()
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +175,6 @@ def test_a_plain_backward_trains_where_nothing_is_scaled() -> None:
 
 
 def test_a_plain_backward_under_accumulation_is_refused_at_the_step() -> None:
-    """Semantics 11."""
     accelerator = Accelerator(gradient_accumulation_steps=1 + 1)
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -194,7 +191,6 @@ def test_a_plain_backward_under_accumulation_is_refused_at_the_step() -> None:
 
 
 def test_a_plain_backward_is_refused_at_a_step_behind_the_block_too() -> None:
-    """Semantics 11."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -217,7 +213,7 @@ def test_a_step_may_be_repeated_without_another_backward() -> None:
 
 
 def test_an_optimizer_of_an_accelerator_that_is_gone_is_taken_over() -> None:
-    """L6: a notebook's cell that is run again."""
+    """A notebook's cell that is run again."""
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     Accelerator().prepare(model, optimizer)
@@ -233,7 +229,7 @@ def test_an_optimizer_of_an_accelerator_that_is_gone_is_taken_over() -> None:
 
 
 def test_an_optimizer_of_another_accelerator_is_refused() -> None:
-    """L6: two windows cannot hold one optimizer back."""
+    """Two windows cannot hold one optimizer back."""
     first, second = Accelerator(), Accelerator(gradient_accumulation_steps=2)
     optimizer = first.prepare(torch.optim.SGD(line().parameters(), lr=0.1))
     with pytest.raises(
@@ -315,7 +311,6 @@ def counting(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def test_adjust_scheduler_given_explicitly_advances_by_micro_batches() -> None:
-    """Semantics 12."""
     plain = GradientAccumulationPlugin(num_steps=4)
     adjusted = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
     assert drive(Accelerator(gradient_accumulation_plugin=plain), counting, 8) == [2]
@@ -323,7 +318,6 @@ def test_adjust_scheduler_given_explicitly_advances_by_micro_batches() -> None:
 
 
 def test_adjust_scheduler_counts_micro_batches_behind_the_block_too() -> None:
-    """Semantics 12."""
     plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
     model = line()
@@ -357,13 +351,11 @@ def test_a_scheduler_that_is_left_alone_cannot_be_multiplied(options: dict[str, 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch's own remark on what this test does
 def test_step_scheduler_with_optimizer_false_is_never_held_back() -> None:
-    """Semantics 12."""
     accelerator = Accelerator(gradient_accumulation_steps=4, step_scheduler_with_optimizer=False)
     assert drive(accelerator, counting, 8) == [8]
 
 
 def test_repeated_steps_do_not_run_over_the_end_of_a_schedule() -> None:
-    """Semantics 12."""
     plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
 
     def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
@@ -397,7 +389,6 @@ def test_a_scheduler_that_takes_a_metric_gets_it() -> None:
 
 
 def test_a_prepared_optimizer_tells_whether_its_own_step_was_skipped() -> None:
-    """A2."""
     accelerator = Accelerator(mixed_precision=Scaling())
     one, other = line(), line()
     one, first = accelerator.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))
@@ -454,7 +445,6 @@ def test_a_scaler_that_calls_step_reaches_the_optimizers_own() -> None:
 
 
 def test_unscaling_twice_is_once_and_clipping_unscales_first() -> None:
-    """Semantics 13."""
     precision = Scaling()
     accelerator = Accelerator(mixed_precision=precision)
     model = line()
@@ -474,7 +464,7 @@ def test_unscaling_twice_is_once_and_clipping_unscales_first() -> None:
 
 
 def test_an_overflow_holds_the_scheduler_back_and_is_reported() -> None:
-    """Semantics 12; A2 `optimizer_step_was_skipped`."""
+    """As `optimizer_step_was_skipped` says."""
     accelerator = Accelerator(mixed_precision=Scaling())
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -496,7 +486,6 @@ def test_an_overflow_holds_the_scheduler_back_and_is_reported() -> None:
 
 
 def test_a_plain_backward_under_a_scaler_is_refused_at_the_step() -> None:
-    """Semantics 11."""
     accelerator = Accelerator(mixed_precision=Scaling())
     model = line()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

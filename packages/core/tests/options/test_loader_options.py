@@ -93,7 +93,7 @@ def settings(accelerator):
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.usefixtures("installed")
 def test_an_argument_reaches_the_loader_and_wins(monkeypatch, name, value):
-    """A1: the older generation of arguments."""
+    """The older generation of arguments."""
     monkeypatch.setenv(VARIABLES[name], str(not value))
     accelerator = Accelerator(**{name: value})
     assert getattr(accelerator, name) is value
@@ -112,7 +112,6 @@ def test_an_argument_reaches_the_loader_and_wins(monkeypatch, name, value):
 ])  # fmt: skip
 @pytest.mark.usefixtures("installed")
 def test_every_option_has_a_variable(monkeypatch, name, text, value):
-    """Semantics 5."""
     monkeypatch.setenv(VARIABLES[name], text)
     assert VARIABLES[name] == f"ACCELERATE_{name.upper()}"
     assert settings(Accelerator())[name] == (str(value), VARIABLES[name])
@@ -150,7 +149,7 @@ def test_where_nothing_is_given_the_loader_s_own_defaults_hold():
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.usefixtures("installed")
 def test_an_object_of_options_and_an_argument_for_one_of_them_are_refused(value):
-    """Semantics 4: also where they say the same."""
+    """Also where they say the same."""
     message = rf"split_batches={value} and dataloader_config=Options\(.*\) were both given"
     with pytest.raises(ValueError, match=message):
         Accelerator(split_batches=value, dataloader_config=Options(split_batches=True))
@@ -158,7 +157,7 @@ def test_an_object_of_options_and_an_argument_for_one_of_them_are_refused(value)
 
 @pytest.mark.usefixtures("installed")
 def test_an_object_of_options_and_a_variable_for_one_of_them_are_refused(monkeypatch):
-    """Design 8: an object built in code is complete."""
+    """An object built in code is complete."""
     monkeypatch.setenv("ACCELERATE_DATA_SEED", "3")
     message = r"ACCELERATE_DATA_SEED='3' and dataloader_config=Options\(.*\) were both given.* leave the other out"
     with pytest.raises(ValueError, match=message):
@@ -222,7 +221,6 @@ def test_what_was_chosen_is_not_assigned_afterwards(name):
 
 @pytest.mark.usefixtures("installed")
 def test_random_streams_are_named_by_texts_and_members():
-    """B3."""
     assert Accelerator(rng_types=["torch", RNGType.CUDA, RNGType("xla")]).rng_types == ["torch", "cuda", "xla"]
     assert Accelerator(rng_types=[]).rng_types == []
     assert {"torch", "cuda", "xla", "generator", "npu", "xpu", "mlu"} <= {kind.value for kind in RNGType}

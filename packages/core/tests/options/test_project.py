@@ -54,7 +54,7 @@ def test_a_folder_of_the_logs_that_was_assigned_later_stays() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_at_birth(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """R9 for `total_limit`."""
+    """For `total_limit`."""
     with pytest.raises(error, match=message):
         ProjectConfiguration(**options)
 

@@ -8,13 +8,11 @@ from accel_core.options.resolution import Option, as_bool, as_steps, as_text, re
 
 
 def test_an_argument_wins_even_if_it_equals_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Semantics 5."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert resolve(1, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", as_steps, 1) == Option(1, "argument")
 
 
 def test_the_variable_serves_where_nothing_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Semantics 5."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", " bf16 ")
     assert resolve(None, "ACCELERATE_MIXED_PRECISION", as_text, "no") == Option("bf16", "ACCELERATE_MIXED_PRECISION")
 

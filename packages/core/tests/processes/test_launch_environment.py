@@ -61,7 +61,7 @@ def test_process_that_nobody_launched_is_alone() -> None:
     ids=["torchrun", "slurm", "open-mpi", "mvapich", "hydra", "pals"],
 )
 def test_each_launcher_is_read(environ: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
-    """L10: the world size is what the launcher started."""
+    """The world size is what the launcher started."""
     assert where(read_place(environ)) == expected
 
 
@@ -113,7 +113,7 @@ def test_launchers_inside_others_mean_what_the_innermost_says(
     ],
 )
 def test_ranks_set_by_hand_that_contradict_the_launcher_are_errors(more: dict[str, str], found: str) -> None:
-    """L10: a RANK=0, WORLD_SIZE=1 left in a batch script must not make every task a world of one."""
+    """A RANK=0, WORLD_SIZE=1 left in a batch script must not make every task a world of one."""
     with pytest.raises(WorldError, match="place of this process is told twice, and differently") as caught:
         read_place({**SLURM, **more})
     message = str(caught.value)
@@ -183,7 +183,7 @@ def test_contradictions_of_torchrun_are_errors(environ: dict[str, str], problem:
 def test_incomplete_variables_of_other_launchers_are_errors_and_not_worlds_of_one(
     environ: dict[str, str], problem: str
 ) -> None:
-    """L10: a rank whose launcher is not understood must not train alone."""
+    """A rank whose launcher is not understood must not train alone."""
     with pytest.raises(WorldError, match=problem):
         read_place(environ)
 
@@ -223,7 +223,7 @@ def test_port_of_slurm_follows_from_the_job_and_is_the_same_on_every_rank() -> N
 
 @given(first=st.integers(1, 10**9), jobs=st.integers(2, 40), steps=st.integers(1, 30))
 def test_jobs_that_start_together_have_ports_of_their_own(first: int, jobs: int, steps: int) -> None:
-    """S4: by arithmetic, and not only most of the time."""
+    """By arithmetic, and not only most of the time."""
     ports = [
         read_place({**SLURM, "SLURM_JOB_ID": str(first + job), "SLURM_STEP_ID": str(step)}).port
         for job in range(jobs)

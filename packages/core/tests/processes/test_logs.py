@@ -67,7 +67,7 @@ def places(handler):
 
 
 def test_it_is_a_standard_logger(logged):
-    """S9: a standard logger."""
+    """A standard logger."""
     logger, handler = logged
     assert isinstance(logger, logging.LoggerAdapter)
     assert logger.logger is logging.getLogger(logger.name)
@@ -83,7 +83,7 @@ def test_it_is_a_standard_logger(logged):
 
 
 def test_it_works_before_anything_exists_and_starts_nothing(logged, place):
-    """S9, acc#835: usable before anything."""
+    """Usable before anything."""
     logger, handler = logged
     logger.info("early")
     assert places(handler) == [(0, 0, 1)]
@@ -91,7 +91,7 @@ def test_it_works_before_anything_exists_and_starts_nothing(logged, place):
 
 
 def test_nothing_global_is_configured():
-    """S9: no handler, no root level."""
+    """No handler, no root level."""
     root = logging.getLogger()
     before = root.level, list(root.handlers), logging.root.manager.disable
     logger = get_logger("test_logs.plain", "debug")
@@ -108,7 +108,7 @@ def test_nothing_global_is_configured():
     ((7, 8, 3, 4), ["[RANK 7] all"]),
 ])  # fmt: skip
 def test_one_line_per_node_unless_all_processes_are_asked_for(logged, place, launched, lines):
-    """S9: one line per node by default, from the place that the launcher gave."""
+    """One line per node by default, from the place that the launcher gave."""
     place(*launched)
     logger, handler = logged
     logger.info("node")
@@ -119,7 +119,7 @@ def test_one_line_per_node_unless_all_processes_are_asked_for(logged, place, lau
 
 
 def test_the_rank_is_in_the_record_beside_the_caller_s_own_attributes(logged, place):
-    """S9: rank in the record."""
+    """Rank in the record."""
     place(4, 8, 0, 4)
     logger, handler = logged
     logger.warning("hm", extra={"epoch": 3, "world_size": "mine"})
@@ -233,7 +233,7 @@ def log_on_all_ranks(path):
 
 
 def test_ranks_log_one_after_the_other_when_asked_to(tmp_path):
-    """S9, on real ranks: before a group runs, while it runs, and in order."""
+    """On real ranks: before a group runs, while it runs, and in order."""
     first, second = run_ranks(log_on_all_ranks, 2, tmp_path / "log")
     turns = [[f"[RANK {rank}] turn {turn}" for turn in range(3)] for rank in range(2)]
     assert first == (["before", "after", "[RANK 0] all", *turns[0]], [(0, 0, 2)] * 6)

@@ -205,14 +205,14 @@ def expected(source: str, *sizes: int) -> list[dict[str, Any]]:
 
 
 def test_jobs_of_all_launchers_start_at_once_on_one_host_and_train(script: Path) -> None:
-    """S3, S4, L10: no arguments, and no port given: each job finds its own."""
+    """No arguments, and no port given: each job finds its own."""
     found = worlds(script, *slurm(2), *open_mpi(2), *hydra(2), *mvapich(2))
     assert found == [*expected("slurm", 2), *(expected("mpi", 2) * 3)]
 
 
 @pytest.mark.soak
 def test_twenty_jobs_at_once_all_start(script: Path) -> None:
-    """S4: with job numbers that follow one another, as a queue gives them."""
+    """With job numbers that follow one another, as a queue gives them."""
     found = worlds(script, *itertools.chain.from_iterable(slurm(2) for _ in range(20)))
     assert found == expected("slurm", 2) * 20
 
@@ -245,14 +245,14 @@ def test_process_in_an_allocation_without_srun_is_alone(script: Path) -> None:
 
 
 def test_rank_that_contradicts_its_launcher_ends_at_once(script: Path) -> None:
-    """L10: it must not become a world of one."""
+    """It must not become a world of one."""
     (report,) = failed(script, {**slurm(2)[1], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     assert report.exit_code == 1
     assert "The place of this process is told twice, and differently" in report.traceback
 
 
 def test_two_nodes_that_claim_one_rank_are_an_error_at_once(script: Path) -> None:
-    """S3: long before the timeout, which is half an hour; `failed` waits for a fraction of that."""
+    """Long before the timeout, which is half an hour; `failed` waits for a fraction of that."""
     first, second = slurm(1, 1)
     noted = script.with_name("refused")
     script.write_text(

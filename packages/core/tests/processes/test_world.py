@@ -98,7 +98,7 @@ def describe(cpu: bool) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("cpu", [False, True])
 def test_world_size_is_what_the_launcher_started(cpu: bool) -> None:
-    """L10: on any device, `cpu=True` included; semantics 6. The environment is read and never written."""
+    """On any device, `cpu=True` included; semantics 6. The environment is read and never written."""
     first, second = run_ranks(describe, 2, cpu)
     assert first == (("torchrun", 0, 2, 0, 2), (True, False), 2.0, True)
     assert second == (("torchrun", 1, 2, 1, 2), (False, True), 2.0, True)
@@ -126,7 +126,7 @@ NO_TORCHRUN = {"WORLD_SIZE": None, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None,
 
 @pytest.mark.parametrize(("launcher", "env"), [("slurm", SLURM), ("mpi", OPEN_MPI)])
 def test_ranks_of_other_launchers_meet_too(launcher: str, env: dict[str, str]) -> None:
-    """L10: ranks started by srun or mpirun are one world, and not many worlds of one."""
+    """Ranks started by srun or mpirun are one world, and not many worlds of one."""
     results = run_ranks(launch_as, 2, launcher, env={**NO_TORCHRUN, **env})
     assert results == [(launcher, 0, 2, 2.0), (launcher, 1, 2, 2.0)]
 
@@ -214,7 +214,7 @@ def read_timeouts_back() -> None:
 
 
 def test_every_group_has_the_timeout_asked_for() -> None:
-    """L12: read back from the default group and from each subgroup, from all their backends."""
+    """Read back from the default group and from each subgroup, from all their backends."""
     run_ranks(read_timeouts_back, 3)
 
 
@@ -230,12 +230,12 @@ def ask_again() -> None:
 
 
 def test_asking_a_running_world_for_something_else_is_an_error() -> None:
-    """L12: a timeout that can no longer be had is refused, not dropped."""
+    """A timeout that can no longer be had is refused, not dropped."""
     run_ranks(ask_again, 2)
 
 
 def test_timeout_that_the_backend_ignores_is_an_error(monkeypatch: pytest.MonkeyPatch, running_group: None) -> None:
-    """L12: what was asked for is compared with what the backend has."""
+    """What was asked for is compared with what the backend has."""
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(WorldError, match=r"timeout=0:00:05 was asked for, but torch made a process group with 0:01:17"):
@@ -261,7 +261,7 @@ def test_groups_are_made_once_for_the_same_ranks() -> None:
 
 
 def test_running_group_is_adopted_with_its_own_timeout_and_never_ended(running_group: None) -> None:
-    """L12: the timeout of a group that somebody else made is read back from it."""
+    """The timeout of a group that somebody else made is read back from it."""
     world = World.current()
     assert (world.source, world.rank, world.size, world.timeout) == ("running group", 0, 1, SECONDS)
     assert world.group is dist.group.WORLD

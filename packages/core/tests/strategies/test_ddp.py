@@ -110,7 +110,6 @@ def synchronisation() -> dict[str, bool]:
 
 
 def test_where_the_forward_ran_decides_whether_a_backward_synchronises() -> None:
-    """Semantics 10."""
     for found in ON_TWO.run(synchronisation):
         assert [name for name, holds in found.items() if not holds] == []
 
@@ -157,7 +156,7 @@ def every_order() -> dict[str, list[torch.Tensor]]:
 
 
 def test_any_order_of_prepare_trains_alike_on_one_process_and_on_two() -> None:
-    """L1 (the LR trace), L5, L9 (the norm is that of one process)."""
+    """With the trace of learning rates; the norm is that of one process."""
     alone = every_order()
     reference = alone["together, 1"]
     for results in (alone, *ON_TWO.run(every_order)):
@@ -184,7 +183,7 @@ def with_options() -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_the_options_and_hooks_of_ddp_train() -> None:
-    """D1: DDP with communication hooks. The static graph also under accumulation from the first iteration."""
+    """DDP with communication hooks. The static graph also under accumulation from the first iteration."""
     exact = train(2, 2, "together")
     for results in ON_TWO.run(with_options):
         for name in ("static graph", "bucket view", "unused"):
@@ -213,7 +212,6 @@ def two_models() -> list[torch.Tensor]:
 
 
 def test_two_models_and_optimizers_accumulate_in_one_loop() -> None:
-    """L6."""
     torch.manual_seed(0)
     first, second = ON_TWO.run(two_models)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -265,7 +263,6 @@ def gan() -> dict[str, Any]:
 
 
 def test_a_gan_trains_with_two_strategies_and_two_precisions_in_one_process() -> None:
-    """L6; law 7."""
     first, second = ON_TWO.run(gan)
     assert first["dtypes"] == {torch.bfloat16}
     assert first["wrapped"]
@@ -301,7 +298,7 @@ def runs(count: int) -> tuple[int, float]:
 
 
 def test_fifty_runs_on_two_ranks_leave_nothing_behind() -> None:
-    """L14: object counts and memory stay flat."""
+    """Object counts and memory stay flat."""
     for objects, memory in run_ranks(runs, 2, 50):
         assert objects < 50
         assert memory < 10
@@ -342,7 +339,6 @@ def norms() -> dict[str, torch.Tensor]:
 
 
 def test_the_norm_is_that_of_one_process() -> None:
-    """L9."""
     alone = norms()
     for found in ON_TWO.run(norms):
         assert [name for name, value in found.items() if value.dtype is torch.bool and not value] == []
@@ -361,7 +357,6 @@ def orphan() -> str:
 
 
 def test_an_optimizer_of_another_model_is_refused_on_every_rank() -> None:
-    """L5; semantics 8."""
     for message in ON_TWO.run(orphan):
         assert "SGD holds parameters that belong to no prepared model: param_groups[0]['params'][0] (4, 3)" in message
         assert "Pass their model to prepare()" in message
@@ -383,7 +378,6 @@ def orphan_that_steps() -> str:
 
 
 def test_an_optimizer_whose_model_is_not_prepared_is_refused_at_its_step() -> None:
-    """L5; semantics 8."""
     for message in ON_TWO.run(orphan_that_steps):
         assert "Pass their model to prepare()" in message
 
@@ -402,7 +396,6 @@ def late_orphan() -> str:
 
 
 def test_a_group_that_is_added_later_is_checked_too() -> None:
-    """L5."""
     assert all("param_groups[1]['params'][0] (1, 1)" in message for message in ON_TWO.run(late_orphan))
 
 
@@ -490,7 +483,7 @@ def wrappers_again() -> dict[str, Any]:
 
 
 def test_a_wrapper_that_is_prepared_again_keeps_the_users_names() -> None:
-    """F1; semantics 13; and what a wrapper says once its group has ended."""
+    """And what a wrapper says once its group has ended."""
     for found in run_ranks(wrappers_again, 2):
         assert found == {"names": ["0.bias", "0.weight", "2.bias", "2.weight"], "class": "Sequential"}
 
@@ -507,7 +500,6 @@ def named_orphan() -> str:
 
 
 def test_orphans_are_called_by_their_names_where_the_optimizer_knows_them() -> None:
-    """L5."""
     for message in ON_TWO.run(named_orphan):
         assert "0.weight (4, 3), 0.bias (4,), 2.weight (1, 4)" in message
 
@@ -532,7 +524,6 @@ def unused() -> str:
 
 
 def test_unused_parameters_are_named_with_the_option_to_set() -> None:
-    """L13."""
     for message in ON_TWO.run(unused):
         assert "2 parameters took no part in the loss" in message
         assert "spare.weight, spare.bias" in message
@@ -574,7 +565,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
-    """Semantics 13 (device map); design section 4 (a strategy that cannot honour a policy raises)."""
+    """A device map, or a policy that the strategy cannot honour, raises."""
     for found in ON_TWO.run(refusals):
         assert "started 2 processes, which would train 2 separate models" in found["single"]
         assert (
@@ -620,7 +611,6 @@ def timeouts() -> list[timedelta]:
 
 
 def test_the_timeout_asked_for_is_that_of_the_group_that_trains() -> None:
-    """L12."""
     for found in run_ranks(timeouts, 2):
         assert found == [timedelta(seconds=77)] * 2
 
@@ -632,7 +622,6 @@ def world_under_cpu() -> tuple[int, str, bool]:
 
 
 def test_cpu_chooses_the_device_and_not_the_number_of_processes() -> None:
-    """L10; semantics 6."""
     assert ON_TWO.run(world_under_cpu) == [(2, "cpu", True)] * 2
 
 
@@ -653,7 +642,6 @@ def policy_under_ddp() -> list[torch.dtype]:
 
 
 def test_a_policy_holds_under_ddp() -> None:
-    """L11; semantics 15."""
     for dtypes in ON_TWO.run(policy_under_ddp):
         assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
 
@@ -668,7 +656,6 @@ def compiled() -> tuple[bool, list[torch.Tensor]]:
 
 
 def test_compiled_models_train_under_ddp() -> None:
-    """Semantics 14."""
     reference = reference_gradients(rows())
     for was_compiled, found in ON_TWO.run(compiled):
         assert was_compiled
@@ -701,7 +688,7 @@ def lives() -> list[bool]:
 
 
 def test_everything_dies_with_its_last_reference_and_the_group_with_its_last_user() -> None:
-    """L14; semantics 26 (end_training)."""
+    """Until `end_training`."""
     for gone in run_ranks(lives, 2):
         assert all(gone), gone
 
@@ -718,7 +705,6 @@ def saves(folder: str) -> list[str]:
 
 
 def test_saved_weights_have_the_names_of_the_users_model(tmp_path: Path) -> None:
-    """F1; semantics 13."""
     for wrapped in run_ranks(saves, 2, str(tmp_path)):
         assert wrapped == ["module.0.bias", "module.0.weight", "module.2.bias", "module.2.weight"]
     loaded = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Recording a run: who is told what, which run goes on, and that nothing which a tracker does reaches the training (S8)."""
+"""Recording a run: who is told what, which run goes on, and that nothing which a tracker does reaches the training."""
 
 from __future__ import annotations
 
@@ -486,7 +486,7 @@ def test_a_run_cannot_begin_after_the_end() -> None:
         accelerator.init_trackers("late")
 
 
-# --- S8: what trackers do wrong ---------------------------------------------------------------------------------------------
+# --- What trackers do wrong ---------------------------------------------------------------------------------------------
 
 
 def train(accelerator: Accelerator) -> list[torch.Tensor]:

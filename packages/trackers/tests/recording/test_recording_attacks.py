@@ -1,4 +1,4 @@
-"""What trackers, and programs that use them strangely, may try: none of it costs the run anything, and nothing is lost (S8)."""
+"""What trackers, and programs that use them strangely, may try: none of it costs the run anything, and nothing is lost."""
 
 from __future__ import annotations
 

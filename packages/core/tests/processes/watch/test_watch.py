@@ -1,4 +1,4 @@
-"""One rank leaves, or the ranks call different collectives: all end within seconds, and say why (L7, L8, R6).
+"""One rank leaves, or the ranks call different collectives: all end within seconds, and say why.
 
 Real ranks, real ends. `run_ranks` gives the others 15 s once a rank has failed; who then still runs is killed, and the test
 sees that. Most of the time all of them wait for each other, so the launches run side by side.
