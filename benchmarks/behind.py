@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint that is written in the background. Run by `run.py`."""
+"""P9: how long training stands still for a checkpoint that is written in the background. Run by `run.py`."""
 
 from __future__ import annotations
 

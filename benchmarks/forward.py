@@ -1,4 +1,4 @@
-"""What a call of a model costs whose matrix products run in bf16, and whose nested output is left alone, or cast."""
+"""P5: what a call of a model costs whose matrix products run in bf16, and whose nested output is left alone, or cast."""
 
 from __future__ import annotations
 

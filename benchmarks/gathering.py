@@ -1,4 +1,4 @@
-"""`gather_for_metrics` of two tensors, with work between the calls. Run by `run.py`, under torchrun."""
+"""P7: `gather_for_metrics` of two tensors, with work between the calls. Run by `run.py`, under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import` and the first `Accelerator()` cost on top of torch, in fresh processes."""
+"""P1: what `import` and the first `Accelerator()` cost on top of torch, in fresh processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch costs that is read through a prepared loader. Run by `run.py`, as one process."""
+"""P6: what a batch costs that is read through a prepared loader. Run by `run.py`, as one process."""
 
 from __future__ import annotations
 

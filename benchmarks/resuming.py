@@ -1,4 +1,4 @@
-"""Going on at batch 10^6 of a shuffled set of 10^9, and what an index of its order costs. Run by `run.py`."""
+"""P10: going on at batch 10^6 of a shuffled set of 10^9, and what an index of its order costs. Run by `run.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving the state of a run durably, and loading it into a run that is there. Run by `run.py`."""
+"""P8: saving the state of a run durably, and loading it into a run that is there. Run by `run.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs under fully sharded training on ranks of one machine. Run by `run.py` under torchrun."""
+"""P11: what a step costs under fully sharded training on ranks of one machine. Run by `run.py` under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the command to the first line of the script, in as many processes as the row says."""
+"""P12: from the command to the first line of the script, in as many processes as the row says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step costs. Run by `run.py`, as one process or under torchrun."""
+"""P2, P3, P4: what a training step costs. Run by `run.py`, as one process or under torchrun."""
 
 from __future__ import annotations
 

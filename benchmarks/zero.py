@@ -1,4 +1,4 @@
-"""What a step costs under ZeRO on ranks of one machine. Run by `run.py` under torchrun; `--size` is the stage."""
+"""P13: what a step costs under ZeRO on ranks of one machine. Run by `run.py` under torchrun; `--size` is the stage."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_worker_streams_differ_by_rank_worker_and_epoch_and_are_reproducible():
 
 
 def test_a_generator_of_the_users_is_used_as_torch_uses_it():
-    """Semantics 21, in a world of one."""
+    """In a world of one."""
     make = lambda: DataLoader(range(9), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4))
     loader = make()
     prepared = prepare(make())

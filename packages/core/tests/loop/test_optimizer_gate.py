@@ -52,7 +52,7 @@ def test_zero_grad_may_stand_anywhere_in_the_body(zero_grad: str) -> None:
 
 
 def test_a_step_outside_the_block_waits_for_the_window_too() -> None:
-    """Semantics 9, 11: scripts place `optimizer.step()` and tests of `sync_gradients` behind the block."""
+    """Scripts place `optimizer.step()` and tests of `sync_gradients` behind the block."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,7 +259,7 @@ def test_a_closure_runs_its_own_backward() -> None:
 
 @pytest.mark.parametrize("order", ["optimizer first", "scheduler first", "scheduler built after prepare"])
 def test_schedulers_and_optimizers_in_any_order(order: str) -> None:
-    """Semantics 8, 12: LR schedulers capture `optimizer.step` when they are built, and look for their mark on it."""
+    """LR schedulers capture `optimizer.step` when they are built, and look for their mark on it."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = line()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -431,7 +431,6 @@ class Scaling(Precision):
 
 
 def test_a_scaler_that_calls_step_reaches_the_optimizers_own() -> None:
-    """Semantics 11, 13."""
     accelerator = Accelerator(mixed_precision=Scaling(), gradient_accumulation_steps=2)
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
