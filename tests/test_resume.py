@@ -235,14 +235,14 @@ def test_going_on_at_batch_one_million_reads_no_skipped_sample(shuffle: bool) ->
 
 
 def go_on_in_the_middle_of_a_huge_set() -> int:
-    """Bytes that going on takes beside what there is, behind a first time in a small set."""
+    """Bytes that going on takes beside what there is, behind a first time in a set that is shuffled alike."""
 
     def go_on(samples: int, at: int) -> None:
         loader = Accelerator(cpu=True).prepare(DataLoader(Recorded(samples), 8, shuffle=True))
         loader.load_state_dict({**loader.state_dict(), "samples": 8 * at})
         next(iter(loader))
 
-    go_on(10**3, 1)
+    go_on(10**5, 1)
     return extra_memory(lambda: go_on(10**9, MILLION))
 
 
