@@ -36,7 +36,8 @@ class AlignDevicesHook(ModelHook):
         io_same_device: whether outputs go back to where the inputs were.
         weights_map: name → weight, for what is offloaded. None: main memory keeps them.
         offload_buffers: whether buffers are offloaded too.
-        place_submodules: whether the weights of all submodules are meant, and not only the module's own.
+        place_submodules: whether the weights of all submodules are meant, and not only the module's
+            own.
         skip_keys: keywords of inputs, or of outputs, that stay where they are.
         tied_params_map: as in `set_module_tensor_to_device`.
         prefetcher: fetches ahead; None: each call waits for its weights.
@@ -237,7 +238,7 @@ def attach_align_device_hook_on_blocks(
     tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
     prefetcher: Prefetcher | None = None,
 ) -> None:
-    """Attaches hooks to blocks that compute in different places: dicts of block names → device, or whether it is offloaded.
+    """Attaches hooks to blocks in several places: dicts of block names → device, or → offloaded.
 
     With one device and one answer the whole module is one block. The outputs of the outermost
     module go back to where its inputs were.
@@ -328,7 +329,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` gives: sends its model away, or ends that it is brought."""
+    """The handle of `cpu_offload_with_hook`: sends its model away, or stops bringing it."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model, self.hook = model, hook

@@ -1,8 +1,8 @@
-"""Which part of a model goes where: `infer_auto_device_map`.
+"""A place for each part of a model: `infer_auto_device_map`.
 
 Places are filled in their order: accelerators, main memory, the disk. The modules are walked in the
-order of the model. One that does not fit as a whole is divided into its children; one that cannot be
-divided goes to the next place, and so does everything behind it, so that activations cross from
+order of the model. One that does not fit as a whole is divided into its children; an indivisible
+one goes to the next place, and so does everything behind it, so that activations cross from
 one place to another as seldom as possible. Modules that share a weight go together.
 
 What is kept in main memory or on the disk is brought to the first accelerator for each call, and
@@ -45,7 +45,8 @@ def infer_auto_device_map(
 
     Args:
         model: may lie on the meta device.
-        max_memory: limits by place, in bytes or text such as "10GiB"; None: what `get_max_memory` finds.
+        max_memory: limits by place, in bytes or text such as "10GiB"; None: what `get_max_memory`
+            finds.
         no_split_module_classes: names of classes that go to one place as a whole, such as blocks
             with a residual connection.
         dtype, special_dtypes: in which the weights will be, as in `compute_module_sizes`.
@@ -124,7 +125,7 @@ class _Planner:
                     current += 1
 
     def _room(self, place: Place, waiting: Sequence[Part]) -> int | None:
-        """Bytes that are left, without what is kept for the largest layer that still waits; None: there is no limit."""
+        """Bytes left, less those kept for the largest waiting layer; None: there is no limit."""
         if place == "disk":
             return None
         reserved = get_max_layer_size(waiting, self.sizes, self.no_split)[0] if place in self.reserving else 0
@@ -140,7 +141,7 @@ class _Planner:
         return [part for part in waiting if any(is_below(each, part[0]) for each in others)]
 
     def _size_of(self, part: Part, beside: Sequence[Part]) -> int:
-        """Bytes of parts that go together. `sizes` counts a tied weight under the first of its names only."""
+        """Bytes of parts that go together. `sizes` counts a tied weight under its first name."""
         return self.sizes.get(part[0], 0) + sum(self.sizes.get(name, 0) for name, _ in beside)
 
     def _put(self, parts: Sequence[Part], place: Place, size: int) -> None:
@@ -160,7 +161,7 @@ class _Planner:
         return waiting
 
     def _fallback(self, place: Place, current: int, waiting: Sequence[Part], room: int) -> Part | None:
-        """For the first accelerator, if it got nothing: the first part that fits, the largest level first."""
+        """The first part that fits an empty first accelerator, the largest level first."""
         if not self.fallback or self.used.get(place) or current or place in ("cpu", "disk"):
             return None
         level = list(waiting)
@@ -196,7 +197,7 @@ def _check_buffers(planner: _Planner, buffers: Mapping[str, int]) -> None:
 
 
 def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> OrderedDict[str, Place]:
-    """The map with one entry for each module whose parts, below `module_name`, all go to one place."""
+    """The map with one entry for each module below `module_name` that is in one place."""
     below = [name for name in device_map if is_below(name, module_name)]
     if below and len({device_map[name] for name in below}) == 1:
         kept = OrderedDict((name, place) for name, place in device_map.items() if name not in below)
@@ -212,7 +213,7 @@ def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> 
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.device]) -> None:
-    """Raises `ValueError` unless a map gives each parameter and buffer a place, and names only what there is."""
+    """Raises ValueError unless a map places each parameter and buffer, and nothing else."""
     names = [*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())]
     known = {*names, *(name for name, _ in model.named_modules())}
     if unknown := [name for name in device_map if name not in known]:

@@ -43,7 +43,7 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> M:
-    """Spreads a model over the places of a device map, in place, so that it runs as before. Returns it.
+    """Spreads a model over the places of a device map, in place; returns it. It runs as before.
 
     Modules on "cpu", where there is an accelerator, and on "disk" compute on `main_device`; their
     weights are brought for each call, those of the next module meanwhile. The model gets
@@ -62,7 +62,7 @@ def dispatch_model(
         preload_module_classes: names of classes whose weights are brought together.
         force_hooks: attaches hooks although everything is in one place.
 
-    Raises `ValueError` if the map does not fit the model, or nothing says where weights on "disk" are.
+    Raises `ValueError` if the map misfits the model, or weights on "disk" have no folder or index.
     """
     check_device_map(model, device_map)
     places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
@@ -71,7 +71,7 @@ def dispatch_model(
 
 
 class _Store:
-    """Where the weights of a dispatched model are: made when it is known which are offloaded."""
+    """The weights of a dispatched model, made when it is known which of them are offloaded."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Store:
         self._state_dict, self._folder, self._index = state_dict, folder, index
 
     def weights(self, offloaded: Sequence[Place]) -> Mapping[str, torch.Tensor]:
-        """The weights of the places that are offloaded. Writes those on "disk" to the folder, unless it has them."""
+        """The weights of offloaded places. Writes those on "disk" to a folder without an index."""
         own = self._model.state_dict() if self._state_dict is None else self._state_dict
         by_place: dict[Place, dict[str, torch.Tensor]] = {"cpu": {}, "disk": {}}
         for name, value in own.items():
@@ -184,9 +184,9 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
-    """Keeps all weights of a model in main memory and brings each module's for its call. In place; returns the model.
+    """Keeps a model's weights in main memory; each call brings its module's. In place; returns it.
 
-    `execution_device` None: where the first parameter is. The other arguments are those of `dispatch_model`.
+    `execution_device` None: where the first parameter is. Other arguments: see `dispatch_model`.
     """
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
@@ -202,7 +202,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
-    """Keeps all weights of a model in a folder, which is written unless it has an index. As `cpu_offload` otherwise."""
+    """Keeps a model's weights in a folder, written if it has no index; see `cpu_offload`."""
     if not (Path(offload_dir) / INDEX).is_file():
         offload_state_dict(offload_dir, model.state_dict())
     if execution_device is None:
@@ -234,7 +234,7 @@ def _offloaded(
 def cpu_offload_with_hook(
     model: M, execution_device: DeviceLike | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[M, UserCpuOffloadHook]:
-    """Brings a whole model to the device when it is called; it stays until the next one of the chain is called.
+    """Brings a whole model to the device for its call, until the next of the chain is called.
 
         encoder, hook = cpu_offload_with_hook(encoder)
         decoder, hook = cpu_offload_with_hook(decoder, prev_module_hook=hook)
@@ -256,7 +256,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keeps weights of linear, convolution and embedding layers in `storage_dtype`; each is cast for its call.
+    """Keeps weights of linear, convolution and embedding layers in `storage_dtype`; casts per call.
 
     `skip_modules_pattern`: regular expressions; modules whose names they are found in are left
     alone, with what they hold. `skip_modules_classes`: the same by class.

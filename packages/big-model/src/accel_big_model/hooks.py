@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ModelHook:
-    """What happens around the forward of a module. Subclass it, and override what is needed.
+    """A hook around the forward of a module. Subclass it, and override what is needed.
 
     Attributes:
         no_grad: whether the forward runs under `torch.no_grad()`.
@@ -114,7 +114,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """Detaches the hook of a module, and with `recurse` those of its children; the forward is the old one again."""
+    """Detaches a module's hook, with `recurse` its children's too, and restores the forward."""
     attributes: Any = vars(module)
     if (hook := attributes.pop("_hf_hook", None)) is not None:
         hook.detach_hook(module)

@@ -1,4 +1,4 @@
-"""Filling a model that has no memory yet: each weight goes from its file to its place, and those on "disk" stay in it."""
+"""Filling a model without memory: weights go from files to places; those on "disk" stay there."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ def load_checkpoint_and_dispatch(
     force_hooks: bool = False,
     strict: bool = True,
 ) -> M:
-    """Fills a model from files and spreads it over places; weights on "disk" are read from these files for each call.
+    """Fills a model from files and spreads it over places; weights on "disk" are read per call.
 
     Args:
         model: may lie on the meta device, as `init_empty_weights` builds it.
         checkpoint: a `.safetensors` file, an index, a directory, or a checkpoint of `save_state`.
-        device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0": the
-            first gets little; "sequential": each is filled before the next. None: everything goes
-            to the CPU.
+        device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0":
+            the first gets little; "sequential": each is filled before the next. None: everything
+            goes to the CPU.
         dtype: which floating weights have afterwards. None: that of the model.
         strict: whether names and shapes have to be those of the model. False fills what fits.
 
-    The other arguments are those of `infer_auto_device_map` and `dispatch_model`. Raises `ValueError` for a map that
-    does not fit, `CheckpointError` for files that do not; the model is then as it was.
+    The other arguments are those of `infer_auto_device_map` and `dispatch_model`. Raises
+    `ValueError` for a map that does not fit, `CheckpointError` for files that do not; the model is
+    then as it was.
     """
     if isinstance(device_map, str):
         if device_map not in _NAMED:
@@ -83,7 +84,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """What a model has to be filled with: name → a tensor on meta."""
+    """The weights that a model has to be filled with: name → a tensor on meta."""
     return {
         name: tensor.to("meta", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
         for name, tensor in model.state_dict().items()
@@ -92,7 +93,7 @@ def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tens
 
 
 class _Cast(Mapping[str, torch.Tensor]):
-    """The weights of files under the names and dtypes of a model. A tied weight is found by any of its names."""
+    """The weights of files by a model's names and dtypes; a tied weight by any of its names."""
 
     def __init__(
         self, stored: StoredWeights, wanted: Mapping[str, torch.Tensor], tied: Sequence[Sequence[str]]

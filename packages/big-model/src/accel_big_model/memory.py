@@ -1,4 +1,4 @@
-"""How much memory each place has for a model: accelerators, main memory, and the disk, which has enough."""
+"""Memory for a model in each place: accelerators, main memory, and the disk, with enough."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
 
 
 def available_memory() -> int:
-    """Bytes of main memory that this process can take: what the system has available, within its control group's limit."""
+    """Bytes of main memory available to this process, within the limit of its control group."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # which counts the cache too, that gives way

@@ -1,4 +1,4 @@
-"""Building models without memory: their parameters lie on the meta device, or on one that is given."""
+"""Models built without memory: parameters on the meta device, or on a given one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> Iterator[None]:
-    """A block in which the parameters of new modules lie on `device`; other threads are not concerned.
+    """A block in which parameters of new modules of this thread lie on `device`.
 
     A parameter goes there when a module takes it, so one of them at a time is in main memory.
     `include_buffers=True`: all tensors that are made inside without a device lie there.

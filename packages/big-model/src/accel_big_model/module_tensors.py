@@ -39,18 +39,18 @@ def joined(prefix: str, name: str) -> str:
 
 
 def is_below(name: str, module: str) -> bool:
-    """Whether `name` is that of the module, or of something inside it; everything is inside of ""."""
+    """Whether `name` is that of the module, or of something inside it; "" has everything."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule that has a tensor, and its name there. Raises `AttributeError` if there is none."""
+    """The submodule that has a tensor, and its name there. AttributeError if there is none."""
     path, _, own = name.rpartition(".")
     return model.get_submodule(path), own
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of parameters that are one object, a list for each such object, in the order of the model."""
+    """The names of parameters that are one object, a list per object, in the model's order."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -127,7 +127,7 @@ def set_module_tensor_to_device(
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """The device of an entry in a device map: a number counts accelerators; "disk" is the meta device."""
+    """The device of a device map's entry: a number is an accelerator; "disk" is meta."""
     return torch.device("meta" if device == "disk" else device)
 
 

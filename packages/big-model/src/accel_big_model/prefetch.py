@@ -14,7 +14,7 @@ import torch
 
 
 class Source(Protocol):
-    """Who fetches weights."""
+    """A source of weights."""
 
     execution_device: torch.device
 
@@ -53,7 +53,7 @@ class Prefetcher:
 
 
 def _fetch(source: Source) -> dict[str, torch.Tensor]:
-    """In the thread, on an accelerator with a stream of its own, so that copies run beside what computes."""
+    """Fetches in the thread, on a stream of its own: copies run beside the computation."""
     device = source.execution_device
     if device.type in ("cpu", "meta"):
         return source.fetch()

@@ -1,4 +1,4 @@
-"""How many bytes the modules of a model take, without any of them having memory."""
+"""Sizes of a model's modules in bytes, without any memory for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size in text: "10GiB" is 10 × 2³⁰, "10GB" is 10 × 10⁹, and an int is bytes already.
+    """Bytes of a size in text: "10GiB" is 10 × 2³⁰, "10GB" is 10 × 10⁹; an int is bytes already.
 
     Raises `ValueError` for what is no size.
     """
@@ -31,7 +31,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
-    """Bytes of one element: 0.125 of a bool, 0.5 of "int4"; "fp8" and names of torch's dtypes are known."""
+    """Bytes of one element: 0.125 for bool, 0.5 for "int4", 1 for "fp8"; torch's names too."""
     if dtype == torch.bool:
         return 1 / 8
     if isinstance(dtype, torch.dtype):
@@ -50,7 +50,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of each module, parameter and buffer by its name; "" is the model. A tied weight counts once.
+    """Bytes of each module, parameter and buffer by name; "" is the model. Tied weights count once.
 
     Args:
         dtype: in which the model will be: floating tensors that are wider count as this one. None:

@@ -1,7 +1,7 @@
-"""Weights that are kept elsewhere than in their module: in main memory, in safetensors files, or in an older offload folder.
+"""Weights kept outside their module: in main memory, safetensors files, or an older folder.
 
-A store is a mapping of names to tensors that are read when they are asked for. Files of safetensors,
-and checkpoints of `save_state`, are read where they lie.
+A store is a mapping of names to tensors, read on demand. Files of safetensors, and checkpoints of
+`save_state`, are read where they lie.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LARGE = 1 << 20
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, an index, a folder or a checkpoint, each read when it is asked for.
+    """The tensors of a safetensors file, an index, a folder or a checkpoint, read on demand.
 
     The files stay open, and their tensors are not kept: one that is asked for twice is read twice.
     Raises as `load_checkpoint_in_model` does for what cannot be read.
@@ -69,7 +69,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in main memory. A large one has a mapping of its own, whose memory is given back at once when it goes."""
+    """A tensor in main memory. A large one has its own mapping, freed at once when it goes."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE:
         return torch.empty(shape, dtype=dtype)
@@ -150,7 +150,7 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Writes a tensor to `<offload_folder>/<weight_name>.dat`, and notes its shape and dtype in `index`, which is returned."""
+    """Writes `<offload_folder>/<weight_name>.dat`; returns `index` with its shape and dtype."""
     index = {} if index is None else index
     value = weight.detach().cpu().contiguous()
     dtype = str(value.dtype).removeprefix("torch.")
@@ -161,7 +161,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor in a `.dat` file, of the shape and dtype that `offload_weight` noted. Raises `ValueError` if the file is shorter."""
+    """The tensor in a `.dat` file, as `offload_weight` noted. ValueError for a short file."""
     dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
     value = torch.empty(shape, dtype=dtype)
     wanted = value.numel() * value.element_size()
@@ -183,7 +183,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors to a folder, from which `OffloadedWeightsLoader(save_folder=...)` reads them."""
+    """Writes tensors to a folder, for `OffloadedWeightsLoader(save_folder=...)` to read."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, dict[str, Any]] = {}
     for name, tensor in state_dict.items():

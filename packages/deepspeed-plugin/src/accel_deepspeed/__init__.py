@@ -1,15 +1,18 @@
-"""ZeRO for accel-core over DeepSpeed: parameters, gradients and optimizer state are shared out among the processes.
+"""ZeRO for accel-core over DeepSpeed: parameters, gradients and optimizer state are sharded.
 
     Accelerator(strategy="deepspeed")
     Accelerator(strategy=DeepSpeed(zero_stage=3, config="ds_config.json"))
 
 strategy            the options, and the hooks of the core that it owns
-model_engine        the engine of one model: forwards, backwards, gradients, steps; prepared_model: what the loop calls
+model_engine        the engine of one model: forwards, backwards, gradients, steps
+prepared_model      the module that the loop calls
 optimizer_double    the optimizer that DeepSpeed is given in the place of the user's
-engine_internals    what is used of DeepSpeed beyond its documented interface; communication: what it keeps in the process
-sharding            how parameters and state are described to a checkpoint; export: to readers and writers of weights
+engine_internals    the use of DeepSpeed beyond its documented interface
+communication       its process-wide state
+sharding            parameters and state as described to a checkpoint
+export              the same for readers and writers of weights
 zero_init           models that are never whole on one process; clipping: norms over parts
-configuration, configuration_…    the configuration, checked and completed; configured_…: what it names
+configuration, …    the configuration, checked and completed; configured_…: objects named in it
 plugin, placeholders, older_names    the options under their older names
 """
 

@@ -67,7 +67,7 @@ def clip(
 
 
 def gather(power: torch.Tensor, note: int, group: ProcessGroup | None) -> torch.Tensor:
-    """The power and the note of each rank, in double precision, one row for each. A collective of a group of `group_of`."""
+    """Each rank's power and note, a row each, float64. A collective of a group of `group_of`."""
     own = torch.tensor([0.0, note % 2**52], dtype=torch.float64, device=power.device)
     own[0] = power
     if group is None:
@@ -78,7 +78,7 @@ def gather(power: torch.Tensor, note: int, group: ProcessGroup | None) -> torch.
 
 
 def group_of(world: World) -> ProcessGroup | None:
-    """The group in which ranks tell each other powers; None in a world of one. A collective, the first time."""
+    """The group for exchanging powers; None in a world of one. A collective, the first time."""
     if world.size == 1:
         return None
     group = world.subgroup(range(world.size))

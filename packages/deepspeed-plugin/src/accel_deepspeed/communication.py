@@ -1,4 +1,4 @@
-"""DeepSpeed's own process-wide state: its communication backend and process groups, and what making an engine changes."""
+"""DeepSpeed's process-wide state: its backend, its groups, and what an engine's making changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _started_for: list[weakref.ref[dist.ProcessGroup]] = []
 
 
 def start(world: World) -> None:
-    """Has DeepSpeed communicate over torch's default process group. A collective in the first call of a world.
+    """Has DeepSpeed use torch's default process group. A collective in a world's first call.
 
     DeepSpeed keeps its backend and its groups in modules. Those of a group that has ended since are
     dropped, or the engines of the next Accelerator would talk to the dead.
@@ -60,7 +60,7 @@ def forget() -> None:
 
 
 def shown_rank(world: World) -> AbstractContextManager[None]:
-    """A context in which DeepSpeed finds LOCAL_RANK: it asks for it in some forwards, and only some launchers set it."""
+    """A context that sets LOCAL_RANK: DeepSpeed needs it in some forwards; launchers may not."""
     return contextlib.nullcontext() if _RANK in os.environ else _ShownRank(world.local_rank)
 
 
@@ -79,7 +79,7 @@ class _ShownRank:
 
 @contextmanager
 def environment_of(world: World) -> Iterator[None]:
-    """Shows DeepSpeed the variables that it asks for, and restores those that it, and what it imports, set.
+    """Shows DeepSpeed the variables that it asks for; restores all variables afterwards.
 
     What it imports in there is deprecated in torch here and there, which nobody else can mend.
     """

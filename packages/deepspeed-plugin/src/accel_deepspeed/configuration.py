@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed: a dictionary or a JSON file, checked at once and completed when the run is known.
+"""DeepSpeed's configuration: a dictionary or JSON file, checked at once, completed by a run.
 
 What the Accelerator decides (accumulation, clipping, precision, schedulers) DeepSpeed is not told
 twice: it is compared, remembered, or refused with what to write instead.
@@ -141,7 +141,7 @@ class Configuration:
 
 
 def hidden_size_of(model: object) -> int | None:
-    """The width of a model of transformers, from its `config`; the largest if it has several; None for other models."""
+    """The width of a model of transformers by its `config`, the largest of several; or None."""
     config = getattr(model, "config", None)
     for holder in (config, getattr(config, "text_config", None)):
         size = getattr(holder, "hidden_size", None)

@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed configuration: what each may hold, and those that have no place beside a loop of the user's own.
+"""The keys of a DeepSpeed configuration: their types, and those refused beside a user's own loop.
 
 DeepSpeed reads keys of its top level, and of several sections, without looking for others: a
 misspelt one is ignored in silence. A test compares these tables with the installed DeepSpeed.
@@ -149,7 +149,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
 
 
 def check_keys(config: Mapping[str, Any], source: str) -> None:
-    """Raises for a key that DeepSpeed does not know, for one without a place here, and for a value that it would misread.
+    """Raises for an unknown or refused key, and for a value that DeepSpeed would misread.
 
     Raises:
         TypeError: a value is of another type than the key holds.
@@ -173,7 +173,7 @@ def is_off(value: object) -> bool:
 
 
 def without_refused(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy of checked keys without those that have no place here and are off, and without what is null."""
+    """A copy of checked keys, without refused ones, which are off, and without nulls."""
     return {
         name: without_refused(value, (*path, name)) if isinstance(value, Mapping) else value
         for name, value in config.items()

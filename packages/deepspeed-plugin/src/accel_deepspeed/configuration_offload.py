@@ -1,4 +1,4 @@
-"""Where optimizer state and parameters are offloaded to: devices and folders of the configuration."""
+"""Offloading of optimizer state and parameters: the configuration's devices and folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making real what a configuration names: the optimizer behind a `DummyOptim`, the schedule behind a `DummyScheduler`."""
+"""The optimizer and schedule of a configuration, for a `DummyOptim` and a `DummyScheduler`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def realise(optimizer: optim.Optimizer, configuration: Configuration, device_type: str) -> None:
-    """Turns a `DummyOptim` into the optimizer that the configuration names, in place, and begins its schedules.
+    """Turns a `DummyOptim` into the configured optimizer, in place, and begins its schedules.
 
     To be called for every optimizer of a model, before anything else is done with it. A second call
     changes nothing.
@@ -44,7 +44,7 @@ def realise(optimizer: optim.Optimizer, configuration: Configuration, device_typ
 
 
 def compiled_for(optimizer: optim.Optimizer | None, configuration: Configuration) -> list[str]:
-    """The operators of DeepSpeed that `realise`, an engine, or a model that is built in parts would compile if they are not."""
+    """DeepSpeed's operators that `realise`, an engine or a model built in parts would compile."""
     names = []
     if isinstance(optimizer, DummyOptim) and configuration.offload_optimizer != "none" and configuration.optimizer:
         section = configuration.optimizer
@@ -58,7 +58,7 @@ def compiled_for(optimizer: optim.Optimizer | None, configuration: Configuration
 
 
 def check_schedule(optimizer: optim.Optimizer, configuration: Configuration) -> None:
-    """Raises before a step if the configuration has a schedule that nothing drives the optimizer by.
+    """Raises before a step if the configuration has a schedule, but nothing steps it.
 
     Raises:
         RuntimeError: there is no `DummyScheduler` over the optimizer.
@@ -186,7 +186,7 @@ def _schedule(scheduler: DummyScheduler, configuration: Configuration) -> Any:
 def _merged(
     owner: str, section: str, params: Mapping[str, Any], asked: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
-    """The options of a section, with those that the script asks for where it has "auto" or nothing."""
+    """The options of a section; those of the script replace "auto" and missing ones."""
     for option, value in asked.items():
         found = params.get(option, "auto")
         if found != "auto" and _listed(found) != _listed(value):
@@ -202,7 +202,7 @@ def _listed(value: object) -> object:
 
 
 def _of_torch(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options for torch's class: what only DeepSpeed's have goes, as far as it asks for what torch does."""
+    """Options for torch's class, without DeepSpeed's own. ValueError for one torch cannot do."""
     for option in ("bias_correction", "fp32_optimizer_states"):
         if not options.pop(option, True):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""All that is used of DeepSpeed beyond its documented interface, in one place: a test fails when one of these names has gone.
+"""All use of DeepSpeed beyond its documented interface; a test fails when such a name has gone.
 
 The optimizer of an engine (`engine.optimizer`) is one of two classes. Both keep, for each group of
 parameters, a flat partition of masters and of gradients; they differ in names and in what a group
@@ -36,8 +36,8 @@ class Fragment(NamedTuple):
 class Partitions:
     """The flat partitions of a ZeRO optimizer of stage 1 or 2.
 
-    Gradients are sent in one order on all ranks, as DDP does: that of the parameters, backwards. One
-    that is ready early waits; one that a rank did not use is sent as zeros. DeepSpeed would send what
+    Gradients are sent in one order on all ranks, as in DDP: that of the parameters, backwards. An
+    early one waits; one that a rank did not use is sent as zeros. DeepSpeed would send what
     is ready, and add up gradients of different parameters where ranks use different ones.
 
     Args:
@@ -83,7 +83,7 @@ class Partitions:
 
     @property
     def offloads(self) -> bool:
-        """Whether gradients of a partition are kept in the memory of the host, beside the masters."""
+        """Whether a partition's gradients and masters are in the memory of the host."""
         return bool(self.zero.cpu_offload)
 
     @property
@@ -98,7 +98,7 @@ class Partitions:
         return found
 
     def fragments(self) -> Iterator[tuple[nn.Parameter, Fragment]]:
-        """Every parameter that is stepped, in an order that is the same on all ranks, with its part on this rank."""
+        """Each stepped parameter, in one order on all ranks, with its part on this rank."""
         for group, parameters in enumerate(self.zero.bit16_groups):
             for parameter in parameters:
                 mapping = parameter._hp_mapping
@@ -109,7 +109,7 @@ class Partitions:
                     yield parameter, Fragment(group, inner.start, outer.start, outer.numel)
 
     def gradients(self) -> Sequence[torch.Tensor]:
-        """The averaged gradients of this rank's partitions, live, after a backward that synchronised: laid out like the masters."""
+        """This rank's averaged gradients, live, laid out as masters, once synchronised."""
         if self.offloads:
             return [flat.grad for flat in self.masters]  # type: ignore[misc]
         return [self._flattened(group) for group in range(len(self.masters))]
@@ -132,7 +132,7 @@ class Partitions:
         return found
 
     def begin(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A backward that synchronises is about to begin: gives what is to be added to its gradients afterwards.
+        """Begins a synchronising backward; returns the gradients to add to its own afterwards.
 
         It overwrites what earlier ones have averaged.
 
@@ -164,7 +164,7 @@ class Partitions:
             self.zero.all_grad_tensors[group] = None
 
     def send_rest(self) -> None:
-        """Sends what this backward has not: gradients that earlier ones have held back, and zeros of unused parameters."""
+        """Sends the rest of the gradients: earlier held-back ones, zeros for unused parameters."""
         while self._sent < len(self._order):
             parameter, _ = self._order[self._sent]
             if parameter.grad is None:
@@ -232,7 +232,7 @@ class ShardedPartitions(Partitions):
         return self._gradients
 
     def begin(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """See `Partitions`. Without offloading gradients are added to what is there, if the optimizer is told that this is no first backward."""
+        """See `Partitions`. Without offloading, the optimizer itself adds to earlier gradients."""
         self._ready.clear()
         for bucket in self.zero.ipg_buckets.values():  # which a backward that raised has left
             bucket.params.clear()
@@ -254,7 +254,7 @@ class ShardedPartitions(Partitions):
             gradient.zero_()
 
     def send_rest(self) -> None:
-        """Sends gradients that earlier backwards have held back and that this one has not touched."""
+        """Sends gradients that earlier backwards have held back and this one has not met."""
         zero = self.zero
         waiting = {id(parameter) for bucket in zero.ipg_buckets.values() for parameter in bucket.params}
         for parameters in zero.fp16_groups:
@@ -295,7 +295,7 @@ def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def shard_of(parameter: Any) -> tuple[int, int]:
-    """Where this rank's part of a parameter that is shared out begins, and how many elements it has, without the padding."""
+    """The start and size of this rank's part of a sharded parameter, without the padding."""
     width = parameter.partition_numel()
     start = min(width * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
     return start, min(width, parameter.ds_numel - start)
@@ -308,7 +308,7 @@ def shard_memory(parameter: Any) -> torch.Tensor:
 
 
 def set_leaf_modules(model: nn.Module, names: Sequence[str]) -> None:
-    """Has the modules of these classes gathered as a whole (stage 3). Raises `ValueError` if a class does not occur."""
+    """Has modules of these classes gathered as a whole (stage 3). ValueError for unknown ones."""
     import deepspeed
 
     known = {type(module).__name__: type(module) for module in model.modules()}
@@ -334,7 +334,7 @@ def partitions_of(engine: Any) -> Partitions:
 
 
 def begin_backward(engine: Any, synchronises: bool) -> None:
-    """The next backward is run by us, and not by the engine: its hooks leave the beginning and the end to us."""
+    """Begins a backward: the engine's hooks leave the beginning and the end to this package."""
     engine._running_engine_backward = True
     engine._is_gradient_accumulation_boundary = True
     engine.inside_no_sync_ctxt = not synchronises
@@ -351,7 +351,7 @@ def end_backward(engine: Any) -> None:
 
 
 def end_engine(engine: Any) -> None:
-    """Ends an engine, and drops what `destroy` leaves behind: two references to the model, of stage 3.
+    """Ends an engine, and drops two references to the model that `destroy` leaves, in stage 3.
 
     One is in a list of a module, the other one in the cache of a method, whose keys are the objects
     that the method was called with. Other engines fill the cache again.
@@ -366,7 +366,7 @@ def end_engine(engine: Any) -> None:
 
 
 def _restore_linear() -> None:
-    """Gives torch its `linear` back, which stage 3 replaces by one that does not keep weights for the backward."""
+    """Restores torch's `linear`: stage 3's replacement keeps no weights for the backward."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
@@ -375,7 +375,7 @@ def _restore_linear() -> None:
 
 
 def released_parameters() -> Any:
-    """The cached method that says which parameters are let go of behind a module; it is wrapped in another function."""
+    """DeepSpeed's cached method for the parameters to release, taken out of its wrapper."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     wrapper = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]

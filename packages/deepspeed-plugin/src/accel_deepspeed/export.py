@@ -19,7 +19,7 @@ _CALL = "save_pretrained()"
 
 
 class StatesParts(ClassOverride):
-    """What the user's model gets in stages 1 to 3: it says which parts this rank has of what is trained."""
+    """A class override of the user's model in stages 1 to 3: states this rank's trained parts."""
 
     def accel_state(self) -> State:
         """The entries that weights are read into, and written from."""
@@ -31,10 +31,10 @@ class StatesParts(ClassOverride):
 
 
 class SavesWhole(StatesParts):
-    """For stage 3, where `state_dict()` has no data, and a class with a `save_pretrained` of its own, which writes that."""
+    """A class's own `save_pretrained` with data in stage 3, where `state_dict()` has none."""
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """The method of the user's class, with all weights on the main process. Collective, unless it is given a `state_dict`."""
+        """Saves all weights on the main process. Collective, unless given a `state_dict`."""
         save = super().save_pretrained  # type: ignore[misc]
         if any(isinstance(each, Mapping) for each in (*args[1:], kwargs.get("state_dict"))):
             return save(*args, **kwargs)

@@ -34,7 +34,7 @@ _live: list[ModelEngine] = []
 
 
 def live_engines() -> list[ModelEngine]:
-    """All engines of this process, in the order in which they were made: a loss may come through models of several Accelerators."""
+    """All engines of this process, of all its Accelerators, in the order of their making."""
     return _live.copy()
 
 
@@ -44,7 +44,7 @@ def engine_that_steps(parameter: torch.Tensor) -> ModelEngine | None:
 
 
 class ModelEngine:
-    """A model whose gradients DeepSpeed synchronises, and whose parameters it steps from stage 1 on.
+    """A model whose gradients DeepSpeed synchronises, and whose parameters it steps from stage 1.
 
     The user's loop says when: every backward is run by the strategy, which tells each engine of it.
     An engine takes part in a backward if the loss came through an output of its model.
@@ -125,12 +125,12 @@ class ModelEngine:
         begin_backward(self.engine, self.synchronises)
 
     def _reached(self, gradient: Any) -> Any:
-        """The backward has come to an output of this model. Gives the gradient as it is: there is nothing to divide it by."""
+        """Begins the backward at an output of the model. Returns the gradient undivided."""
         self._begin()
         return gradient
 
     def _begin(self) -> None:
-        """The model takes part in the backward: an output says so, or the first gradient, where outputs are hidden in objects."""
+        """Takes part in the backward, from an output, or from a gradient if outputs are hidden."""
         if not self._took_part:
             self._took_part = True
             if self.synchronises and self._partitions is not None:
@@ -138,7 +138,7 @@ class ModelEngine:
             self._prologue()
 
     def end_backward(self, failed: bool) -> None:
-        """The backward is over: what it has computed is sent, unless it is held back. A collective, if the model took part in it."""
+        """Ends the backward: sends gradients not held back. A collective if the model took part."""
         hidden = self._partitions is None and any(each.grad is not None for each in self.model.parameters())
         if (self._took_part or hidden) and not failed:
             if self.synchronises and self._partitions is not None:
@@ -154,16 +154,16 @@ class ModelEngine:
         end_backward(self.engine)
 
     def gradients(self) -> Sequence[torch.Tensor]:
-        """The averaged gradients of this rank's partitions, flat and live; none before a backward has synchronised."""
+        """This rank's averaged gradients, flat and live; none before a backward synchronised."""
         return self._partitions.gradients() if self.has_gradients and self._partitions is not None else ()
 
     @property
     def used(self) -> int:
-        """Stands for the parameters that were used since the last step; 0 where ranks may use different ones."""
+        """A hash of the parameters used since the last step; 0 where ranks may differ."""
         return 0 if self._partitions is None else self._partitions.used
 
     def sent_gradients(self, wanted: Collection[int]) -> Sequence[torch.Tensor]:
-        """What this rank has of the averaged gradients of some parameters, by their `id`: live, in whole partitions where they are all wanted."""
+        """This rank's averaged gradients of parameters by `id`, live; whole partitions for all."""
         flat = self.gradients()
         if not flat or all(key in wanted for key in self.fragments):
             return flat
@@ -201,13 +201,13 @@ class ModelEngine:
         self.has_gradients = self.holds_back = False
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter that is stepped here, flat and live, in the precision of the optimizer."""
+        """This rank's part of a stepped parameter, flat, live, in the optimizer's precision."""
         assert self._partitions is not None, "in stage 0 nothing is stepped here"
         fragment = self.fragments[id(parameter)]
         return self._partitions.masters[fragment.group].detach().narrow(0, fragment.offset, fragment.numel)
 
     def expect_changes(self) -> None:
-        """Somebody may change the masters: the next call of the model, through this engine or not, publishes them."""
+        """Has the next call of the model publish the masters, which somebody may change."""
         if self._publishing is None:
             self._publishing = self.model.register_forward_pre_hook(lambda *_: self.publish(), prepend=True)
 
@@ -220,7 +220,7 @@ class ModelEngine:
             self._partitions.publish()
 
     def step(self) -> bool:
-        """Steps by the gradients that were synchronised; nothing, if there are none. A collective. False if DeepSpeed left the step out."""
+        """Steps by synchronised gradients, if any. A collective. False if DeepSpeed skipped it."""
         self._check_unchanged()
         if not self.has_gradients:
             return True
@@ -235,7 +235,7 @@ class ModelEngine:
         return bool(self.engine.was_step_applied())
 
     def _check_unchanged(self) -> None:
-        """Raises if other parameters are to be trained than when the engine was made: it would leave them out, or decay them."""
+        """Raises if the trained parameters have changed since the engine was made."""
         added = _count(self.optimizer) - self._held
         thawed = sum(each.requires_grad for each in self._frozen)
         frozen = sum(not each.requires_grad for each in self._parameters.values())
@@ -256,7 +256,7 @@ class ModelEngine:
             )
 
     def _compare(self, partitions: ShardedPartitions) -> None:
-        """Raises on all ranks, if they have used different parameters: they are mixed up. A collective, unless clipping has compared."""
+        """Raises on all ranks if used parameters differ. A collective unless clipping compared."""
         rows = [] if self.gathered is None else self.gathered.tolist()
         if len({used for _, used in rows}) != 1 or not all(math.isfinite(power) for power, _ in rows):
             power = clipping.power(partitions.gradients(), 2.0, self._world.device)
@@ -285,7 +285,7 @@ class ModelEngine:
                 }
 
     def state_memory(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a parameter's part of the state `key`, in a flat tensor that `take_state` gives to the partitions."""
+        """Memory for a parameter's part of the state `key`, in a flat tensor of `take_state`."""
         assert self._partitions is not None, "it steps here"
         fragment = self.fragments[id(parameter)]
         place = fragment.group, key
@@ -294,7 +294,7 @@ class ModelEngine:
         return self._memory[place].narrow(0, fragment.offset, fragment.numel)
 
     def take_state(self) -> None:
-        """Steps on with the state that was put into the user's optimizer, in memory of `state_memory`."""
+        """Takes over the state of the user's optimizer, in memory of `state_memory`."""
         assert self._partitions is not None, "it steps here"
         masters, inner = self._partitions.masters, self._partitions.inner
         by_group: dict[int, dict[str, Any]] = {}
@@ -325,7 +325,7 @@ class ModelEngine:
                 )
 
     def list_unlike(self, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """Why `take_state` would refuse what a checkpoint has, in a line; none if it would not. Changes nothing."""
+        """The refusal that `take_state` would raise, in a list, or none. Changes nothing."""
         states = {names[key]: dict(saved.values.get(names[key], {})) for key in self.fragments}
         for place, entry in saved.described().items():
             name, _, option = place.rpartition("/")
@@ -379,7 +379,7 @@ def _count(optimizer: Optimizer | None) -> int:
 
 
 def _nothing() -> None:
-    """In the place of what the engine does in the first backward behind a forward: we do it in every one."""
+    """Replaces the engine's work in a first backward, which `ModelEngine` does in every one."""
 
 
 def _is_laid_out(value: Any, flat: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What libraries ask of a DeepSpeed plugin by its older names: dotted keys of a configuration, and attributes."""
+"""A DeepSpeed plugin's older names, for libraries: dotted keys and attributes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(key, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Deletes a dotted key, with all that it holds. Raises `ValueError` if it `must_exist` and does not."""
+        """Deletes a dotted key and its content. ValueError if it `must_exist` and does not."""
         node, key = self.find_config_node(ds_key_long)
         if node is not None and key in node:
             del node[key]
@@ -74,7 +74,7 @@ class HfDeepSpeedConfig:
 
 
 class OlderAttributes:
-    """What transformers and its like read of `state.deepspeed_plugin`, for the strategy to inherit.
+    """Attributes of `state.deepspeed_plugin`, for transformers and its like, as a base class.
 
     Attributes:
         configuration: what was read.
@@ -85,7 +85,7 @@ class OlderAttributes:
 
     @property
     def hf_ds_config(self) -> HfDeepSpeedConfig:
-        """The configuration as an object with dotted keys; another may be set before a model is prepared."""
+        """The configuration with dotted keys; another may be set before a model is prepared."""
         if self._hf_ds_config is None:
             self._hf_ds_config = HfDeepSpeedConfig(whole(self.configuration))
         return self._hf_ds_config
@@ -117,17 +117,17 @@ class OlderAttributes:
 
     @property
     def offload_optimizer_device(self) -> str:
-        """Where optimizer state is kept: "none", "cpu" or "nvme"."""
+        """The place of optimizer state: "none", "cpu" or "nvme"."""
         return self.configuration.offload_optimizer
 
     @property
     def offload_param_device(self) -> str:
-        """Where parameters are kept that are not in use: "none", "cpu" or "nvme"."""
+        """The place of parameters not in use: "none", "cpu" or "nvme"."""
         return self.configuration.offload_param
 
     @property
     def zero3_init_flag(self) -> bool:
-        """False: a model is shared out while it is built where `accelerator.build_model` builds it, and nowhere else."""
+        """False: only `accelerator.build_model` shards a model while it is built."""
         return False
 
     def is_zero3_init_enabled(self) -> bool:
@@ -143,7 +143,7 @@ class OlderAttributes:
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def current_configuration(self) -> Configuration:
-        """The configuration, with what a library has filled into `hf_ds_config.config` meanwhile."""
+        """The configuration, with changes of libraries to `hf_ds_config.config`."""
         if self._hf_ds_config is not None:
             self.configuration = self.configuration.reread(self._hf_ds_config)
         return self.configuration

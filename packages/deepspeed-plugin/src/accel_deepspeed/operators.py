@@ -1,8 +1,8 @@
-"""C++ operators of DeepSpeed: which are compiled, which a run would compile, and the locks that killed builds leave.
+"""DeepSpeed's C++ operators: those compiled, those that a run would compile, and stale locks.
 
-DeepSpeed compiles an operator when a process first needs it, by torch's `cpp_extension`: a minute, or several. The folder of
-the operator has a file `lock` meanwhile. It names nobody, so that a process which is killed leaves one on which all later ones
-would wait for ever; whether it is held is told here by who has it open.
+DeepSpeed compiles an operator when a process first needs it, by torch's `cpp_extension`, in a
+minute or several. The operator's folder has a file `lock` meanwhile, without its holder's name: a
+killed process leaves it, and later ones would wait for ever. Its holder has it open.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def examine(name: str) -> Operator:
 
 
 def folder_of(name: str) -> Path:
-    """The folder in which torch compiles an operator: in TORCH_EXTENSIONS_DIR, or its own default."""
+    """The folder in which torch compiles an operator: in TORCH_EXTENSIONS_DIR, or its default."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory("", verbose=False)) / name
@@ -135,7 +135,7 @@ def build(name: str, say: Say) -> float:
 
 
 def clear_lock(name: str, say: Say) -> None:
-    """Removes the lock of a build that was killed, and says so; that of one that is running stays, for torch waits for it.
+    """Removes the lock of a killed build, and says so; that of a running one stays.
 
     Raises:
         OperatorError: for a lock of which it cannot be told whether anybody holds it.
@@ -157,7 +157,7 @@ def clear_lock(name: str, say: Say) -> None:
 
 
 def prepare_operators(names: Sequence[str], world: World, say: Say) -> None:
-    """Compiles what a run would compile, on one rank of each machine while the others wait. A collective.
+    """Compiles a run's operators, on one rank of each machine; others wait. A collective.
 
     The main process says it first. What is built costs a look at the disk; what is impossible here
     is left to DeepSpeed, which says so where it is needed.
@@ -182,7 +182,7 @@ def prepare_operators(names: Sequence[str], world: World, say: Say) -> None:
 
 @contextlib.contextmanager
 def without_shared_memory() -> Iterator[None]:
-    """Lets `deepspeed.init_distributed`, called inside, do without the operator `deepspeed_shm_comm`, and compile nothing.
+    """A context: `deepspeed.init_distributed` does without the operator `deepspeed_shm_comm`.
 
     Only `inference_all_reduce` uses it, the sum over tensor-parallel ranks, which takes the process
     group's all_reduce where the operator is not there. What asks for it is DeepSpeed's own table of

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed is given: of the user's class, with the user's options, over the parameters of one model.
+"""The optimizer for DeepSpeed: the user's class and options, over the parameters of one model.
 
 ZeRO takes the parameters out of the groups of the optimizer that it is given, and puts flat
 partitions in. The user's own keeps the user's parameters, by which everything else knows it: gates,
@@ -27,7 +27,7 @@ _SHADOWED = ("step", "zero_grad", "add_param_group", "__reduce_ex__")  # on the 
 
 
 def double_of(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """An optimizer of the same class over those of its parameters that are among `parameters` and are trained.
+    """An optimizer of the same class over its trained parameters among `parameters`.
 
     Its constructor is not called again, for nobody knows the arguments that it was given.
 
@@ -54,7 +54,7 @@ def copy_options(sources: Sequence[dict[str, Any]], double: Optimizer) -> None:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises if an optimizer does not find the same values where a parameter is laid flat and cut, as ZeRO does.
+    """Raises if an optimizer finds other values for parameters laid flat and cut, as in ZeRO.
 
     No list says which do: a copy steps a small parameter, and the same one in two flat parts. It
     takes milliseconds; the real parameters and the random streams stay as they are.
@@ -102,7 +102,7 @@ def _tried(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def _again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new optimizer with the attributes of another one, but for its hooks, and what others have put on the instance."""
+    """A new optimizer with another's attributes, without hooks and additions to the instance."""
     kind = type(optimizer)
     double: Optimizer = kind.__new__(kind)
     vars(double).update({name: value for name, value in vars(optimizer).items() if not _is_of_others(name)})

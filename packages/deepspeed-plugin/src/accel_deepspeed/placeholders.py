@@ -1,4 +1,4 @@
-"""`DummyOptim` and `DummyScheduler`: they stand for the optimizer and the schedule that a configuration names.
+"""`DummyOptim` and `DummyScheduler`: stand-ins for the optimizer and schedule of a configuration.
 
 Both are what the core takes for an optimizer and a scheduler, before they are prepared and after.
 `accel_deepspeed.configured_objects.realise` makes them real, in place.
@@ -25,7 +25,7 @@ Maker = Callable[["DummyScheduler"], Any]
 
 
 class DummyOptim(Optimizer):
-    """Stands for the optimizer of the section `optimizer` until it is prepared, and is that optimizer afterwards.
+    """A stand-in for the optimizer of the section `optimizer`; once prepared, that optimizer.
 
     Options that are given here go where the section has "auto", or nothing. A group's own options
     stay its own.
@@ -67,7 +67,7 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Stands for the schedule of the section `scheduler`, which steps by it as soon as its optimizer is prepared.
+    """A stand-in for the section `scheduler`; steps by it once its optimizer is prepared.
 
     What is given here goes where the section has "auto", or nothing.
 

@@ -25,7 +25,7 @@ class _Configures(type):
 
 
 class DeepSpeedPlugin(metaclass=_Configures):
-    """Gives a `DeepSpeed` that is configured by older names: `Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))`.
+    """A `DeepSpeed` by older names: `Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))`.
 
     The result is a `DeepSpeed` like any other, and `isinstance(strategy, DeepSpeedPlugin)` is true
     of every `DeepSpeed`. Nothing is read from the environment: the object is complete. None stands
@@ -133,7 +133,7 @@ def _refuse_not_offered(builds_sharded: bool | None, msamp: object) -> None:
 def _config(
     given: object, steps: int | None, stage: int | None, paths: Mapping[str, tuple[str | None, str | None]]
 ) -> object:
-    """What is given, with the options that `DeepSpeed` takes from a configuration alone."""
+    """The given configuration, with options that `DeepSpeed` takes only from there."""
     folders = {name: path for name, (_, path) in paths.items() if path is not None}
     if steps is None and not folders:
         return given

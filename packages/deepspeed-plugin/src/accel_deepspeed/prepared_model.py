@@ -1,4 +1,4 @@
-"""What `prepare` returns for a trained model: a module that calls its engine."""
+"""The module that `prepare` returns for a trained model; it calls its engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENGINE = "_accel_engine"
 
 
 class PreparedModel(nn.Module):
-    """The user's model in `module`, called through its engine. Attributes that it lacks are those of the user's model.
+    """The user's model in `module`, called by its engine; other attributes are the model's.
 
     Args:
         model: of the user, trained.
@@ -36,8 +36,8 @@ class PreparedModel(nn.Module):
         """Calls the user's model.
 
         Raises:
-            RuntimeError: if it is to be trained, and its optimizer was not prepared; after the end of
-                the training.
+            RuntimeError: if it is to be trained, and its optimizer was not prepared; after the end
+                of the training.
         """
         own = vars(self)
         engine: ModelEngine | None = own[_ENGINE]
@@ -71,7 +71,7 @@ class PreparedModel(nn.Module):
             super().__setattr__(name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The weights, with the prefix "module.". Raises `RuntimeError` where this rank has a part of them only."""
+        """The weights, with the prefix "module.". RuntimeError if this rank has only a part."""
         if self.shares_parameters:
             raise RuntimeError(
                 "model.state_dict() was called under ZeRO stage 3, where each rank has a part of every parameter. Call "

@@ -1,4 +1,4 @@
-"""The layout of parameters, masters and optimizer state under ZeRO, in the form that checkpoints use."""
+"""The layout of parameters, masters and optimizer state under ZeRO, for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_deepspeed.model_engine import engine_that_steps
 
 
 class ZeroSharding:
-    """A `Sharding` in which each rank has a flat range of each parameter that an engine steps, or that is shared out."""
+    """A `Sharding`: each rank has a flat range of each parameter that is stepped or sharded."""
 
     def extent(self, parameter: torch.Tensor) -> Extent:
         """The range of `parameter` on this rank; all of one that is not shared out."""
@@ -24,7 +24,7 @@ class ZeroSharding:
         return Extent(shape, (Box.whole(shape),))
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter that is stepped, else its own memory; state is local already."""
+        """The master of a stepped parameter, else its memory here; state is local already."""
         engine = engine_that_steps(value)
         if engine is not None:
             return engine.master(value)

@@ -4,7 +4,7 @@ Stage 1 shares out the state of optimizers among the processes, stage 2 gradient
 parameters as well; stage 0 averages gradients, as DDP does. See Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
 
-The loop stays the user's: it says where a window ends, clips, steps and schedules. Each model has an
+The loop stays the user's: it ends windows, clips, steps and schedules. Each model has an
 engine of its own, so there may be any number of them.
 """
 
@@ -64,24 +64,24 @@ _NOTHING = contextlib.nullcontext()
 class DeepSpeed(OlderAttributes, Strategy):
     """ZeRO: optimizer state, gradients and parameters are shared out among the processes.
 
-    Each model is trained by one optimizer of the user's, which DeepSpeed steps in flat parts. A model
-    that is frozen as a whole, or prepared for evaluation only, is not shared out: one rank alone may
-    call it.
+    Each model is trained by one optimizer of the user's, which DeepSpeed steps in flat parts. A
+    model that is wholly frozen, or prepared for evaluation only, is not shared out: one rank alone
+    may call it.
 
     Args:
         zero_stage: what is shared out: 0 nothing, 1 the state of optimizers, 2 gradients as well, 3
             parameters as well. None: what the configuration says, else 2.
         config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
             filled in when a model is prepared.
-        offload_optimizer: where optimizer state and masters are kept: "cpu" or "none"; None: what the
-            configuration says.
+        offload_optimizer: where optimizer state and masters are kept: "cpu" or "none"; None: what
+            the configuration says.
         offload_param: where parameters are kept that are not in use, in stage 3: "cpu", "nvme" (all
             are trained then), or "none"; None: as above.
         offload_folder: where "nvme" is.
         gradient_clipping: the norm to which the gradients of a model are clipped before each step,
             unless the loop clips by itself; None: what the configuration says, else not at all.
-        moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, for ranks
-            use different parts of them: mixtures of experts.
+        moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, for
+            ranks use different parts of them: mixtures of experts.
 
     Raises:
         TypeError, ValueError: for unknown keys, with the nearest known one, and for values that
@@ -137,7 +137,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
-        """In stage 3 a model that no rank has whole; else what the factory gives, with the weights."""
+        """In stage 3 a model that no rank has whole; else the factory's, with the weights."""
         if self.configuration.stage == 3:
             self._check_files("a model that is built in parts")
             prepare_operators(compiled_for(None, self.configuration), self._world, _say)
@@ -149,7 +149,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
-        """Places the model and wraps it, unless it is frozen or only evaluated; its engine is made when its optimizer is known."""
+        """Places and wraps the model, unless frozen or only evaluated. Its engine comes later."""
         if isinstance(model, PreparedModel):
             return model
         built = is_built(model)
@@ -180,7 +180,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Makes the engines of the models that it steps. Raises for an optimizer that ZeRO cannot step."""
+        """Makes the engines of its models. Raises for an optimizer that ZeRO cannot step."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for prepared in list(self._prepared):
             if engine_of(prepared) is None and any(id(each) in held for each in prepared.parameters()):
@@ -298,7 +298,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def model_loaded(self, prepared: nn.Module) -> None:
-        """Gives the model the values of the masters, and drops gradients, which belong to the parameters before. A collective."""
+        """Gives the model the masters' values, and drops old gradients. A collective."""
         engine = engine_of(prepared)
         if engine is not None:
             engine.drop_gradients()
@@ -313,7 +313,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """See `accel_checkpoint.list_misfits`; and values that differ between parameters of a group, for which DeepSpeed has one."""
+        """See `accel_checkpoint.list_misfits`; also values that differ within a group."""
         from accel_checkpoint import list_misfits
 
         engines = [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
@@ -381,14 +381,14 @@ class DeepSpeed(OlderAttributes, Strategy):
         check_files(self.configuration.offload_optimizer, self.configuration.offload_param, stays)
 
     def _config_without_dtypes(self) -> dict[str, Any]:
-        """For a model that is being built: it is built in single precision, and cast when it is prepared."""
+        """A configuration for building a model in single precision; it is cast when prepared."""
         zero = {
             name: value for name, value in self.configuration.values["zero_optimization"].items() if value != "auto"
         }
         return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
 
     def _check_accumulation(self, weight: float) -> None:
-        """Raises at the first backward if the configuration has another number of steps than the Accelerator, whose weight tells it."""
+        """Raises at the first backward if the configuration has other accumulation steps."""
         asked, self._asked_steps = self._asked_steps, None
         if asked is not None and not math.isclose(weight * asked, 1.0, rel_tol=1e-6):
             raise ValueError(
@@ -407,7 +407,7 @@ class DeepSpeed(OlderAttributes, Strategy):
 
 
 def only_optimizer(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
-    """The one optimizer that holds all trained parameters of a model. Raises `ValueError` if there is none such."""
+    """The one optimizer of all trained parameters of a model. ValueError if there is none."""
     optimizer = optimizers[0]
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
@@ -433,7 +433,7 @@ def _check_dims(model: nn.Module) -> None:
 
 
 def _prepare_built(model: nn.Module, request: PrepareRequest) -> None:
-    """What `place_model` does, for a model that is shared out already."""
+    """Does what `place_model` does, for a model that is sharded already."""
     if request.policy.param is not None:
         cast(model, request.policy.param)
     override_calls(model, request.policy, request.device_type, request.autocast)

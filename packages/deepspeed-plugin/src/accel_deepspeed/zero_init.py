@@ -1,4 +1,4 @@
-"""Models that no process has whole: under ZeRO stage 3 each module is shared out as soon as it is built (`deepspeed.zero.Init`)."""
+"""Models that no process has whole: `deepspeed.zero.Init` shards each module as it is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def build(
         world: the processes.
 
     Raises:
-        CheckpointError, FileNotFoundError: on every rank, if the checkpoint does not fit, or cannot be read.
+        CheckpointError, FileNotFoundError: on every rank, if the checkpoint does not fit, or cannot
+            be read.
     """
     communication.start(world)
     from deepspeed import zero

@@ -21,7 +21,7 @@ _QUIET = {"log_system_params": False, "capture_terminal_logs": False, "system_tr
 
 
 class Aim(Service):
-    """`log_with="aim"`: numbers, texts, images, histograms, and tables as texts with a JSON list per line.
+    """`log_with="aim"`: numbers, texts, images, histograms, and tables as texts of JSON lists.
 
     Aim's records of the terminal, of the machine's load, and of packages, environment variables and
     git are off.
@@ -109,7 +109,7 @@ class Aim(Service):
             self._track([aim.Image(image.numpy()) for image in images], name, "images", step, options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`. It becomes a text whose first line has the columns, and each further one a row."""
+        """See `Tracker.log_table`. A text: the columns in its first line, then a row per line."""
         import aim
 
         lines = [json.dumps(cells, ensure_ascii=False) for cells in (table.columns, *table.rows)]
@@ -130,7 +130,7 @@ class Aim(Service):
             self._track(distribution, name, "histogram", step, options)
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker.finish`. For Aim a run has failed that goes silent without having said that it was successful."""
+        """See `Tracker.finish`. Aim counts a run as failed that has not reported its success."""
         if not failed:
             self._run.report_successful_finish()
         containers = [one for one in self._run.repo.container_pool.values() if self._run.hash in str(one.path)]

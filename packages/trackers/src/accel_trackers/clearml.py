@@ -1,4 +1,4 @@
-"""Runs recorded with ClearML, as tasks of its server, or in sessions on disk that are imported there."""
+"""Runs recorded with ClearML: tasks of its server, or sessions on disk to be imported there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FRAMEWORKS = (
 
 
 class ClearML(Service):
-    """`log_with="clearml"`: numbers, texts in the log of the task, images and plots of tables and histograms.
+    """`log_with="clearml"`: numbers, texts as lines of the log, images, plots of other records.
 
     "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a
     line of the log, since ClearML would record a 0 instead. An image or a plot at a step that its
@@ -99,8 +99,9 @@ class ClearML(Service):
         return {"task_id": self._run.id, "series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`; `log_kwargs={"clearml": {"level": 30}}` goes to `report_text`, and what `report_histogram` takes to
-        histograms of the same record.
+        """See `Tracker.log`; `log_kwargs={"clearml": {"level": 30}}` goes to `report_text`.
+
+        Options of `report_histogram` go to histograms of the same record.
         """
         logger = self._run.get_logger()
         own, _ = self._options_of_record(options)
@@ -112,7 +113,7 @@ class ClearML(Service):
                 logger.report_scalar(*_title_and_series(name), value=value, iteration=step)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`. They are stored as PNG; those after the first as series "name ⟨image 1⟩", and so on."""
+        """See `Tracker.log_images`. Stored as PNG; the second is the series "name ⟨image 1⟩"."""
         logger = self._run.get_logger()
         shared_options(options, "clearml", {logger.report_media: (*_PLACE, "stream")})
         for name, images in values.items():
@@ -132,7 +133,7 @@ class ClearML(Service):
         logger.report_table(title, series, iteration=step, table_plot=rows, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`; the options are those of `report_histogram`, or of `report_text`."""
+        """See `Tracker.log_histograms`; takes options of `report_histogram` and `report_text`."""
         _, own = self._options_of_record(options)
         for name, bins in values.items():
             title, series = self._place(name, "histogram", step)

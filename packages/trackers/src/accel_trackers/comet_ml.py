@@ -67,7 +67,7 @@ class CometML(Service):
 
     Texts are recorded as text samples whose metadata has the name, tables as CSV files, the whole
     configuration as config.json beside the parameters (of which Comet keeps 1000 letters each).
-    Comet has bins of its own: of a histogram it gets the middles of the bins with their counts. Of a
+    Comet has bins of its own: of a histogram it gets the middles and counts of the bins. Of a
     metric it keeps 15 000 values. Offline, nothing can be read before the run ends, and where the
     program is killed there is no archive. Where the server is lost on the way, which is told, Comet
     writes an archive too.
@@ -140,7 +140,7 @@ class CometML(Service):
         return {"experiment_key": self._run.get_key()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`; the options are those of `log_metrics`, or of `log_histogram_3d`, for histograms of the same record."""
+        """See `Tracker.log`; takes options of `log_metrics` and `log_histogram_3d`."""
         own, _ = self._options_of_record(options)
         self._look_for_server()
         start = f"{prefix}_" if (prefix := own.pop("prefix", None)) is not None else ""
@@ -165,7 +165,7 @@ class CometML(Service):
         self._run.log_asset_data(text.getvalue(), name=f"{name}.csv", step=step, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`; the options are those of `log_histogram_3d`, or of `log_metrics`."""
+        """See `Tracker.log_histograms`; takes options of `log_histogram_3d` and `log_metrics`."""
         import comet_ml  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         _, own = self._options_of_record(options)
@@ -191,7 +191,7 @@ class CometML(Service):
         return shared_options(options, "comet_ml", calls)
 
     def flush(self) -> None:
-        """See `Tracker.flush`. Comet sends by itself, every few seconds; its own `flush` would wait an hour for a lost server."""
+        """See `Tracker.flush`. Comet sends by itself; its own `flush` may wait for an hour."""
         self._look_for_server()
 
     def finish(self, failed: bool) -> None:
@@ -201,7 +201,7 @@ class CometML(Service):
         self._run.end()
 
     def _options_of(self, comet_ml: Any, run: TrackedRun) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments of `start`, and those of `ExperimentConfig`, in the user's options mixed."""
+        """The arguments of `start` and of `ExperimentConfig`, from the user's options."""
         known = [set(inspect.signature(callee).parameters) for callee in (comet_ml.start, comet_ml.ExperimentConfig)]
         one_by_one = (known[0] | known[1]) - {"experiment_config"}
         check_options(
@@ -232,7 +232,7 @@ _LOST = (
 
 
 def experiment_key(run_id: str) -> str:
-    """The key under which Comet records a run: its id, as far as Comet allows, completed by its hash."""
+    """The key of a run in Comet: its id, as far as Comet allows, completed by its hash."""
     least, most = KEY_LENGTHS
     letters = "".join(letter for letter in run_id if letter.isascii() and letter.isalnum())
     key = letters + hashlib.sha256(run_id.encode()).hexdigest()
@@ -253,7 +253,7 @@ def _make_folder(folder: str | None) -> None:
 
 
 def _imported(automatic: bool) -> Any:
-    """comet_ml, kept from changing the process: it replaces `sys.excepthook` when it is imported."""
+    """comet_ml, kept from changing the process: its import replaces `sys.excepthook`."""
     with process_kept(), variables({} if automatic else VARIABLES):
         import comet_ml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     return comet_ml
@@ -261,7 +261,7 @@ def _imported(automatic: bool) -> Any:
 
 @contextlib.contextmanager
 def _hidden(comet_ml: Any, automatic: bool) -> Iterator[None]:
-    """Keeps the experiment from becoming the global one: the global one ends where another begins."""
+    """Keeps the experiment from becoming the global one, which ends where another begins."""
     before = comet_ml.get_global_experiment()
     if automatic:
         yield

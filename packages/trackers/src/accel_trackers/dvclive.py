@@ -1,4 +1,4 @@
-"""Runs recorded with DVCLive: plain files that DVC, its extension for VS Code and DVC Studio show."""
+"""Runs recorded with DVCLive: plain files that DVC, its VS Code extension and DVC Studio show."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _STARTING = threading.Lock()  # while DVCLive finds another repository than by i
 
 
 class DVCLive(Service):
-    """`log_with="dvclive"`: numbers and texts as rows of a file per name, images as PNG, tables and histograms as
-    the data of plots.
+    """`log_with="dvclive"`: numbers, texts, PNG images, and plots of tables and histograms.
 
+    Numbers and texts are rows of one file per name.
     DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC
     is to have kept. An image or a plot at a step that its name has passed goes to the folder
     "name ⟨2⟩", and so on.
@@ -113,8 +113,9 @@ class DVCLive(Service):
         return {"series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`; `log_kwargs={"dvclive": {"timestamp": True, "plot": False}}` goes to `Live.log_metric`, and what
-        `Live.log_plot` takes to histograms of the same record.
+        """See `Tracker.log`; `log_kwargs={"dvclive": {"timestamp": True}}` goes to `log_metric`.
+
+        Options of `Live.log_plot` go to histograms of the same record.
         """
         own, _ = self._options_of_record(options)
         self._run.step = step
@@ -122,8 +123,9 @@ class DVCLive(Service):
             self._log(self._names.of(name), value, own)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`. The first is `name/step.png`, which is shown with a slider; others are `name ⟨image 1⟩/step.png`, and
-        so on.
+        """See `Tracker.log_images`. The first is `name/step.png`, shown with a slider.
+
+        Others are `name ⟨image 1⟩/step.png`, and so on.
         """
         shared_options(options, "dvclive", {self._run.log_image: ("name", "val")})
         self._run.step = step
@@ -134,7 +136,7 @@ class DVCLive(Service):
                 self._run.log_image(f"{place}/{step}.png", image.squeeze(2).numpy())
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`. It becomes the data of a plot, of the first column against the others unless options say otherwise.
+        """See `Tracker.log_table`. The data of a plot: by default the first column is the x axis.
 
         Each row has the names of its columns, so one without rows gets a row of nulls, and one
         without columns is nothing to DVCLive.
@@ -206,7 +208,7 @@ def _repository(is_made: bool) -> Iterator[None]:
 
 
 def _existing_repository() -> Any:
-    """That of DVC around the working directory; None if there is none, or none of which DVC could say the last commit."""
+    """DVC's repository around the working directory; None without one, or without a commit."""
     from dvc.exceptions import NotDvcRepoError  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from dvc.repo import Repo  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from dvc.scm import SCMError  # type: ignore[import-not-found, import-untyped, unused-ignore]

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class JSONL(Tracker):
-    """Records into `metrics.jsonl`, one line per record; see `accel_trackers.jsonl` for the files, and `read` for reading them.
+    """Records into `metrics.jsonl`, one line per record; `accel_trackers.jsonl.read` reads it.
 
     Each line is with the operating system when `log` returns: a process that is killed loses the
     line that it is writing at most. A resumed run is appended to.
@@ -138,7 +138,7 @@ class JSONL(Tracker):
         self._file.flush()
 
     def _save(self, image: torch.Tensor, name: str, stem: str) -> str:
-        """Writes an image to a file that is not there yet, and returns its path inside the folder."""
+        """Writes an image to a new file, and returns its path inside the folder."""
         folder = self._directory / IMAGES / safe_path(name)
         folder.mkdir(parents=True, exist_ok=True)
         content = encode(image)
@@ -154,12 +154,12 @@ class JSONL(Tracker):
 
 
 def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records in the folder of one run, in their order, without those that a resumed run has superseded.
+    """The records in the folder of one run, in their order, without those superseded on resuming.
 
-    Each is a dict with "step", "time" in seconds since 1970, and one of: "values", numbers and texts by
+    Each is a dict: "step", "time" in seconds since 1970, and one of "values", numbers and texts by
     name, as they were logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`;
     "histograms", `accel_core.Bins`. FileNotFoundError is raised if nothing was recorded there, and
-    ValueError for a line that is no record; one that a kill left unfinished, at the end, is no error.
+    ValueError for a line that is no record; an unfinished last line, after a kill, is no error.
     """
     path = Path(directory) / METRICS
     complete, _, _ = path.read_bytes().rpartition(b"\n")
@@ -180,14 +180,14 @@ def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def safe_path(name: str) -> Path:
-    """A relative path for a name: its slashes are folders, and nothing in it leads elsewhere. Different names may get the same one."""
+    """A relative path for a name, in folders by its slashes; several names may share one."""
     parts = [re.sub(r"[^\w .+=@-]", "_", part).strip(" .") for part in name.split("/")]
     short = [part.encode()[:_LONGEST].decode(errors="ignore").rstrip(" .") for part in parts]
     return Path(*[part for part in short if part][:_DEEPEST] or ["_"])
 
 
 def _repair(path: Path) -> None:
-    """Cuts off the line that a killed process has left unfinished, so that the next one begins a line."""
+    """Cuts off the unfinished line of a killed process: the next one begins a line."""
     if not path.exists():
         logger.warning("A run goes on, and %s is not there: what was recorded of it before lies elsewhere.", path)
         return

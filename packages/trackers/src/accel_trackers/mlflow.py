@@ -1,4 +1,4 @@
-"""MLflow: runs on a tracking server, or in a database of the project's folder, which `mlflow ui` shows."""
+"""MLflow: runs on a tracking server, or in a database in the project's folder for `mlflow ui`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _METRICS, _PARAMS = 1000, 50  # that a request has at most: MLflow takes 1000 an
 
 
 class MLflow(Service):
-    """Records with MLflow. Without a server: type `mlflow ui --backend-store-uri sqlite:///LOGGING_DIR/PROJECT/mlflow.db` to look.
+    """Records with MLflow, on a server or in a database in the project's folder.
+
+    Without a server, this shows the runs:
+    `mlflow ui --backend-store-uri sqlite:///LOGGING_DIR/PROJECT/mlflow.db`.
 
     The configuration is in the parameters of the run, cut at 6000 characters, and whole in its
     artifact config.json. Texts are artifacts, texts/NAME/STEP.txt, and so are tables,
@@ -157,7 +160,7 @@ class MLflow(Service):
             self.flush()
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`. They are shown under the name; several under one name get numbers: "name/0" and so on."""
+        """See `Tracker.log_images`. Several under one name get numbers: "name/0" and so on."""
         stamp = self._timestamp(options)
         for name, images in values.items():
             key = self._name(name, _NAMES_OF_FILES)
@@ -209,7 +212,7 @@ class MLflow(Service):
         self._run = self._client.get_run(self._id)
 
     def _check_place(self, run_id: str, options: Mapping[str, Any]) -> None:
-        """Refuses to go on with a run in another experiment than the one it belongs to. Changes nothing."""
+        """Raises ValueError if a run is to go on in another experiment. Changes nothing."""
         by_id, by_name = options.get("experiment_id"), options.get("experiment_name")
         if by_id is None and by_name is None:
             return
@@ -310,7 +313,7 @@ class MLflow(Service):
                 return path
 
     def _files_before(self, folder: str) -> set[str]:
-        """The artifacts that a run which goes on has there: a text would replace one of them, and a table would be added to it."""
+        """The artifacts of a continued run: texts would replace them, tables be added to them."""
         if not self._is_continued:
             return set()
         if folder not in self._there:
@@ -358,7 +361,7 @@ def _quiet_mlflow() -> Any:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keeps others out of a folder, where the system can: MLflow breaks a database that two processes begin at once."""
+    """Locks a folder, on POSIX: MLflow breaks a database that two processes begin at once."""
     if os.name != "posix":
         yield
         return

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Names:
-    """The names that a service takes: different ones stay different, and each one that has to change is told once, in a warning.
+    """Names that a service takes, different for different names; warns of each change once.
 
     Args:
         service: as it is called in the warning.
@@ -42,7 +42,7 @@ class Names:
 
 
 def spelled(name: str, fitting: str, longest: int) -> str:
-    """A name, or where it does not fit, one that does, with a checksum: no other name becomes that one.
+    """A name, or a fitting one with a checksum, which no other name becomes.
 
     Args:
         name: that was given.
@@ -60,7 +60,7 @@ def short(text: str, most: int) -> str:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a configuration by joined names, with lists, and dicts that are empty, as JSON."""
+    """The values of a configuration by joined names; lists and empty dicts as JSON."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}/")

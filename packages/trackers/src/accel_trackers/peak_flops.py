@@ -85,7 +85,7 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float:
-    """The peak rate of a device in a precision, in operations per second; ValueError where that is not known.
+    """The peak rate of a device in a precision, in operations per second; ValueError if unknown.
 
     "no" is float32, or TF32 where torch is told to use it for matrix products.
     """
@@ -108,7 +108,7 @@ def device_name(device: torch.device) -> str:
 
 
 def telling_words(name: str) -> str:
-    """The words of a device's name by which it stands in `PEAKS`: "NVIDIA A100 80GB PCIe" is "a100 pcie"."""
+    """The words of a device's name in `PEAKS`: "NVIDIA A100 80GB PCIe" is "a100 pcie"."""
     return " ".join(word.lower() for word in re.findall(r"\w+", name) if not _UNSPOKEN.fullmatch(word))
 
 

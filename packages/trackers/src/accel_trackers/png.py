@@ -1,4 +1,4 @@
-"""PNG files, written with what Python brings: the format is a header, and rows of pixels through zlib."""
+"""PNG files written with Python's own modules: a header, and rows of pixels through zlib."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ STREAMS = ((sys, "stdout"), (sys, "stderr"))
 
 
 def check_options(given: Collection[str], known: Collection[str], where: str, callee: str, hint: str = "") -> None:
-    """Refuses options that a service would not know, or would ignore: TypeError names them, and those that are known.
+    """Refuses options unknown to a service: TypeError names them, and those that are known.
 
     `where` is what the user gave them in: "init_kwargs={'wandb': ...}"; `callee` what they go to;
     `hint` follows the message.
@@ -37,7 +37,7 @@ def shared_options(
 ) -> list[dict[str, Any]]:
     """The options of a record for each of the calls that it takes, which know different ones.
 
-    `calls` has the calls of the service, and their parameters that the tracker fills itself. TypeError
+    `calls` has the service's calls, and their parameters that the tracker fills itself. TypeError
     names those of the `log_kwargs` of the user that none of the calls knows.
     """
     if not given:
@@ -114,8 +114,9 @@ _PROCESS = _Process()
 
 @contextlib.contextmanager
 def process_kept(wanted: Collection[tuple[Any, str]] = (), *, streams: bool = False) -> Iterator[None]:
-    """Puts back what importing and starting a service changes in the process for good: how it ends, how it imports and begins others, and
-    which messages of others are shown.
+    """A context that undoes a service's changes to the process.
+
+    They concern its end, its imports, the start method of `multiprocessing`, and levels of loggers.
 
     Args:
         wanted: of `HOOKS`, what is left to the service, because the user wants what it does there.

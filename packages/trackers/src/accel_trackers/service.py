@@ -1,4 +1,4 @@
-"""What the trackers of services share: whether the client is installed, and the service's own object for the run."""
+"""Common parts of the trackers of services: the check for the client, and the run's object."""
 
 from __future__ import annotations
 

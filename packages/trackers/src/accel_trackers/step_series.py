@@ -21,7 +21,7 @@ def unmarked(name: str) -> str:
 
 
 class Series:
-    """Keeps such services from dropping a value: one that has no place in the series of its name goes to a further one.
+    """The series of each name: a value of a passed step goes to a further one, and is not dropped.
 
     Args:
         state: what `state()` said in the run that goes on here; None: this is a new run.

@@ -193,7 +193,7 @@ class SwanLab(Service):
         return marked(name, *self._series.place(name, kind, step))
 
     def _go_on(self, run: TrackedRun) -> None:
-        """Says what resuming cannot do here, and takes up the series where values would be lost otherwise."""
+        """Warns of what resuming cannot do, and goes on with the series of an online run."""
         assert run.resumed
         if self._run.mode == "online":
             self._series = Series(run.resumed["series"])
@@ -216,7 +216,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def _started(init: Any, options: Mapping[str, Any]) -> Any:
-    """The run. What ends the process stays in the hands of the Accelerator, which says to `finish` whether it failed."""
+    """The run. The Accelerator ends it: SwanLab's hooks on the process's end are put back."""
     try:
         with process_kept():
             return init(**options)
@@ -228,7 +228,7 @@ def _started(init: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _spelled(value: Any) -> Any:
-    """None as a text in dicts, which SwanLab drops otherwise, and the lowest number, of which it makes "Inf"."""
+    """The value with None in dicts and -inf as texts: SwanLab drops None, and calls -inf "Inf"."""
     if value == -math.inf:
         return "-Inf"
     if isinstance(value, Mapping):

@@ -31,7 +31,7 @@ _MARKUP = str.maketrans({mark: f"&#{ord(mark)};" for mark in "\\`*_[]<>|&~"} | {
 
 
 class TensorBoard(Service):
-    """Records with TensorBoard: event files in the folder of the run. Type `tensorboard --logdir FOLDER` to look at them.
+    """Records with TensorBoard: event files in the run's folder, for `tensorboard --logdir FOLDER`.
 
     The configuration is in the file hparams.json of the folder, among the texts, and in the table
     of hyperparameters. How a run ended is not told: TensorBoard believes the first word on that,
@@ -103,7 +103,7 @@ class TensorBoard(Service):
                 self._run.add_scalar(tag, float(value), step, walltime, new_style=double, double_precision=double)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`. They are stored as PNG, those of one name and step under one tag, each in its size."""
+        """See `Tracker.log_images`. PNG in their own sizes; those of a step share one tag."""
         walltime = _walltime(options)
         for name, images in values.items():
             self._run.file_writer.add_summary(_image_summary(self._tag(name, "images"), images), step, walltime)
@@ -162,7 +162,7 @@ def _walltime(options: Mapping[str, Any]) -> float | None:
 
 
 def _await_new_name(directory: Path) -> None:
-    """Waits until a file that is begun now is named after those that are there: readers take them by name, which begins with seconds."""
+    """Waits until a new file's name, which begins with seconds, sorts behind those there."""
     names = (path.name.split(".") for path in directory.glob("events.out.tfevents.*"))
     newest = max((int(name[3]) for name in names if len(name) > 3 and name[3].isdigit()), default=0)
     deadline = time.monotonic() + 1.5  # no longer where clocks differ
@@ -171,7 +171,7 @@ def _await_new_name(directory: Path) -> None:
 
 
 def _hparams(config: Mapping[str, Any]) -> Any:
-    """The summary from which TensorBoard makes the run's row in the table of hyperparameters, with its metrics."""
+    """The summary for the run's row in TensorBoard's table of hyperparameters."""
     from torch.utils.tensorboard.summary import hparams
 
     # As texts, what it would leave out, and what it would make 1.0 of.

@@ -32,7 +32,7 @@ _PAGES = Path("/proc/self/statm")
 
 
 class Throughput:
-    """Measures a loop, and logs what it finds every few optimizer steps: `accelerator.log(values, step)`.
+    """Measures a loop, and logs the results every few optimizer steps with `accelerator.log`.
 
     No collective, and no waiting for the device: this rank counts for itself, and totals are its
     counts times the number of data-parallel parts, which is exact where all ranks have batches of
@@ -112,12 +112,12 @@ class Throughput:
         gradient_norm: torch.Tensor | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Counts a batch; reports when it ends an optimizer step at which a report is due. No collective; call it on every rank.
+        """Counts a batch; reports at the end of an optimizer step that is due. No collective.
 
-        Call it once per batch, behind `optimizer.step()` or behind the `accumulate` block, with the samples
-        and tokens (0: not counted) of this rank's batch. `gradient_norm` is what `clip_grad_norm_` has
-        returned; it is only read by trackers, so the device is not waited for. Values are logged under
-        `step`; None: the number of optimizer steps. While the meter is paused nothing is counted.
+        Call it on every rank, once per batch, after `optimizer.step()` or the `accumulate` block,
+        with the samples and tokens (0: not counted) of this rank's batch. `gradient_norm` is the
+        result of `clip_grad_norm_`, read by trackers alone: the device is not waited for. Values
+        have the step `step`; None: the number of optimizer steps. A paused meter counts nothing.
         """
         if self._pauses:
             return

@@ -38,7 +38,7 @@ class Trackio(Service):
     Trackio prints when a run begins and ends. The Hugging Face Hub is not asked for anything, the
     name of the user neither, unless a Space or a server is to record.
 
-    Trackio's own names, "project", "run", "timestamp", "step", "time" and "metrics", are recorded as
+    Trackio's own names, "project", "run", "timestamp", "step", "time", "metrics", are recorded as
     "__step" and so on. Several images under one name are several records of one step.
 
     Args:
@@ -121,7 +121,7 @@ class Trackio(Service):
                     self.log({name: trackio.Image(file)}, step, **options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`. Trackio keeps the names of columns in the rows, so a table without rows has none."""
+        """See `Tracker.log_table`. Rows have the names of columns: without rows there are none."""
         import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         self.log({name: trackio.Table(list(table.columns), [list(row) for row in table.rows])}, step, **options)
@@ -182,7 +182,7 @@ def _imported(folder: Path | None) -> Any:
 
 @contextlib.contextmanager
 def _without_hub() -> Iterator[None]:
-    """Keeps Trackio from asking the Hugging Face Hub for the name of the user, which takes seconds without a network."""
+    """Keeps Trackio from asking the Hugging Face Hub for the user, which is slow offline."""
     from huggingface_hub import constants  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     before = constants.HF_HUB_OFFLINE
@@ -195,8 +195,10 @@ def _without_hub() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keeps Trackio's modules from printing. What others print meanwhile is printed, unlike with `redirect_stdout`: where Trackio waits for
-    a server for too long, the training goes on beside it.
+    """Keeps Trackio's modules from printing, in a context.
+
+    Others still print, unlike with `redirect_stdout`: the training goes on in its own thread while
+    Trackio waits for a server.
     """
     named = {name: vars(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "trackio"}
     modules = [names for names in named.values() if "print" not in names]

@@ -1,4 +1,4 @@
-"""Weights & Biases: runs on its server, or in folders of this machine that `wandb sync` uploads later."""
+"""Weights & Biases: runs on its server, or in local folders that `wandb sync` uploads later."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class WandB(Service):
     (`{"settings": {"console": "wrap", "silent": False, "disable_git": False, "disable_code": False}}`.)
     Offline, wandb's reports of its own errors are off too, since they go to its server even then.
 
-    What the folder of a run that was resumed offline holds from the checkpoint's step on is uploaded
-    as well. `wandb.teardown()` ends wandb's process and threads before the program ends.
+    The folder of a run resumed offline is uploaded whole, its records after the checkpoint too.
+    `wandb.teardown()` ends wandb's process and threads before the program ends.
 
     Args:
         entity: the user or team whose run it is; None: the one that WANDB_ENTITY or the login says.
@@ -192,7 +192,7 @@ class WandB(Service):
         self.log(histograms, step, **options)
 
     def flush(self) -> None:
-        """See `Tracker.flush`. wandb writes on its own, often, and has no call for it: this waits until its file no longer grows."""
+        """See `Tracker.flush`. wandb has no such call: waits until its file no longer grows."""
         file = Path(self._run.settings.sync_file)
         deadline = time.monotonic() + 10
         size, now = -2, -1
@@ -206,7 +206,7 @@ class WandB(Service):
         self._run.finish(exit_code=int(failed))
 
     def _options_of(self, run: TrackedRun) -> dict[str, Any]:
-        """The arguments of `wandb.init`: of this tracker, of the run, and on top what the user gave."""
+        """The arguments of `wandb.init`: of this tracker, of the run; the user's options win."""
         options: dict[str, Any] = {
             **self._options,
             "project": Names("wandb", lambda name: re.sub(r"[/\\#?%:]", "_", name), LONGEST_PROJECT).of(run.project),
@@ -258,7 +258,7 @@ def _variable(setting: str) -> str:
 
 
 def _asks_for_a_key(wandb: Any, mode: str | None, settings: Any) -> bool:
-    """Whether `wandb.init` would ask for an API key in a terminal, which nobody may be looking at."""
+    """Whether `wandb.init` would ask for an API key in a terminal."""
     if (mode or wandb.setup().settings.mode) in LOCAL_MODES:
         return False
     # Keys for other servers, and those of a session that somebody has opened, are not looked up here.

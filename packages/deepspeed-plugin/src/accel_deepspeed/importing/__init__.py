@@ -1,1 +1,1 @@
-"""Folders that DeepSpeed's `engine.save_checkpoint` and `ds_to_universal` write, for `accel checkpoint import`. DeepSpeed is not needed."""
+"""`accel checkpoint import` of `save_checkpoint` and `ds_to_universal`, without DeepSpeed."""

@@ -1,4 +1,4 @@
-"""Class and options of the optimizer inside of ZeRO, which DeepSpeed's files do not name: from its options, or from the configuration."""
+"""Class and options of ZeRO's inner optimizer, unnamed in files: from options or configuration."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _fits(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
 
 
 def _configured(section: Mapping[str, Any]) -> str:
-    """The optimizer of torch's that does what DeepSpeed makes of a configuration; empty if there is none."""
+    """The torch optimizer that a configuration means to DeepSpeed; empty if there is none."""
     kind, options = str(section.get("type", "")).lower(), section.get("params") or {}
     if kind == "adam":
         return "AdamW" if options.get("adam_w_mode", True) else "Adam"

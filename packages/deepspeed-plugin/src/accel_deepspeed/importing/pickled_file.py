@@ -1,7 +1,8 @@
 """Files of `torch.save`, read without running anything that they name.
 
-DeepSpeed's files name classes of DeepSpeed, and of whatever the user put beside: torch's restricted unpickler would refuse them. It
-is told to take an inert object for each of these names. Tensors are mapped, and come from the disk when they are used.
+DeepSpeed's files name classes of DeepSpeed, and of the user's state: torch's restricted unpickler
+would refuse them. It takes an inert object for each such name. Tensors are mapped, and read from
+the disk when they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from accel_core import CheckpointError
 
 
 class Inert:
-    """What stands for an object of any class but torch's own and plain containers.
+    """A stand-in for an object of any class but torch's own and plain containers.
 
     Attributes:
         arguments: what it was to be made of.

@@ -1,4 +1,4 @@
-"""The files in a folder of DeepSpeed's: which tag is meant, which files belong to it, and what is refused by its name."""
+"""The files of a tag in a folder of DeepSpeed's, and refusals by their names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankFiles(NamedTuple):
 
 
 def find_rank_files(source: Path) -> RankFiles | None:
-    """The files of the checkpoint in a folder, or of the tag that is the latest there; None if DeepSpeed did not write it.
+    """The files of a checkpoint's folder, or of its latest tag; None if it is not DeepSpeed's.
 
     Raises:
         CheckpointError: if the tag is not there; for a checkpoint of experts, of pipeline stages or

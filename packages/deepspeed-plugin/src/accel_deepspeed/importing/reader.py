@@ -1,6 +1,7 @@
-"""A folder of DeepSpeed's as a foreign checkpoint: fp32 masters and optimizer state by the names of parameters.
+"""A folder of DeepSpeed's as a foreign checkpoint: fp32 masters and optimizer state by names.
 
-Each rank's file becomes a file of the neutral checkpoint: its shards are boxes of parameters, and no tensor is put together.
+Each rank's file becomes a file of the neutral checkpoint: its shards are boxes of parameters, and
+tensors stay in parts.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Model:
 
 
 def open_deepspeed(folder: Path, optimizer: str | None) -> ForeignCheckpoint | None:
-    """The checkpoint in a folder of `engine.save_checkpoint`, of one tag of it, or of `ds_to_universal`; None if it is none.
+    """A checkpoint of `save_checkpoint`, one of its tags, or `ds_to_universal`; None for others.
 
     Raises:
         CheckpointError: for what cannot be imported, or is not complete.
@@ -233,7 +234,7 @@ def _part(model: _Model, shards: Sequence[Shard], flat: Flat, ranks: Sequence[in
 
 
 def _unsharded(model: _Model) -> dict[str, Entry]:
-    """Buffers, tied names, and below stage 3 frozen parameters. What was computed with in 16 bits becomes fp32, as the masters are."""
+    """Buffers, tied names, and below stage 3 frozen parameters. 16-bit ones become fp32."""
     found: dict[str, Entry] = {}
     known, aliases = {*model.shapes, *model.frozen}, model.aliases
     for name, value in model.states[0]["module"].items():
@@ -249,7 +250,7 @@ def _unsharded(model: _Model) -> dict[str, Entry]:
 
 
 def _frozen(model: _Model, ranks: Sequence[int]) -> dict[str, Entry]:
-    """What some ranks have of frozen parameters in stage 3."""
+    """Parts of frozen parameters on some ranks in stage 3."""
     found: dict[str, Entry] = {}
     for name, shape in model.frozen.items():
         pieces: list[Piece] = []
@@ -271,7 +272,7 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(inner: Mapping[str, Any]) -> list[Any]:
-    """For each flat group, the steps that the options of its group count; None where they do not."""
+    """The steps that the options of each flat group count; None where they count none."""
     found: list[Any] = []
     for group in inner["param_groups"]:
         found += [group.get("step")] * len(group["params"])
@@ -279,7 +280,7 @@ def _steps(inner: Mapping[str, Any]) -> list[Any]:
 
 
 def _step_of(own: Mapping[str, Any], counted: Any, options: Options) -> dict[str, Any]:
-    """The number of steps as torch's optimizers keep it; nothing where no step was taken, or none is counted."""
+    """The number of steps, as torch's optimizers keep it; empty if no step is counted."""
     step = own.get("step", counted) if own else None
     if step is None:
         return {}
@@ -291,7 +292,7 @@ def _step_of(own: Mapping[str, Any], counted: Any, options: Options) -> dict[str
 
 
 def _names_of_groups(shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The trained parameters of each group of the optimizer, which has one flat tensor or several."""
+    """The trained parameters of each optimizer group, which has one flat tensor or more."""
     rest = iter(shapes)
     return [[name for _, own in zip(group["params"], rest, strict=False) for name in own] for group in groups]
 
@@ -307,7 +308,7 @@ def _stage(value: Any) -> Any:
 
 
 def _check_partitions(files: RankFiles, states: Sequence[Mapping[str, Any]]) -> None:
-    """Raises where parameters are shared out among fewer ranks than there are: each shard would be there several times."""
+    """Raises if fewer ranks than all share parameters: shards would be there several times."""
     counts = {count for state in states for count in _as_list(state.get("partition_count", len(states)))}
     if counts != {len(states)}:
         raise CheckpointError(
@@ -336,7 +337,7 @@ def _mixed(files: RankFiles, found: str) -> CheckpointError:
 
 
 def _content(path: Path) -> Any:
-    """What a file of a universal checkpoint holds: a tensor, or a dict with it."""
+    """The content of a file of a universal checkpoint: a tensor, or one out of its dict."""
     found = read_pickled(path)
     return found.get("param", found.get("step")) if isinstance(found, dict) else found
 

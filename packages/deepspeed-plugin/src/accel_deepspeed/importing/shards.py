@@ -32,7 +32,7 @@ class Shard(NamedTuple):
 
 
 def shards_of_slices(mappings: Sequence[Any], shapes: Mapping[str, Shape]) -> list[list[Shard]]:
-    """Per rank, what stages 1 and 2 have: the flat tensor of all parameters of a group is cut into one part for each rank.
+    """Shards per rank in stages 1 and 2: a group's flat tensor is cut into one part per rank.
 
     Args:
         mappings: of each rank, "param_slice_mappings".
@@ -60,7 +60,7 @@ def shards_of_slices(mappings: Sequence[Any], shapes: Mapping[str, Shape]) -> li
 
 
 def shards_of_parts(groups: Sequence[Mapping[str, Shape]], ranks: int) -> list[list[Shard]]:
-    """Per rank, what stage 3 has: each parameter is cut by itself into parts of one size, the last of which are padded."""
+    """Shards per rank in stage 3: each parameter is cut into equal parts, the last ones padded."""
     found = []
     for rank in range(ranks):
         shards = []
@@ -93,7 +93,7 @@ def elementwise(shape: Shape, flat: torch.Tensor, shard: Shard) -> Elementwise:
 
 
 def whole_shards(groups: Sequence[Mapping[str, Shape]]) -> Iterator[Shard]:
-    """What a universal checkpoint has: each parameter in a tensor of its own."""
+    """The shards of a universal checkpoint: each parameter in a tensor of its own."""
     for group, shapes in enumerate(groups):
         for name, shape in shapes.items():
             yield Shard(name, group, 0, 0, math.prod(shape))

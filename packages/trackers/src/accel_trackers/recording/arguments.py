@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
-    """The arguments of `init_trackers`: plain data as `config`, `options` by the names of trackers."""
+    """The arguments of `init_trackers`: `config` as plain data, `options` by trackers' names."""
 
     project: str
     config: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 def new_id(world: World) -> str:
-    """That of a new run, different also from those of the same second: without the program's random streams."""
+    """The id of a new run, unique also within a second; uses no random stream of the program."""
     of_rank = "" if world.is_main else f"_rank{world.rank}"
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}{of_rank}"
 

@@ -20,12 +20,12 @@ _MOST_CHARACTERS = 2000  # of the text for an object
 
 
 def readable_config(config: object) -> dict[str, Any]:
-    """A configuration as JSON has it: None, booleans, numbers (also nan and inf), texts, lists, and dicts with texts as keys.
+    """A configuration as JSON has it: a dict with texts as keys, of plain values, lists and dicts.
 
     Mappings, dataclasses, named tuples, namespaces and models of pydantic become dicts, as do the
     attributes of any other object that is the whole of the configuration. Small tensors and arrays
-    become lists; what is neither number nor text otherwise, what `str` makes of it, as does an integer
-    that does not fit into 64 bits. Never raises: what cannot be read is a text that says so.
+    become lists; other objects, and integers beyond 64 bits, become texts by `str`.
+    Never raises: what cannot be read is a text that says so.
     """
     found = _data(config, ())
     if isinstance(found, str) and not isinstance(config, (str, type, Mapping)) and hasattr(config, "__dict__"):
@@ -80,7 +80,7 @@ def _dict(fields: Mapping[Any, Any], above: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _elements(value: Any) -> Any:
-    """The elements of a tensor or an array that are here, and few; else a text. No collective, which reading another kind may be."""
+    """The elements of a small local tensor or array; else a text. No collective."""
     is_here = not isinstance(value, torch.Tensor) or (type(value) in {torch.Tensor, torch.nn.Parameter})
     size = value.numel() if isinstance(value, torch.Tensor) else value.size
     if is_here and size <= _MOST_ELEMENTS:

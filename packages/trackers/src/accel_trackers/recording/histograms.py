@@ -20,7 +20,7 @@ _LARGEST = 1.7976931348623157e308  # of a float
 
 
 def copied(histogram: Histogram) -> HostCopy:
-    """The values as they are now, without waiting for a device. Raises TypeError if they cannot be counted."""
+    """The values now, without waiting for a device. TypeError if they cannot be counted."""
     try:
         return HostCopy(_as_tensor(histogram.values))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -18,12 +18,12 @@ _ROUNDING = 0.01  # by which floats may overstep 0…1: more than bfloat16 does,
 
 
 def as_images(values: Mapping[str, Any], dataformats: str | None = None) -> dict[str, list[torch.Tensor]]:
-    """Images as trackers get them, by name: each (height, width, channels) with 1, 3 or 4 channels, uint8, on the CPU.
+    """Images by name: each (height, width, channels) with 1, 3 or 4 channels, uint8, on the CPU.
 
-    They are copies, taken now; images on a device are waited for. A value is an image, a batch, or a
-    list of these: tensors (C, H, W), (N, C, H, W) or (H, W), arrays (H, W, C), (N, H, W, C) or (H, W),
-    images of PIL; `dataformats`, one of `FORMATS`, says another order. Floats go from 0 to 1, but for
-    rounding; nan and -inf are 0, inf is 1. False is black and True white. ValueError names what is none.
+    Copies, taken now; images on a device are waited for. A value is an image, a batch, or a list
+    of these: tensors (C, H, W), (N, C, H, W), (H, W), arrays (H, W, C), (N, H, W, C), (H, W), or
+    images of PIL; `dataformats`, one of `FORMATS`, is another order. Floats go from 0 to 1, but for
+    rounding; nan and -inf are 0, inf is 1. False is black, True white. ValueError for other values.
     """
     if dataformats is not None and dataformats not in FORMATS:
         raise ValueError(f"log_images(dataformats={dataformats!r}): expected one of {', '.join(FORMATS)}, or None.")
@@ -94,7 +94,7 @@ def _as_bytes(images: torch.Tensor) -> torch.Tensor:
 
 
 def _of_picture(image: Any) -> torch.Tensor:
-    """Pixels of an image of PIL. Palettes and other colour spaces become colours; depths above 8 bits have no fixed range."""
+    """Pixels of an image of PIL, in grey or colours. ValueError for depths above 8 bits."""
     if image.mode in {"I", "F"} or ";" in image.mode:
         raise ValueError(f"the mode {image.mode!r} does not say which value is white. Give floats from 0 to 1.")
     has_opacity = image.mode in {"RGBA", "LA", "PA", "RGBa"} or "transparency" in image.info

@@ -8,9 +8,9 @@ from accel_core import GeneralTracker
 
 
 class Blank(GeneralTracker):
-    """Stands for a tracker, or for a service's own object, on processes that do not record, and when it is switched off.
+    """A stand-in for a tracker, or a service's own object, where nothing is recorded.
 
-    Every attribute of it can be called, and gives a blank again; it is false, has no items, and is a context manager.
+    Each attribute can be called, and gives a blank. It is false, empty, and a context manager.
     """
 
     name = "blank"

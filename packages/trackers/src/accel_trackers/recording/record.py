@@ -1,4 +1,4 @@
-"""The values of one `log`, taken while the training goes on, and made plain later in another thread."""
+"""The values of one `log`, taken while the training goes on, made plain later in a thread."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class View(NamedTuple):
 
 
 class Record:
-    """Values as they were when it was made; what becomes of the caller's dicts, tensors, arrays and lists later does not show.
+    """A copy of logged values: later changes of the caller's dicts, tensors and lists do not show.
 
-    Numbers and texts become plain (see `plain_value`), tensors of one element too, and a `Histogram` is
-    copied. Numbers on a device are put into one tensor per dtype, which the device copies to the host in
-    its own time: making a record waits for no device, and is no collective. Objects of other types are
-    passed on as they are, or left out where `objects` is False, for there is nobody who would take them.
+    Numbers, texts and tensors of one element become plain (see `plain_value`); a `Histogram` is
+    copied. Numbers on a device go into one tensor per dtype, which the device copies to the host
+    asynchronously: making a record waits for no device, and is no collective. Objects of other
+    types are passed on as they are, or left out where `objects` is False.
     ValueError is raised if two values get one name.
     """
 
@@ -76,7 +76,7 @@ class Record:
         """The number of records that these values count as while they wait."""
 
     def joined(self) -> View:
-        """By names that are joined by "/": numbers and texts, histograms, and other objects. Waits for the device."""
+        """Numbers and texts, histograms, others, by names joined by "/". Waits for the device."""
         with self._lock:
             if self._joined is None:
                 for paths, copied in self._sent:
@@ -85,7 +85,7 @@ class Record:
             return self._joined
 
     def nested(self) -> View:
-        """A new copy, nested as given: numbers, texts, objects, and lists instead of tensors. Waits for the device."""
+        """A new copy, nested as given, with lists for tensors. Waits for the device."""
         joined = self.joined()
         found: dict[str, Any] = {}
         for path, value in self._values.items():
@@ -98,7 +98,7 @@ class Record:
         return View(found, joined.histograms, left_out)
 
     def _taken(self, name: str, value: Any) -> Any:
-        """What stands for a value: a number on a device as a tensor there; `_KEPT` for a histogram."""
+        """The stand-in for a value: a number on a device as a tensor; `_KEPT` for a histogram."""
         try:
             if isinstance(value, Histogram):
                 self._histograms[name] = histograms.copied(value), value.bins

@@ -46,7 +46,7 @@ class Recorder:
         self.thread.put("start()", lambda: self._start(run))
 
     def put(self, method: str, arguments: tuple[Any, ...], weight: int, options: Mapping[str, Any]) -> None:
-        """Has a method of the tracker called; `log` is given a `Record`, and the last of the arguments is the step."""
+        """Has a method of the tracker called; `log` gets a `Record`. Last argument: the step."""
         if method == "log_images":
             arguments = {name: list(several) for name, several in arguments[0].items()}, arguments[1]  # its own
         work: Callable[..., None] = self._log if method == "log" else partial(self._call, method)
@@ -138,7 +138,7 @@ class Recorder:
 
 
 class _Older(Tracker):
-    """A `GeneralTracker` as a `Tracker`: it has no state, no options at its start, and no histograms."""
+    """A `GeneralTracker` as a `Tracker`, without state, start options and histograms."""
 
     def __init__(self, older: GeneralTracker) -> None:
         self._older: Any = older

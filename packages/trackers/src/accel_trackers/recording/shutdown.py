@@ -63,7 +63,7 @@ def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, p
 
 
 def let_go(recorders: Sequence[Recorder], process: int) -> None:
-    """The Accelerator is gone, and did not call `end_training`. Nobody waits here: this may be any thread, in the middle of anything.
+    """Ends recorders whose Accelerator is gone without `end_training`; never waits, in any thread.
 
     The thread of a recorder keeps it until everything is recorded, for which the exit waits.
     """
@@ -74,7 +74,7 @@ def let_go(recorders: Sequence[Recorder], process: int) -> None:
 
 
 def is_failing() -> bool:
-    """Whether an exception is on its way, as in a `finally`. `sys.exit()` without a code and the end of a generator are no failure."""
+    """Whether an exception is being raised; `sys.exit(0)` and `GeneratorExit` do not count."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return error.code is not None and error.code != 0
@@ -88,7 +88,7 @@ def left(deadline: float) -> float:
 
 @contextmanager
 def _ends_already() -> Iterator[None]:
-    """SIGTERM has nothing to ask for: launchers send it to the ranks that are left when one fails, and this one is ending."""
+    """Ignores SIGTERM while this rank ends: launchers send it to other ranks when one fails."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -12,11 +12,11 @@ from accel_trackers.recording.values import PLAIN, clean, describe, local, plain
 
 
 def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = None, dataframe: Any = None) -> Table:
-    """A table of plain values, taken now, of columns and data, or of a dataframe. Waits for the devices of cells that are tensors.
+    """A table of plain values, of columns and data, or of a dataframe. Waits for tensors' devices.
 
-    None, booleans, numbers and texts are kept, tensors of one element become numbers, and all else the
-    text that `str` makes of it. A dataframe is one of pandas or polars, or what else has `columns`, and
-    `itertuples` or `rows`. TypeError or ValueError is raised for what is no table, naming row and column.
+    None, booleans, numbers and texts are kept; tensors of one element become numbers, and all else
+    texts by `str`. A dataframe is one of pandas or polars, or another with `columns`, and
+    `itertuples` or `rows`. TypeError or ValueError for no table, with the row and the column.
     """
     if dataframe is not None and columns is None and data is None:
         if not hasattr(dataframe, "columns") or not (hasattr(dataframe, "itertuples") or hasattr(dataframe, "rows")):

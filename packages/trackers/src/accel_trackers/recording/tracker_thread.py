@@ -1,6 +1,6 @@
-"""A tracker in a thread of its own, so that nothing that it does, or fails to do, reaches the training.
+"""A tracker in a thread of its own: neither its calls nor its failures reach the training.
 
-A job that raises is the last: the tracker is switched off, and closed as well as it can be. One that
+A job that raises is the last: the tracker is switched off, and closed if it can be. One that
 takes too long is not waited for: its thread, a daemon, is left to itself. What is switched off gets
 nothing more, and what was waiting for it is dropped. Failures are told where the training runs, by
 whoever asks for `untold`: an exception or a warning in another thread would be seen by nobody.
@@ -96,13 +96,13 @@ class TrackerThread:
                     self._jobs.put(None)
 
     def wait(self, timeout: float) -> bool:
-        """Whether everything that was handed over is done, which is waited for; or the tracker was switched off."""
+        """Waits until all jobs handed over are done, or the tracker is off; False on timeout."""
         target = self._handed
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= target or self.failure is not None, timeout)
 
     def join(self, timeout: float) -> None:
-        """Waits for the end of the thread, in which a tracker that failed is closed; not of one that is stuck."""
+        """Waits for the end of the thread, which closes a failed tracker, unless it is stuck."""
         if not self._is_stuck and self._thread.is_alive():
             self._thread.join(timeout)
 
@@ -116,7 +116,7 @@ class TrackerThread:
             self._since = time.monotonic()
 
     def leave_out(self, reason: str, kind: str = "") -> None:
-        """Notes that something cannot be recorded, once for each `kind`, or reason; the tracker goes on."""
+        """Notes that something cannot be recorded, once per `kind`, or reason; goes on."""
         if (kind or reason) not in self._left_out and len(self._left_out) < MOST_TOLD:
             self._left_out.add(kind or reason)
             self._untold.append(f"The tracker {self.name!r} leaves out {reason}")
@@ -125,7 +125,7 @@ class TrackerThread:
                 self._untold.append(f"The tracker {self.name!r} {more}")
 
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """Switches the tracker off, and drops what was waiting for it. Called by another thread, this one may never come back."""
+        """Switches the tracker off, drops its jobs. Called by another thread, it is stuck."""
         with self._changed:
             if self.failure is not None:
                 return

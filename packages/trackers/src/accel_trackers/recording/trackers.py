@@ -149,7 +149,7 @@ class Trackers:
         self._record("log_table", step, log_kwargs, take, only)
 
     def _record(self, method: str, step: int | None, log_kwargs: Options, take: Take, only: str | None) -> None:
-        """Hands what `take` makes of the user's values, with its weight, to this method of every tracker."""
+        """Hands what `take` returns, a content and its weight, to a method of every tracker."""
         options = self._options(f"{method}(log_kwargs=...)", log_kwargs)
         number = as_step(f"{method}()", step)
         if not self._is_recording(f"{method}()"):
@@ -182,7 +182,7 @@ class Trackers:
         return next(each for each in self._started() if each.name == name).unwrapped()
 
     def caught_up(self, name: str) -> Any:
-        """The tracker, when it has recorded what was logged so far, also after the end; a blank where it does not record."""
+        """The tracker, caught up, also after the end; a blank where it does not record."""
         is_closed = self._ended and self._recorders is not None and os.getpid() == self._process
         is_here = any(name_of(each) == name for each in self._components)
         if not is_here or not (is_closed or self._is_recording("get_tracker()")):
@@ -212,7 +212,7 @@ class Trackers:
         return {**run, "trackers": {**before, **own}}
 
     def _catch_up(self, recorders: Sequence[Recorder]) -> None:
-        """Has everything recorded that was logged, as far as that takes no longer than one record may."""
+        """Has everything logged recorded, within the time that one record may take."""
         for each in recorders:
             each.flush()
         deadline = time.monotonic() + self._rules.stall_timeout + _MOMENT
@@ -239,7 +239,7 @@ class Trackers:
             logger.warning(f"load_state() {begun}. {advice}", state["run_id"], self._run_id)
 
     def finish(self, failed: bool | None = None) -> None:
-        """See `Accelerator.end_training`: records what is pending, and closes the run. Returns within `finish_timeout`."""
+        """See `Accelerator.end_training`: records the rest and ends within `finish_timeout`."""
         if self._ended or os.getpid() != self._process:
             return
         try:
@@ -268,7 +268,7 @@ class Trackers:
         return known_names(self._chosen)
 
     def _is_recording(self, call: str) -> bool:
-        """Whether this process records; raises, where it does, if `init_trackers` was not called."""
+        """Whether this process records; raises there if `init_trackers` was not called."""
         if not self._components:
             self._was_used = True
             return False
@@ -286,7 +286,7 @@ class Trackers:
         return True
 
     def _at(self, step: int | None, *, advance: bool = True) -> int:
-        """The step of a record: the one given, else the one after the last. Only values count steps."""
+        """The step of a record: the given one, else the next. Only values count steps."""
         with self._counting:
             if step is None:
                 step = self._next_step if advance else max(self._next_step - 1, 0)
@@ -300,7 +300,7 @@ class Trackers:
         return bool(self._resumed) and plan is not None and plan.resume and self._resumed["project"] == plan.project
 
     def _started(self) -> list[Recorder]:
-        """The recorders, all of which have been told to start; none while they are being made, for what interrupts that."""
+        """The recorders, all told to start; none for a call that interrupts their making."""
         if self._recorders is None:
             with self._starting:  # which a thread has that was first; this one may be it
                 if not self._is_starting:
@@ -345,7 +345,7 @@ class Trackers:
         self._tell()
 
     def _options(self, asked: str, given: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]]:
-        """Options by the names of trackers, also of those that are not active: scripts are written for several."""
+        """Options by the names of trackers, inactive ones too: scripts are written for several."""
         if not given:
             return {}
         check_mapping(asked, given)

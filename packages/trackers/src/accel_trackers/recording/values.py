@@ -1,6 +1,6 @@
-"""Single values: numbers and texts in another guise, tensors on their way to the host, and words for all others.
+"""Single values: plain numbers and texts, tensors copied to the host, and words for all others.
 
-Objects of numpy are known by what they do (`__array__`): numpy is used only where the program has imported it.
+numpy's objects are known by `__array__`: numpy is used only if the program has imported it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two looks at an event
 
 
 def plain_value(value: Any) -> Any:
-    """The number or text that a value is, or the value itself if it is neither. Tensors are not looked into.
+    """The number or text that a value is, or else the value itself. Tensors are not looked into.
 
     Numbers are what `numbers.Real` knows, numpy's too, and arrays of one element. A member of an
-    `Enum` becomes its value, an integer that does not fit into 64 bits a float. Raises OverflowError
+    `Enum` becomes its value, an integer of more than 64 bits a float. Raises OverflowError
     or ValueError for a number that no float can hold.
     """
     kind = type(value)
@@ -44,7 +44,7 @@ def plain_value(value: Any) -> Any:
 
 
 def clean(text: str) -> str:
-    """A text that every file can hold: halves of surrogates, as in paths that are no UTF-8, are spelled out."""
+    """A text that every file can hold: lone surrogates, as in paths, are spelled out."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -54,7 +54,7 @@ def fits(number: int) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array or a scalar of numpy, or what numpy can make one of; no tensor."""
+    """Whether a value is an array or scalar of numpy, or converts to one; no tensor."""
     return hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor) and "numpy" in sys.modules
 
 
@@ -64,10 +64,10 @@ def as_array(value: Any) -> Any:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is here as a whole, detached: the one given, or the copy of it that this rank holds. No collective.
+    """A whole local tensor, detached: the given one, or this rank's copy. No collective.
 
     Raises:
-        ValueError: if it lies on several ranks. Reading it would be a collective, which one rank alone waits in for ever.
+        ValueError: if it lies on several ranks: one rank alone would wait for ever to read it.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "to_local"):
@@ -82,7 +82,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor that is `local`, as it is now. Making one waits for no device that has events and pinned memory."""
+    """A copy of a `local` tensor. Does not wait for a device with events and pinned memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.elements = tensor.numel()
@@ -100,7 +100,7 @@ class HostCopy:
                 self._host = tensor.to("cpu")
 
     def wait(self) -> torch.Tensor:
-        """The copy, once it is complete. It looks now and then: the wait of an event itself would keep a processor busy."""
+        """The complete copy. Polls, because waiting for an event would keep a processor busy."""
         pause = _SHORTEST
         while self._event is not None and not self._event.query():
             time.sleep(pause)
