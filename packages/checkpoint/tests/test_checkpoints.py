@@ -230,7 +230,7 @@ class TestRegisteredObjects:
 
     def test_what_has_no_state_or_is_known_already_is_refused(self):
         accelerator, _ = started()
-        with pytest.raises(ValueError, match=r"by position in the call\): 1: a int, 2: a dict\. Give them these two"):
+        with pytest.raises(ValueError, match=r"which these have not: 1: a int, 2: a dict\. Give them these"):
             accelerator.register_for_checkpointing(Counter(), 3, {})
         counter = Counter()
         accelerator.register_for_checkpointing(counter)
